@@ -8,7 +8,8 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-_hook = install_import_hook(["pallas_attn", "models"], "beartype.beartype")
+# Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
+_hook = install_import_hook(["pallas_attn.ops", "pallas_attn.cache", "models"], "beartype.beartype")
 
 
 @pytest.fixture

@@ -1,0 +1,116 @@
+"""Static validation: shapes, dtypes and ratios, each failure a ValueError naming the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn.types import PLAIN_DTYPES, QMAX, HeadWindow, PagedKV, PagedLatent
+
+
+class Dims:
+    """Binds the symbols of shape strings to sizes as arguments are checked, so that later ones are held to earlier ones.
+
+    >>> dims = Dims()
+    >>> dims.check("q", q, "B Q Hq D")
+    >>> dims.check("block_tables", block_tables, "B P")  # ValueError: block_tables: expected shape [B=4, P], got [3, 8]
+    """
+
+    def __init__(self, **sizes: int):
+        self._sizes: dict[str, int] = dict(sizes)
+
+    def __getitem__(self, symbol: str) -> int:
+        return self._sizes[symbol]
+
+    def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
+        """Checks `array` against symbols, integers and `symbol+1` separated by spaces, and binds the symbols that are new."""
+        wanted = shape.split()
+        got = tuple(jnp.shape(array))
+        if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
+            expected = ", ".join(w if w.isdigit() or self._size(w) is None else f"{w}={self._size(w)}" for w in wanted)
+            raise ValueError(f"{name}: expected shape [{expected}], got {list(got)}")
+        self._sizes.update({w: g for w, g in zip(wanted, got, strict=True) if w.isidentifier()})
+        if dtypes is not None:
+            check_dtype(name, array, dtypes)
+
+    def _size(self, symbol: str) -> int | None:
+        if symbol.isdigit():
+            return int(symbol)
+        base, plus, extra = symbol.partition("+")
+        size = self._sizes.get(base)
+        return size + int(extra) if plus and size is not None else size
+
+
+def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
+    """Raises ValueError unless the array's dtype is one of `dtypes`."""
+    got = jnp.dtype(array.dtype)
+    wanted = [jnp.dtype(d) for d in dtypes]
+    if got not in wanted:
+        raise ValueError(f"{name}: expected dtype {' or '.join(d.name for d in wanted)}, got {got.name}")
+
+
+INT = (jnp.int32,)
+BOOL = (jnp.bool_,)
+F32 = (jnp.float32,)
+PLAIN = PLAIN_DTYPES
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless every KV head serves the same number of query heads."""
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(f"q: its {num_q_heads} heads must be a multiple of the {num_kv_heads} KV heads")
+
+
+def check_kv(kv: PagedKV, dims: Dims) -> None:
+    """Checks a K/V cache, binding N, Hkv, ps and D."""
+    dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
+    dims.check("kv.v", kv.v, "N Hkv ps D", (kv.k.dtype,))
+    quantised = jnp.dtype(kv.k.dtype) in QMAX
+    for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
+        if scale is None:
+            if quantised:
+                raise ValueError(f"{name}: a {kv.k.dtype.name} cache needs scales, got None")
+            continue
+        if not quantised:
+            raise ValueError(
+                f"{name}: a {kv.k.dtype.name} cache is not quantised, so scales must be None; got shape {list(scale.shape)}"
+            )
+        check_dtype(name, scale, F32)
+        _check_scale_shape(name, scale, dims)
+    if quantised and kv.k_scale.shape != kv.v_scale.shape:  # pyrefly: ignore[missing-attribute]
+        raise ValueError("kv.v_scale: expected the layout of kv.k_scale")
+
+
+def _check_scale_shape(name: str, scale: Any, dims: Dims) -> None:
+    n, hkv, ps, d = dims["N"], dims["Hkv"], dims["ps"], dims["D"]
+    groups = scale.shape[-1] if scale.ndim == 3 else 1
+    if scale.shape not in ((hkv,), (hkv, d), (n, hkv, groups)) or groups < 1 or ps % groups:
+        raise ValueError(
+            f"{name}: expected [Hkv={hkv}], [Hkv={hkv}, D={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}, got {list(scale.shape)}"
+        )
+
+
+def check_latent(cache: PagedLatent, dims: Dims) -> None:
+    """Checks a latent cache against the L and R already bound, binding N and ps."""
+    dims.check("cache.pages", cache.pages, "N ps LR", PLAIN)
+    if dims["LR"] != dims["L"] + dims["R"]:
+        raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {dims['LR']}")
+
+
+def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
+    """Checks an int window (at least 1) or a HeadWindow of one entry a KV head; values on the device are the caller's to know."""
+    if isinstance(window, HeadWindow):
+        dims = Dims(Hkv=num_kv_heads)
+        dims.check("window.window", window.window, "Hkv", INT)
+        dims.check("window.sink_tokens", window.sink_tokens, "Hkv", INT)
+    elif isinstance(window, bool) or not isinstance(window, int | None):
+        raise ValueError(f"window: expected None, an int of at least 1 or a HeadWindow, got {window!r}")
+    elif window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window: expected an int from 1 to 2**31 - 1, got {window}")
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raises ValueError unless the value is None or a positive finite number."""
+    if value is not None and not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a positive finite number, got {value}")

@@ -1,0 +1,45 @@
+"""Kernel configurations by (operation, device, shape): measured ones from packaged JSON, else the caller's heuristic.
+
+`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key names the static facts of a call that the
+best configuration depends on; an entry matches a call whose key has the same items.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+import jax
+
+
+def device_name() -> str:
+    """The default device's kind as a file name, such as "nvidia_h200" or "cpu"."""
+    device = jax.config.jax_default_device
+    kind = device if isinstance(device, str) else (device or jax.local_devices()[0]).device_kind
+    return kind.lower().replace(" ", "_").replace("/", "_")
+
+
+@functools.cache
+def _tuned(device: str) -> Mapping[str, list[dict[str, Any]]]:
+    file = resources.files("pallas_attn") / "tuned" / f"{device}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def lookup[Config](
+    op: str, key: Mapping[str, Any], make: Callable[..., Config], heuristic: Callable[[], Config]
+) -> Config:
+    """The configuration for a call of `op` on the default device.
+
+    Args:
+      op: operation and implementation, such as "paged_decode/xla".
+      key: static facts of the call (JSON values).
+      make: builds a configuration from the fields of a packaged one.
+      heuristic: gives one where none was measured.
+    """
+    for entry in _tuned(device_name()).get(op, ()):
+        if entry["key"] == dict(key):
+            return make(**entry["config"])
+    return heuristic()

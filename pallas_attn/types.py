@@ -1,0 +1,251 @@
+"""The data model: caches, windows and plans as frozen pytrees.
+
+Symbols, here and in every signature: B sequences; Q query tokens per sequence in decode; T packed new tokens; S sequences of a ragged
+batch; Hq and Hkv query and KV heads, G = Hq / Hkv; D head width; N pages in a pool; ps tokens per page; P pages per table row; L latent
+width; R rotated width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Num
+
+PAGE_NONE = -1
+"""An absent page in a block table: its tokens are invisible. As a slot: write nothing."""
+
+FULL = 2**31 - 1
+"""A window that hides nothing."""
+
+QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+"""The largest magnitude a quantised cache stores, by its dtype; a dtype that is not here is stored unscaled."""
+
+PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+"""What an unquantised cache may hold."""
+
+type ScaleLayout = Literal["head", "channel"] | int | None
+"""Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups a page, or none."""
+
+type Implementation = str | Sequence[str] | None
+"""Which implementation to run: None for the best one that supports the call here, a name, or names to try in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """Shapes and dtypes of one layer's cache; the only place they are decided.
+
+    Attributes:
+      num_pages: N, pages in the pool.
+      page_size: ps, tokens a page holds.
+      arrays: array name (a field of PagedKV or PagedLatent) to shape and dtype.
+    """
+
+    num_pages: int
+    page_size: int
+    arrays: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes one more page costs: its share of every array that grows with the pool."""
+        return sum(
+            _num_bytes(a) // self.num_pages for a in self.arrays.values() if a.shape[0] == self.num_pages and a.ndim > 2
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, static scales included."""
+        return sum(_num_bytes(a) for a in self.arrays.values())
+
+
+def _num_bytes(a: jax.ShapeDtypeStruct) -> int:
+    return int(np.prod(a.shape, dtype=np.int64)) * jnp.dtype(a.dtype).itemsize
+
+
+def _positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def kv_cache_spec(
+    *,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    scales: ScaleLayout = None,
+) -> CacheSpec:
+    """Shapes and dtypes of a `PagedKV`.
+
+    Args:
+      dtype: bfloat16, float16, float32, int8 or float8_e4m3fn.
+      scales: None for unquantised dtypes; for int8 and float8_e4m3fn "head" or "channel" (static), or the number g of token groups a page
+        has (dynamic; g divides page_size, g = page_size is one scale per token and head).
+
+    Raises:
+      ValueError: a size below 1, a dtype no cache has, or scales that do not go with the dtype or the page size.
+    """
+    _positive(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    dtype = jnp.dtype(dtype)
+    pages = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype)
+    arrays = {"k": pages, "v": pages}
+    if dtype in PLAIN_DTYPES:
+        if scales is not None:
+            raise ValueError(f"scales must be None for a {dtype.name} cache, which is not quantised; got {scales!r}")
+        return CacheSpec(num_pages, page_size, arrays)
+    if dtype not in QMAX:
+        raise ValueError(f"dtype must be one of {[d.name for d in (*PLAIN_DTYPES, *QMAX)]}, got {dtype.name}")
+    match scales:
+        case "head":
+            shape = (num_kv_heads,)
+        case "channel":
+            shape = (num_kv_heads, head_dim)
+        case int() if scales >= 1 and page_size % scales == 0:
+            shape = (num_pages, num_kv_heads, scales)
+        case _:
+            raise ValueError(
+                f"scales of a {dtype.name} cache must be 'head', 'channel' or a divisor of page_size={page_size}, got {scales!r}"
+            )
+    scale = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return CacheSpec(num_pages, page_size, {**arrays, "k_scale": scale, "v_scale": scale})
+
+
+def latent_cache_spec(
+    *, num_pages: int, page_size: int, latent_dim: int, rope_dim: int, dtype: jax.typing.DTypeLike
+) -> CacheSpec:
+    """Shapes and dtypes of a `PagedLatent`: pages [N, ps, L + R] in bfloat16, float16 or float32.
+
+    Raises:
+      ValueError: a size below 1 or another dtype.
+    """
+    _positive(num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim)
+    dtype = jnp.dtype(dtype)
+    if dtype not in PLAIN_DTYPES:
+        raise ValueError(f"dtype must be one of {[d.name for d in PLAIN_DTYPES]}, got {dtype.name}")
+    return CacheSpec(
+        num_pages, page_size, {"pages": jax.ShapeDtypeStruct((num_pages, page_size, latent_dim + rope_dim), dtype)}
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    """The paged K/V cache of one layer.
+
+    Attributes:
+      k, v: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
+      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token group [N, Hkv, g], where
+        group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its scale is the value meant.
+    """
+
+    k: Num[Array, "N Hkv ps D"]
+    v: Num[Array, "N Hkv ps D"]
+    k_scale: Float[Array, "..."] | None = None
+    v_scale: Float[Array, "..."] | None = None
+
+    @staticmethod
+    def allocate(spec: CacheSpec) -> PagedKV:
+        """Zeroed pages and unit scales, as `kv_cache_spec` lays them down."""
+        return PagedKV(
+            **{
+                name: (jnp.ones if name.endswith("_scale") else jnp.zeros)(a.shape, a.dtype)
+                for name, a in spec.arrays.items()
+            }
+        )
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedLatent:
+    """The paged latent cache of one MLA layer.
+
+    Attributes:
+      pages: [N, ps, L + R]; columns [:L] are the normed latent (keys and values alike), columns [L:] the rotated shared key.
+    """
+
+    pages: Float[Array, "N ps LR"]
+
+    @staticmethod
+    def allocate(spec: CacheSpec) -> PagedLatent:
+        """Zeroed pages, as `latent_cache_spec` lays them down."""
+        return PagedLatent(**{name: jnp.zeros(a.shape, a.dtype) for name, a in spec.arrays.items()})
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadWindow:
+    """What each KV head of a layer sees: its first `sink_tokens` keys and the last `window` ones, the query's own included.
+
+    Attributes:
+      window: int32 [Hkv], at least 1; FULL hides nothing.
+      sink_tokens: int32 [Hkv], at least 0.
+    """
+
+    window: Int32[Array, "Hkv"]
+    sink_tokens: Int32[Array, "Hkv"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of meaning.
+
+    A row is one KV head of one sequence, row b·Hkv + h. Its visible pages are numbered 0 to num_pages[row] in the order of its table: first
+    `sink_pages[row]` from entry 0, then the window's from entry `first_page[row]`. Program i takes the rows and pages from (program_row[i],
+    program_page[i]) up to where program i + 1 starts, and in `fixed` mode also cuts every row at multiples of `piece_pages`. A row cut in n
+    pieces has piece_offsets[row + 1] - piece_offsets[row] = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row.
+
+    Attributes:
+      sink_pages, first_page, num_pages: int32 [B·Hkv].
+      piece_offsets: int32 [B·Hkv + 1].
+      program_row, program_page: int32 [num_programs + 1].
+      page_size: ps the plan counts in.
+      piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
+    """
+
+    sink_pages: Int32[Array, "rows"]
+    first_page: Int32[Array, "rows"]
+    num_pages: Int32[Array, "rows"]
+    piece_offsets: Int32[Array, "rows_plus_1"]
+    program_row: Int32[Array, "programs_plus_1"]
+    program_page: Int32[Array, "programs_plus_1"]
+    page_size: int = dataclasses.field(metadata={"static": True})
+    piece_pages: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding, and the norms that go with it, as `write_kv` fuses them into the cache write.
+
+    Attributes:
+      cos, sin: float32 [T, rotary / 2], of the tokens' positions; only the first `rotary` columns of a head are rotated.
+      q_norm, k_norm: RMSNorm weights [D], or None for no norm.
+      style: "neox" rotates column i with i + rotary/2, "interleaved" column 2i with 2i + 1.
+      norm_order: "before_rope" (Qwen3) or "after_rope".
+      norm_eps: epsilon of the norms.
+    """
+
+    cos: Float[Array, "T half"]
+    sin: Float[Array, "T half"]
+    q_norm: Float[Array, "D"] | None = None
+    k_norm: Float[Array, "D"] | None = None
+    style: Literal["neox", "interleaved"] = dataclasses.field(default="neox", metadata={"static": True})
+    norm_order: Literal["before_rope", "after_rope"] = dataclasses.field(
+        default="before_rope", metadata={"static": True}
+    )
+    norm_eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
