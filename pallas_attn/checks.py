@@ -1,4 +1,6 @@
-"""Static validation: shapes, dtypes and ratios, each failure a ValueError naming the argument, what came and what was wanted."""
+"""Static validation: shapes, dtypes and ratios, each failure a ValueError naming the argument, what came and what was
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pallas_attn.types import PLAIN_DTYPES, QMAX, HeadWindow, PagedKV, PagedLate
 
 
 class Dims:
-    """Binds the symbols of shape strings to sizes as arguments are checked, so that later ones are held to earlier ones.
+    """Binds the symbols of shape strings to sizes as arguments are checked, so that later ones are held to earlier
+    ones.
 
     >>> dims = Dims()
     >>> dims.check("q", q, "B Q Hq D")
@@ -24,7 +27,9 @@ class Dims:
         return self._sizes[symbol]
 
     def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
-        """Checks `array` against symbols, integers and `symbol+1` separated by spaces, and binds the symbols that are new."""
+        """Checks `array` against symbols, integers and `symbol+1` separated by spaces, and binds the symbols that are
+        new.
+        """
         wanted = shape.split()
         got = tuple(jnp.shape(array))
         if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
@@ -99,7 +104,9 @@ def check_latent(cache: PagedLatent, dims: Dims) -> None:
 
 
 def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
-    """Checks an int window (at least 1) or a HeadWindow of one entry a KV head; values on the device are the caller's to know."""
+    """Checks an int window (at least 1) or a HeadWindow of one entry a KV head; values on the device are the caller's
+    to know.
+    """
     if isinstance(window, HeadWindow):
         dims = Dims(Hkv=num_kv_heads)
         dims.check("window.window", window.window, "Hkv", INT)

@@ -1,7 +1,9 @@
 """Which implementation of an operation runs a call: candidates in order, and the reasons of those that cannot.
 
-An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs. So choosing is
-trying, and explaining is trying abstractly: there is no second description of what each one supports that could drift from the first.
+An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
+So choosing is
+trying, and explaining is trying abstractly: there is no second description of what each one supports that could drift
+from the first.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Capability:
 
 
 def capability() -> Capability:
-    """The capability of the mesh in use, else of the default device, else of the default backend; attached or only described.
+    """The capability of the mesh in use, else of the default device, else of the default backend; attached or only
+    described.
 
     Arrays committed elsewhere are not seen here: name the implementation for those.
     """

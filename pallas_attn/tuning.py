@@ -1,7 +1,7 @@
 """Kernel configurations by (operation, device, shape): measured ones from packaged JSON, else the caller's heuristic.
 
-`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key names the static facts of a call that the
-best configuration depends on; an entry matches a call whose key has the same items.
+`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key names the static
+facts of a call that the best configuration depends on; an entry matches a call whose key has the same items.
 """
 
 from __future__ import annotations

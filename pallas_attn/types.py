@@ -1,8 +1,8 @@
 """The data model: caches, windows and plans as frozen pytrees.
 
-Symbols, here and in every signature: B sequences; Q query tokens per sequence in decode; T packed new tokens; S sequences of a ragged
-batch; Hq and Hkv query and KV heads, G = Hq / Hkv; D head width; N pages in a pool; ps tokens per page; P pages per table row; L latent
-width; R rotated width.
+Symbols, here and in every signature: B sequences; Q query tokens per sequence in decode; T packed new tokens; S
+sequences of a ragged batch; Hq and Hkv query and KV heads, G = Hq / Hkv; D head width; N pages in a pool; ps tokens per
+page; P pages per table row; L latent width; R rotated width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float
 """What an unquantised cache may hold."""
 
 type ScaleLayout = Literal["head", "channel"] | int | None
-"""Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups a page, or none."""
+"""Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups
+a page, or none.
+"""
 
 type Implementation = str | Sequence[str] | None
 """Which implementation to run: None for the best one that supports the call here, a name, or names to try in order."""
@@ -85,8 +87,8 @@ def kv_cache_spec(
 
     Args:
       dtype: bfloat16, float16, float32, int8 or float8_e4m3fn.
-      scales: None for unquantised dtypes; for int8 and float8_e4m3fn "head" or "channel" (static), or the number g of token groups a page
-        has (dynamic; g divides page_size, g = page_size is one scale per token and head).
+      scales: None for unquantised dtypes; for int8 and float8_e4m3fn "head" or "channel" (static), or the number g of
+        token groups a page has (dynamic; g divides page_size, g = page_size is one scale per token and head).
 
     Raises:
       ValueError: a size below 1, a dtype no cache has, or scales that do not go with the dtype or the page size.
@@ -140,7 +142,8 @@ class PagedKV:
 
     Attributes:
       k, v: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
-      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token group [N, Hkv, g], where
+      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token group
+      [N, Hkv, g], where
         group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its scale is the value meant.
     """
 
@@ -170,7 +173,8 @@ class PagedLatent:
     """The paged latent cache of one MLA layer.
 
     Attributes:
-      pages: [N, ps, L + R]; columns [:L] are the normed latent (keys and values alike), columns [L:] the rotated shared key.
+      pages: [N, ps, L + R]; columns [:L] are the normed latent (keys and values alike), columns [L:] the rotated shared
+        key.
     """
 
     pages: Float[Array, "N ps LR"]
@@ -188,7 +192,8 @@ class PagedLatent:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadWindow:
-    """What each KV head of a layer sees: its first `sink_tokens` keys and the last `window` ones, the query's own included.
+    """What each KV head of a layer sees: its first `sink_tokens` keys and the last `window` ones, the query's own
+    included.
 
     Attributes:
       window: int32 [Hkv], at least 1; FULL hides nothing.
@@ -202,12 +207,14 @@ class HeadWindow:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of meaning.
+    """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of
+    meaning.
 
-    A row is one KV head of one sequence, row b·Hkv + h. Its visible pages are numbered 0 to num_pages[row] in the order of its table: first
-    `sink_pages[row]` from entry 0, then the window's from entry `first_page[row]`. Program i takes the rows and pages from (program_row[i],
-    program_page[i]) up to where program i + 1 starts, and in `fixed` mode also cuts every row at multiples of `piece_pages`. A row cut in n
-    pieces has piece_offsets[row + 1] - piece_offsets[row] = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row.
+    A row is one KV head of one sequence, row b·Hkv + h. Its visible pages are numbered 0 to num_pages[row] in the order
+    of its table: first `sink_pages[row]` from entry 0, then the window's from entry `first_page[row]`. Program i takes
+    the rows and pages from (program_row[i], program_page[i]) up to where program i + 1 starts, and in `fixed` mode also
+    cuts every row at multiples of `piece_pages`. A row cut in n pieces has piece_offsets[row + 1] - piece_offsets[row]
+    = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row.
 
     Attributes:
       sink_pages, first_page, num_pages: int32 [B·Hkv].
@@ -233,7 +240,8 @@ class Rope:
     """Rotary embedding, and the norms that go with it, as `write_kv` fuses them into the cache write.
 
     Attributes:
-      cos, sin: float32 [T, rotary / 2], of the tokens' positions; only the first `rotary` columns of a head are rotated.
+      cos, sin: float32 [T, rotary / 2], of the tokens' positions; only the first `rotary` columns of a head are
+      rotated.
       q_norm, k_norm: RMSNorm weights [D], or None for no norm.
       style: "neox" rotates column i with i + rotary/2, "interleaved" column 2i with 2i + 1.
       norm_order: "before_rope" (Qwen3) or "after_rope".
