@@ -1,0 +1,14 @@
+"""The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
+
+from pallas_attn.ops.common.merge import merge_states as merge_states
+from pallas_attn.ops.paged_decode import paged_decode as paged_decode
+from pallas_attn.types import FULL as FULL
+from pallas_attn.types import PAGE_NONE as PAGE_NONE
+from pallas_attn.types import CacheSpec as CacheSpec
+from pallas_attn.types import DecodePlan as DecodePlan
+from pallas_attn.types import HeadWindow as HeadWindow
+from pallas_attn.types import PagedKV as PagedKV
+from pallas_attn.types import PagedLatent as PagedLatent
+from pallas_attn.types import Rope as Rope
+from pallas_attn.types import kv_cache_spec as kv_cache_spec
+from pallas_attn.types import latent_cache_spec as latent_cache_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn.types import PLAIN_DTYPES, QMAX, HeadWindow, PagedKV, PagedLatent
+from pallas_attn.types import PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent
 
 
 class Dims:
@@ -121,3 +121,11 @@ def check_positive(name: str, value: float | None) -> None:
     """Raises ValueError unless the value is None or a positive finite number."""
     if value is not None and not 0 < value < float("inf"):
         raise ValueError(f"{name}: expected a positive finite number, got {value}")
+
+
+def check_plan(plan: DecodePlan, *, rows: int, page_size: int) -> None:
+    """Raises ValueError unless the plan was made for this many (sequence, KV head) rows and this page size."""
+    if plan.num_pages.shape != (rows,):
+        raise ValueError(f"plan: expected one of B·Hkv = {rows} rows, got {plan.num_pages.shape[0]} rows")
+    if plan.page_size != page_size:
+        raise ValueError(f"plan: expected one for pages of {page_size} tokens, got one for {plan.page_size}")

@@ -1,0 +1,60 @@
+"""Combining attention over parts of the keys into attention over all of them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_attn import checks
+
+
+def merge_states(
+    outs: Float[Array, "n *rows D"], lses: Float[Array, "n *rows"], sinks: Float[Array, "Hq"] | None = None
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Merges attention over n disjoint sets of keys (FlashAttention, arXiv:2205.14135, section 3.1).
+
+    Args:
+      outs: n partial outputs, each normalised over its own keys and computed without sinks.
+      lses: float32, their log-sum-exp of scores; -inf where a part had no visible key.
+      sinks: learned sink logits of the query heads, the last axis of a row; they enter here, exactly once.
+
+    Returns:
+      The output over all keys in the dtype of `outs`, 0 where there is none, and its LSE, without the sinks.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+    """
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(f"lses: expected the shape of outs without its last axis, {outs.shape[:-1]}, got {lses.shape}")
+    checks.check_dtype("lses", lses, checks.F32)
+    if sinks is not None:
+        checks.check_dtype("sinks", sinks, checks.F32)
+        if sinks.ndim != 1 or lses.ndim < 2 or sinks.shape[0] != lses.shape[-1]:
+            raise ValueError(f"sinks: expected [Hq={lses.shape[-1] if lses.ndim > 1 else 0}], got {list(sinks.shape)}")
+    highest = jnp.max(lses, axis=0)
+    weights = jnp.exp(lses - finite_or_zero(highest)[None])
+    total = jnp.sum(weights, axis=0)
+    # A part without a visible key weighs nothing, whatever its output holds.
+    weighted = jnp.where((weights > 0)[..., None], outs.astype(jnp.float32) * weights[..., None], 0.0)
+    out = jnp.sum(weighted, axis=0) / jnp.where(total > 0, total, 1.0)[..., None]
+    lse = jnp.where(total > 0, finite_or_zero(highest) + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return apply_sinks(out, lse, sinks).astype(outs.dtype), lse
+
+
+def apply_sinks(
+    out: Float[Array, "*rows D"], lse: Float[Array, "*rows"], sinks: Float[Array, "#heads"] | None
+) -> Float[Array, "*rows D"]:
+    """Adds learned sink logits to the softmax's denominator: out · 1 / (1 + exp(sink - lse)); empty rows stay 0.
+
+    The sinks broadcast against the last axis of `lse`.
+    """
+    if sinks is None:
+        return out
+    sinks = sinks.reshape((1,) * (lse.ndim - 1) + sinks.shape)
+    kept = 1.0 / (1.0 + jnp.exp(sinks - finite_or_zero(lse)))
+    return out * jnp.where(lse == -jnp.inf, 0.0, kept)[..., None]
+
+
+def finite_or_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """-inf, the maximum over no scores, becomes 0, so that subtracting it is defined."""
+    return jnp.where(x == -jnp.inf, 0.0, x)

@@ -1,0 +1,75 @@
+"""The dense oracle every `reference.py` is written with: gather, dequantise, mask, softmax. Plain, float32, unbounded.
+
+It favours being obviously right over everything else; nothing here is meant to be fast or small.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from pallas_attn.types import PagedKV
+
+HIGHEST = jax.lax.Precision.HIGHEST  # GPUs would otherwise round float32 operands to TF32
+
+
+def gather_kv(
+    kv: PagedKV, block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"]
+) -> tuple[Float[Array, "B Hkv K D"], Float[Array, "B Hkv K D"], Bool[Array, "B Hkv K"]]:
+    """Keys and values of every table entry in float32, K = P·ps, and whether the entry names a page at all."""
+    num_pages, num_kv_heads, page_size, _ = kv.k.shape
+    rows = block_tables
+    if block_tables.ndim == 2:
+        heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+        rows = block_tables[:, None, :] * num_kv_heads + heads[None, :, None]
+        rows = jnp.where(block_tables[:, None, :] < 0, -1, rows)
+    exists = jnp.repeat(rows >= 0, page_size, axis=-1)
+    rows = jnp.clip(rows, 0, num_pages * num_kv_heads - 1)  # masked later; an unread entry may hold anything
+    return _gather(kv.k, kv.k_scale, rows), _gather(kv.v, kv.v_scale, rows), exists
+
+
+def _gather(
+    pages: Num[Array, "N Hkv ps D"], scale: Float[Array, "..."] | None, rows: Int32[Array, "B Hkv P"]
+) -> Float[Array, "B Hkv K D"]:
+    _, num_kv_heads, page_size, width = pages.shape
+    values = pages.reshape(-1, page_size, width)[rows].astype(jnp.float32)  # [B, Hkv, P, ps, D]
+    if scale is not None and scale.ndim == 3:  # dynamic: follows the row
+        groups = scale.shape[-1]
+        per_token = jnp.repeat(scale.reshape(-1, groups)[rows], page_size // groups, axis=-1)
+        values = values * per_token[..., None]
+    elif scale is not None:  # static: follows the head
+        values = values * scale.reshape(1, num_kv_heads, 1, 1, -1)
+    return values.reshape(*rows.shape[:2], -1, width)
+
+
+def attention(
+    q: Float[Array, "B Q Hq Dk"],
+    k: Float[Array, "B Hkv K Dk"],
+    v: Float[Array, "B Hkv K Dv"],
+    visible: Bool[Array, "B #Hkv Q K"],
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+) -> tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
+    """Softmax attention of DESIGN's section on semantics, in float32: output (0 for an empty row) and LSE (-inf)."""
+    batch, num_queries, num_heads, _ = q.shape
+    num_kv_heads = k.shape[1]
+    q = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, -1, q.shape[-1])
+    visible = visible[:, :, None]  # [B, Hkv, 1, Q, K]
+    scores = jnp.einsum("bqhgd,bhkd->bhgqk", q, k.astype(jnp.float32), precision=HIGHEST) * sm_scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)  # [B, Hkv, G, Q]
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]), 0.0)
+    if sinks is not None:
+        total = jnp.logaddexp(lse, sinks.reshape(1, num_kv_heads, -1, 1))
+        weights = weights * jnp.where(lse == -jnp.inf, 0.0, jnp.exp(lse - total))[..., None]
+    v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
+    out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
+    return (
+        out.reshape(batch, num_queries, num_heads, -1),
+        jnp.transpose(lse, (0, 3, 1, 2)).reshape(batch, num_queries, num_heads),
+    )

@@ -1,0 +1,92 @@
+"""Which keys a query sees, token by token and page by page (windows, sink tokens, draft masks)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from pallas_attn.types import FULL, HeadWindow
+
+
+def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWindow:
+    """Any window as one entry a KV head."""
+    if isinstance(window, HeadWindow):
+        return window
+    width = jnp.full((num_kv_heads,), FULL if window is None else window, jnp.int32)
+    return HeadWindow(width, jnp.zeros_like(width))
+
+
+def in_window(
+    key: Int32[Array, "*#shape"],
+    query: Int32[Array, "*#shape"],
+    window: Int32[Array, "*#shape"],
+    sink_tokens: Int32[Array, "*#shape"],
+) -> Bool[Array, "..."]:
+    """True where the key's position is a sink token or within the window that ends at the query's position."""
+    return (key < sink_tokens) | (key > query - window)  # query >= 0 and window <= FULL, so this cannot overflow
+
+
+def draft_visible(
+    key: Int32[Array, "B K"],
+    query_index: Int32[Array, "Q"],
+    kv_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"],
+    draft_mask: Bool[Array, "B Q Q"] | None,
+) -> Bool[Array, "B Q K"]:
+    """Visibility of keys to the newest queries of each sequence, windows aside.
+
+    Query i of a sequence sits at position kv_len - q_len + i. It sees keys up to its own position; with `draft_mask`,
+    all older keys and, among the keys of the draft itself, those the mask shows.
+    """
+    first = (kv_lens - q_lens)[:, None]
+    column = key - first
+    real_query = query_index[None, :, None] < q_lens[:, None, None]
+    real_key = ((key >= 0) & (key < kv_lens[:, None]))[:, None, :]
+    if draft_mask is None:
+        shown = column[:, None, :] <= query_index[None, :, None]
+    else:
+        width = draft_mask.shape[-1]
+        in_draft = jnp.take_along_axis(draft_mask, jnp.clip(column, 0, width - 1)[:, None, :], axis=2)
+        shown = (column < 0)[:, None, :] | in_draft
+    return shown & real_query & real_key
+
+
+class PageWalk(NamedTuple):
+    """The table entries with a visible token, one walk a row: `sink_pages` from entry 0, then from `first_page` on.
+
+    Attributes:
+      sink_pages, first_page, num_pages: int32, all of one shape; num_pages counts both parts.
+    """
+
+    sink_pages: Int32[Array, "..."]
+    first_page: Int32[Array, "..."]
+    num_pages: Int32[Array, "..."]
+
+    def entry(self, i: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """Table entry of the walk's i-th page."""
+        return jnp.where(i < self.sink_pages, i, i - self.sink_pages + self.first_page)
+
+
+def page_walk(
+    first_query: Int32[Array, "*#shape"],
+    end: Int32[Array, "*#shape"],
+    window: Int32[Array, "*#shape"],
+    sink_tokens: Int32[Array, "*#shape"],
+    *,
+    page_size: int,
+) -> PageWalk:
+    """Pages that hold a key visible to some query from position `first_query` to position `end` - 1.
+
+    Args:
+      first_query, end: positions of the first query and of one past the last; no queries where they are equal.
+      window, sink_tokens: of the row's head.
+      page_size: tokens per page.
+    """
+    oldest = jnp.maximum(first_query - window + 1, 0)  # the oldest key in the first query's window
+    idle = end <= first_query
+    first_page = jnp.where(idle, 0, oldest // page_size)
+    end_page = jnp.where(idle, 0, -(-end // page_size))
+    sink_pages = jnp.minimum(-(-jnp.minimum(sink_tokens, jnp.maximum(end, 0)) // page_size), first_page)
+    return PageWalk(*jnp.broadcast_arrays(sink_pages, first_page, sink_pages + end_page - first_page))
