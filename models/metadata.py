@@ -1,0 +1,48 @@
+"""What the model must know of one step besides its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetadata:
+    """Where a step's tokens belong: T packed tokens, first Bd decode tokens (one a sequence), then the prefill tokens.
+
+    Sizes are static and decide what is compiled: Bd rows of decode attention, T - Bd prefill tokens of at most S
+    sequences. Either part may be empty. All arrays int32.
+
+    Attributes:
+      positions: [T], of each token in its sequence. Padding takes 0.
+      slots: [T], page·ps + offset of each token's place in the cache; -1 for padding, which is not cached.
+      decode_block_tables: [Bd, Pd], page ids.
+      decode_kv_lens: [Bd], tokens of each sequence, this step's included; 0 for an idle row.
+      prefill_block_tables: [S, Pp], page ids; they hold the cached prefix and this step's slots.
+      cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, from 0 (not from Bd). Prefill tokens at or
+        past its last entry are padding.
+      prefill_kv_lens: [S], tokens of each sequence, this step's included; 0 for an idle row.
+      logit_rows: [n], rows of the packed step whose logits are wanted, in that order.
+    """
+
+    positions: Int32[Array, "T"]
+    slots: Int32[Array, "T"]
+    decode_block_tables: Int32[Array, "Bd Pd"]
+    decode_kv_lens: Int32[Array, "Bd"]
+    prefill_block_tables: Int32[Array, "S Pp"]
+    cu_q_lens: Int32[Array, "S+1"]
+    prefill_kv_lens: Int32[Array, "S"]
+    logit_rows: Int32[Array, "n"]
+
+    @property
+    def num_tokens(self) -> int:
+        """T: all tokens of the step, padding included."""
+        return self.positions.shape[0]
+
+    @property
+    def num_decode(self) -> int:
+        """Bd: rows of decode attention, idle ones included."""
+        return self.decode_kv_lens.shape[0]
