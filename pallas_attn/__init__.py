@@ -1,7 +1,13 @@
 """The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
 
 from pallas_attn.ops.common.merge import merge_states as merge_states
+from pallas_attn.ops.latent_gather import gather_latent as gather_latent
+from pallas_attn.ops.latent_write import write_latent as write_latent
+from pallas_attn.ops.mla_decode import mla_decode as mla_decode
+from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode
+from pallas_attn.ops.paged_prefill import paged_prefill as paged_prefill
+from pallas_attn.ops.ragged_attention import ragged_attention as ragged_attention
 from pallas_attn.types import FULL as FULL
 from pallas_attn.types import PAGE_NONE as PAGE_NONE
 from pallas_attn.types import CacheSpec as CacheSpec

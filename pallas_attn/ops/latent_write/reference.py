@@ -1,0 +1,20 @@
+"""What `write_latent` computes, one token after the other."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.types import PagedLatent
+
+
+def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
+    num_pages, page_size, _ = cache.pages.shape
+
+    def write(t: Int32[Array, ""], pages: Float[Array, "N ps LR"]) -> Float[Array, "N ps LR"]:
+        page, offset = slots[t] // page_size, slots[t] % page_size
+        written = lax.dynamic_update_slice(pages, latent[t][None, None], (page, offset, jnp.zeros_like(page)))
+        return jnp.where((page >= 0) & (page < num_pages), written, pages)
+
+    return PagedLatent(lax.fori_loop(0, latent.shape[0], write, cache.pages))

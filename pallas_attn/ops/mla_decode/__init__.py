@@ -1,0 +1,102 @@
+"""Absorbed multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over a paged latent cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn import checks, dispatch
+from pallas_attn.types import DecodePlan, Implementation, PagedLatent
+
+
+def _xla() -> Any:
+    from pallas_attn.ops.mla_decode import xla
+
+    return xla.mla_decode
+
+
+def _reference() -> Any:
+    from pallas_attn.ops.mla_decode import reference
+
+    return reference.mla_decode
+
+
+IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+
+
+def mla_decode(
+    q_latent: Float[Array, "B Q Hq L"],
+    q_rope: Float[Array, "B Q Hq R"],
+    cache: PagedLatent,
+    block_tables: Int32[Array, "B P"],
+    kv_lens: Int32[Array, "B"],
+    *,
+    sm_scale: float,
+    q_lens: Int32[Array, "B"] | None = None,
+    draft_mask: Bool[Array, "B Q Q"] | None = None,
+    plan: DecodePlan | None = None,
+    return_lse: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "B Q Hq L"] | tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    """Attention of each sequence's newest Q tokens over its latents: every head reads the same [L + R] key, whose
+    first L columns are also the value. The up-projections are absorbed into `q_latent` and applied to the output by
+    the caller.
+
+    Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees latents up to its own position, which must
+    already be in the pages.
+
+    Args:
+      q_latent: queries against the latent columns, W_UK absorbed.
+      q_rope: rotated queries against the rotated key's columns; same dtype.
+      cache: pages [N, ps, L + R].
+      block_tables: page ids; PAGE_NONE's tokens are invisible, entries without a visible token may hold anything.
+      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
+      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
+      q_lens: real queries of each row, at most Q; None for Q each.
+      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
+      plan: from `plan_decode` with num_kv_heads = 1; changes speed and rounding only.
+      return_lse: also return the LSE.
+      out_dtype: of the output; None for q_latent's.
+      implementation: None, a name, or names to try in order.
+
+    Returns:
+      Latent-space output, exactly 0 for idle rows and queries past q_len; with `return_lse` also the float32
+      natural-log LSE of the scaled, masked scores, -inf for those.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    dims = checks.Dims()
+    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
+    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
+    checks.check_latent(cache, dims)
+    dims.check("block_tables", block_tables, "B P", checks.INT)
+    dims.check("kv_lens", kv_lens, "B", checks.INT)
+    q_lens = jnp.full_like(kv_lens, dims["Q"]) if q_lens is None else q_lens
+    dims.check("q_lens", q_lens, "B", checks.INT)
+    if draft_mask is not None:
+        dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
+    checks.check_positive("sm_scale", sm_scale)
+    if plan is not None:
+        checks.check_plan(plan, rows=dims["B"], page_size=dims["ps"])
+    out, lse = dispatch.run(
+        "mla_decode",
+        IMPLEMENTATIONS,
+        implementation,
+        q_latent,
+        q_rope,
+        cache,
+        block_tables,
+        kv_lens,
+        q_lens=jnp.minimum(q_lens, kv_lens),
+        sm_scale=sm_scale,
+        draft_mask=draft_mask,
+        plan=plan,
+        out_dtype=jnp.dtype(out_dtype or q_latent.dtype),
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,165 @@
+"""Expanded multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
+
+A composition and nothing else: the prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and
+the pieces are merged by their LSE. So memory does not grow with the cached length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.ops.common.merge import merge_states
+from pallas_attn.ops.latent_gather import gather_latent
+from pallas_attn.ops.ragged_attention import ragged_attention
+from pallas_attn.types import Implementation, PagedLatent
+
+
+def mla_prefill(
+    q_nope: Float[Array, "T Hq nope"],
+    q_rope: Float[Array, "T Hq R"],
+    latent_new: Float[Array, "T LR"],
+    cache: PagedLatent,
+    w_uk: Float[Array, "Hq nope L"],
+    w_uv: Float[Array, "Hq v L"],
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    sm_scale: float,
+    piece_tokens: int = 1024,
+    implementation: Implementation = None,
+) -> Float[Array, "T Hq v"]:
+    """Causal attention of each sequence's new tokens over its cached prefix and themselves.
+
+    Args:
+      q_nope, q_rope: packed queries, unrotated and rotated parts; padding rows come after cu_q_lens[-1].
+      latent_new: normed latents and rotated keys of the same tokens, as `write_latent` takes them.
+      cache: pages [N, ps, L + R] holding the prefix. Nothing is written, and whether the new tokens are in there
+        already makes no difference.
+      w_uk, w_uv: up-projections of the latent to keys and values, per head.
+      block_tables: page ids; entries past the cached tokens may hold anything.
+      cu_q_lens: prefix sums of the new tokens, from 0.
+      kv_lens: tokens each sequence holds, cached and new.
+      sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
+      piece_tokens: prefix tokens expanded at a time, over all sequences; rounded up to whole pages.
+      implementation: of `gather_latent` and `ragged_attention`.
+
+    Returns:
+      The output in q's dtype, exactly 0 for padding rows.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)
+
+    def attend(latent, cu_kv_lens, causal):
+        k, v = _expand(latent.astype(q.dtype), w_uk, w_uv)
+        return ragged_attention(
+            q,
+            k,
+            v,
+            cu_q_lens,
+            cu_kv_lens,
+            causal=causal,
+            sm_scale=sm_scale,
+            return_lse=True,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+
+    with jax.named_scope("mla_prefill"):
+        state = attend(latent_new, cu_q_lens, True)
+        pieces = _PrefixPieces(cache, block_tables, kv_lens - jnp.diff(cu_q_lens), piece_tokens)
+
+        def absorb(carry):
+            i, *state = carry
+            latent, cu_kv_lens = pieces.load(i, implementation)
+            partial = attend(latent, cu_kv_lens, False)
+            return i + 1, *merge_states(*(jnp.stack(pair) for pair in zip(state, partial, strict=True)))
+
+        start = (jnp.zeros((), jnp.int32), *state)
+        _, out, _ = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)
+    return out.astype(q.dtype)
+
+
+def _check(
+    q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens
+) -> None:
+    dims = checks.Dims()
+    dims.check("q_nope", q_nope, "T Hq nope", checks.PLAIN)
+    dims.check("q_rope", q_rope, "T Hq R", (q_nope.dtype,))
+    dims.check("w_uk", w_uk, "Hq nope L", (q_nope.dtype,))
+    dims.check("w_uv", w_uv, "Hq v L", (q_nope.dtype,))
+    checks.check_latent(cache, dims)
+    dims.check("latent_new", latent_new, "T LR", (cache.pages.dtype,))
+    dims.check("block_tables", block_tables, "S P", checks.INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    checks.check_positive("sm_scale", sm_scale)
+    if piece_tokens < 1:
+        raise ValueError(f"piece_tokens: expected at least 1, got {piece_tokens}")
+
+
+def _expand(
+    latent: Float[Array, "U LR"], w_uk: Float[Array, "Hq nope L"], w_uv: Float[Array, "Hq v L"]
+) -> tuple[Float[Array, "U Hq nope_plus_R"], Float[Array, "U Hq v"]]:
+    """Per-head keys and values; all heads share the rotated key."""
+    latent_dim = w_uk.shape[-1]
+    normed, rotated = latent[:, :latent_dim], latent[:, latent_dim:]
+    precision = lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
+    k_nope = jnp.einsum("ul,hnl->uhn", normed, w_uk, precision=precision)
+    v = jnp.einsum("ul,hvl->uhv", normed, w_uv, precision=precision)
+    k_rope = jnp.broadcast_to(rotated[:, None, :], (*k_nope.shape[:2], rotated.shape[-1]))
+    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+
+class _PrefixPieces:
+    """The cached tokens of all sequences, packed and cut into pieces of at most `tokens` of them.
+
+    Sequences are laid out in whole pages, so that a piece starts and ends on page boundaries of each and its part of a
+    sequence is a shifted block table.
+    """
+
+    def __init__(
+        self,
+        cache: PagedLatent,
+        block_tables: Int32[Array, "S P"],
+        num_cached: Int32[Array, "S"],
+        piece_tokens: int,
+    ):
+        self._cache, self._tables, self._num_cached = cache, block_tables, num_cached
+        self._page_size = cache.page_size
+        self._pages = -(-piece_tokens // self._page_size)
+        num_pages = -(-num_cached // self._page_size)
+        self._end_page = jnp.cumsum(num_pages, dtype=jnp.int32)
+        self._first_page = self._end_page - num_pages
+        self.count = -(-self._end_page[-1] // self._pages)
+
+    def load(
+        self, i: Int32[Array, ""], implementation: Implementation
+    ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
+        """Latents of piece i, packed without gaps, and the prefix sums of its tokens per sequence."""
+        start = i * self._pages
+        skipped = jnp.maximum(start - self._first_page, 0)  # pages of each sequence in earlier pieces
+        stop = jnp.clip(start + self._pages - self._first_page, 0, self._end_page - self._first_page)
+        lens = jnp.maximum(jnp.minimum(stop * self._page_size, self._num_cached) - skipped * self._page_size, 0)
+        width = min(self._pages, self._tables.shape[1])
+        entry = skipped[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        tables = jnp.take_along_axis(self._tables, jnp.minimum(entry, self._tables.shape[1] - 1), axis=1)
+        latent = gather_latent(
+            self._cache,
+            jnp.zeros((0, self._cache.pages.shape[-1]), self._cache.pages.dtype),
+            tables,
+            jnp.zeros((lens.shape[0] + 1,), jnp.int32),
+            lens,
+            length=self._pages * self._page_size,
+            implementation=implementation,
+        )
+        zero = jnp.zeros((1,), jnp.int32)
+        return latent, jnp.concatenate([zero, jnp.cumsum(lens, dtype=jnp.int32)])

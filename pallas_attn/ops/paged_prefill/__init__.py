@@ -1,0 +1,101 @@
+"""Prefill attention: a ragged chunk of new tokens over pages that already hold it and its cached prefix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks, dispatch
+from pallas_attn.types import HeadWindow, Implementation, PagedKV
+
+
+def _xla() -> Any:
+    from pallas_attn.ops.paged_prefill import xla
+
+    return xla.paged_prefill
+
+
+def _reference() -> Any:
+    from pallas_attn.ops.paged_prefill import reference
+
+    return reference.paged_prefill
+
+
+IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+
+
+def paged_prefill(
+    q: Float[Array, "T Hq D"],
+    kv: PagedKV,
+    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    sm_scale: float | None = None,
+    window: int | HeadWindow | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    """Causal attention of each sequence's new tokens over its pages.
+
+    Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, the last of the kv_lens[s] it holds. Each sees keys up to
+    its own position that its head's window shows. The new tokens' keys must already be in the pages.
+
+    Args:
+      q: packed queries in bfloat16, float16 or float32; padding rows come after cu_q_lens[-1].
+      kv: the cache; see `PagedKV`.
+      block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables; PAGE_NONE's tokens
+        are invisible, entries without a visible token may hold anything.
+      cu_q_lens: prefix sums of the new tokens, from 0.
+      kv_lens: tokens each sequence holds, the new ones included.
+      sm_scale: multiplies the scores; None for D**-0.5.
+      window: None, the number of newest keys every head sees, or a `HeadWindow`.
+      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      return_lse: also return the LSE.
+      out_dtype: of the output; None for q's.
+      implementation: None, a name, or names to try in order.
+
+    Returns:
+      The output, exactly 0 for padding rows; with `return_lse` also the float32 natural-log LSE of the scaled, capped,
+      masked scores without the learned sinks, -inf for those.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    dims = checks.Dims()
+    dims.check("q", q, "T Hq D", checks.PLAIN)
+    checks.check_kv(kv, dims)
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    dims.check("block_tables", block_tables, "S P" if block_tables.ndim == 2 else "S Hkv P", checks.INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    checks.check_window(window, dims["Hkv"])
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", checks.F32)
+    checks.check_positive("sm_scale", sm_scale)
+    checks.check_positive("soft_cap", soft_cap)
+    out, lse = dispatch.run(
+        "paged_prefill",
+        IMPLEMENTATIONS,
+        implementation,
+        q,
+        kv,
+        block_tables,
+        cu_q_lens,
+        kv_lens,
+        sm_scale=1.0 / math.sqrt(dims["D"]) if sm_scale is None else sm_scale,
+        window=window,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        out_dtype=jnp.dtype(out_dtype or q.dtype),
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,88 @@
+"""Attention of packed sequences of any lengths, unpaged; query and value widths may differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks, dispatch
+from pallas_attn.types import Implementation
+
+
+def _xla() -> Any:
+    from pallas_attn.ops.ragged_attention import xla
+
+    return xla.ragged_attention
+
+
+def _reference() -> Any:
+    from pallas_attn.ops.ragged_attention import reference
+
+    return reference.ragged_attention
+
+
+IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+
+
+def ragged_attention(
+    q: Float[Array, "T Hq Dk"],
+    k: Float[Array, "U Hkv Dk"],
+    v: Float[Array, "U Hkv Dv"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    cu_kv_lens: Int32[Array, "S_plus_1"],
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "T Hq Dv"] | tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Attention within each of S packed sequences.
+
+    Args:
+      q: packed queries; sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1], padding rows come last.
+      k, v: packed keys and values in q's dtype; sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows past the
+        last sequence may hold anything.
+      cu_q_lens, cu_kv_lens: prefix sums, from 0; a sequence may have no queries, no keys, or neither.
+      causal: aligned bottom-right: the last query sees all keys, the one before it all but one, and so on.
+      sm_scale: multiplies the scores; None for Dk**-0.5.
+      return_lse: also return the LSE.
+      out_dtype: of the output; None for q's.
+      implementation: None, a name, or names to try in order.
+
+    Returns:
+      The output, exactly 0 for padding rows and queries that see no key; with `return_lse` also the float32
+      natural-log LSE of the scaled, masked scores, -inf for those.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    dims = checks.Dims()
+    dims.check("q", q, "T Hq Dk", checks.PLAIN)
+    dims.check("k", k, "U Hkv Dk", (q.dtype,))
+    dims.check("v", v, "U Hkv Dv", (q.dtype,))
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    if cu_q_lens.ndim != 1 or cu_q_lens.shape[0] < 2:
+        raise ValueError(f"cu_q_lens: expected shape [S+1] with S at least 1, got {list(cu_q_lens.shape)}")
+    checks.check_dtype("cu_q_lens", cu_q_lens, checks.INT)
+    checks.Dims(S=cu_q_lens.shape[0] - 1).check("cu_kv_lens", cu_kv_lens, "S+1", checks.INT)
+    checks.check_positive("sm_scale", sm_scale)
+    out, lse = dispatch.run(
+        "ragged_attention",
+        IMPLEMENTATIONS,
+        implementation,
+        q,
+        k,
+        v,
+        cu_q_lens,
+        cu_kv_lens,
+        causal=causal,
+        sm_scale=1.0 / math.sqrt(dims["Dk"]) if sm_scale is None else sm_scale,
+        out_dtype=jnp.dtype(out_dtype or q.dtype),
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,35 @@
+"""What `ragged_attention` computes: every query against every key, those of other sequences masked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import oracle
+
+
+def ragged_attention(
+    q: Float[Array, "T Hq Dk"],
+    k: Float[Array, "U Hkv Dk"],
+    v: Float[Array, "U Hkv Dv"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    cu_kv_lens: Int32[Array, "S_plus_1"],
+    *,
+    causal: bool,
+    sm_scale: float,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    query = jnp.arange(q.shape[0], dtype=jnp.int32)
+    key = jnp.arange(k.shape[0], dtype=jnp.int32)
+    sequence_of_query = jnp.searchsorted(cu_q_lens[1:], query, side="right")
+    sequence_of_key = jnp.searchsorted(cu_kv_lens[1:], key, side="right")
+    visible = (sequence_of_query[:, None] == sequence_of_key[None]) & (query < cu_q_lens[-1])[:, None]
+    if causal:
+        from_end_of_query = cu_q_lens[1:].at[sequence_of_query].get(mode="clip") - query
+        from_end_of_key = cu_kv_lens[1:].at[sequence_of_key].get(mode="clip") - key
+        visible &= from_end_of_key[None] >= from_end_of_query[:, None]
+    out, lse = oracle.attention(
+        q[None], k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None], visible[None, None], sm_scale=sm_scale
+    )
+    return out[0].astype(out_dtype), lse[0]
