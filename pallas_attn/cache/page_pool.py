@@ -1,0 +1,154 @@
+"""Reference-counted pages of a paged KV cache."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+from pallas_attn.cache.errors import InconsistentCache, OutOfPages, PageError
+
+
+class PagePool:
+    """Hands out page ids `[0, num_pages)` and counts who holds them.
+
+    A page is *owned* while its reference count is positive and *free* otherwise. Free pages are handed out again least
+    recently freed first, so what a free page holds survives for as long as possible and a prefix cache can still
+    `reclaim` it. Every operation costs O(1) per page, and one that raises has changed nothing. Not thread-safe.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """Starts with all pages free.
+
+        Args:
+            num_pages: Size of the pool, at least 1.
+
+        Raises:
+            ValueError: `num_pages` is smaller than 1.
+        """
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        self._refcounts = [0] * num_pages
+        # Next to be handed out first. An OrderedDict and not a dict, whose first item takes longer and longer to find
+        # as items are removed from its front.
+        self._free = OrderedDict.fromkeys(range(num_pages))
+        self._on_reuse: Callable[[int], None] | None = None
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._refcounts)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can hand out, including those a prefix cache could still match."""
+        return len(self._free)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_pages - self.num_free
+
+    def refcount(self, page: int) -> int:
+        """References held on `page`; 0 when it is free.
+
+        Raises:
+            PageError: `page` is not of this pool.
+        """
+        self._require_known(page)
+        return self._refcounts[page]
+
+    def allocate(self, n: int) -> list[int]:
+        """Takes the `n` least recently freed pages, each with one reference: all of them or none.
+
+        Raises:
+            OutOfPages: fewer than `n` pages are free.
+            ValueError: `n` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        if n > self.num_free:
+            raise OutOfPages(requested=n, free=self.num_free)
+        pages = [self._free.popitem(last=False)[0] for _ in range(n)]
+        for page in pages:
+            self._refcounts[page] = 1
+            if self._on_reuse is not None:
+                self._on_reuse(page)
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds one reference per mention of a page that is owned already.
+
+        Raises:
+            PageError: a page is free or not of this pool.
+        """
+        pages = list(pages)
+        for page in pages:
+            self._require_known(page)
+            if self._refcounts[page] == 0:
+                raise PageError(f"cannot retain page {page}: it is free")
+        for page in pages:
+            self._refcounts[page] += 1
+
+    def reclaim(self, pages: Iterable[int]) -> None:
+        """Adds one reference per mention of a page, taking it back from the free ones if it is among them.
+
+        For a caller that knows what a free page still holds, as a prefix cache does.
+
+        Raises:
+            PageError: a page is not of this pool.
+        """
+        pages = list(pages)
+        for page in pages:
+            self._require_known(page)
+        for page in pages:
+            if self._refcounts[page] == 0:
+                del self._free[page]
+            self._refcounts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drops one reference per mention of a page; pages that nobody references any more become free.
+
+        Args:
+            pages: In the order of the sequence they belong to. The last becomes the first to be handed out again,
+                because a page is only worth matching while the pages before it are there.
+
+        Raises:
+            PageError: a page is free, not of this pool, or mentioned more often than it is referenced.
+        """
+        pages = list(pages)
+        for page, mentions in Counter(pages).items():
+            self._require_known(page)
+            if mentions > self._refcounts[page]:
+                raise PageError(f"cannot release page {page} {mentions}x: it has {self._refcounts[page]} references")
+        for page in reversed(pages):
+            self._refcounts[page] -= 1
+            if self._refcounts[page] == 0:
+                self._free[page] = None
+
+    def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
+        """Has `on_reuse(page)` called whenever `allocate` hands out a page, before its new owner can write to it.
+
+        Args:
+            on_reuse: Must neither raise nor call the pool.
+
+        Raises:
+            ValueError: the pool has a watcher already: what one knows about pages, another would not see.
+        """
+        if self._on_reuse is not None:
+            raise ValueError("on_reuse: the pool is watched already")
+        self._on_reuse = on_reuse
+
+    def check(self) -> None:
+        """Verifies every invariant, in O(num_pages).
+
+        Raises:
+            InconsistentCache: naming the page at fault.
+        """
+        for page, count in enumerate(self._refcounts):
+            if count < 0:
+                raise InconsistentCache(f"page {page} has {count} references")
+            if (count == 0) != (page in self._free):
+                listed = "is" if page in self._free else "is not"
+                raise InconsistentCache(f"page {page} has {count} references and {listed} among the free pages")
+        if foreign := self._free.keys() - range(self.num_pages):
+            raise InconsistentCache(f"free pages that are not of this pool: {sorted(foreign)}")
+
+    def _require_known(self, page: int) -> None:
+        if not 0 <= page < self.num_pages:  # an explicit bound, because a list accepts negative indices
+            raise PageError(f"page {page} is not of this pool of {self.num_pages}")
