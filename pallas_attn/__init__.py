@@ -1,6 +1,9 @@
 """The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
 
+from pallas_attn.dispatch import Explanation as Explanation
+from pallas_attn.explain import explain as explain
 from pallas_attn.ops.common.merge import merge_states as merge_states
+from pallas_attn.ops.common.plan import plan_decode as plan_decode
 from pallas_attn.ops.latent_gather import gather_latent as gather_latent
 from pallas_attn.ops.latent_write import write_latent as write_latent
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode

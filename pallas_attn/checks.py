@@ -1,6 +1,4 @@
-"""Static validation: shapes, dtypes and ratios, each failure a ValueError naming the argument, what came and what was
-wanted.
-"""
+"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from pallas_attn.types import PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedK
 
 
 class Dims:
-    """Binds the symbols of shape strings to sizes as arguments are checked, so that later ones are held to earlier
-    ones.
+    """Binds the symbols of shape strings to sizes as arguments are checked, and holds later arguments to them.
 
     >>> dims = Dims()
     >>> dims.check("q", q, "B Q Hq D")
@@ -27,9 +24,7 @@ class Dims:
         return self._sizes[symbol]
 
     def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
-        """Checks `array` against symbols, integers and `symbol+1` separated by spaces, and binds the symbols that are
-        new.
-        """
+        """Checks `array` against symbols, integers and `symbol+1`, separated by spaces; binds symbols that are new."""
         wanted = shape.split()
         got = tuple(jnp.shape(array))
         if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
@@ -78,9 +73,7 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
                 raise ValueError(f"{name}: a {kv.k.dtype.name} cache needs scales, got None")
             continue
         if not quantised:
-            raise ValueError(
-                f"{name}: a {kv.k.dtype.name} cache is not quantised, so scales must be None; got shape {list(scale.shape)}"
-            )
+            raise ValueError(f"{name}: a {kv.k.dtype.name} cache has no scales, got some of shape {list(scale.shape)}")
         check_dtype(name, scale, F32)
         _check_scale_shape(name, scale, dims)
     if quantised and kv.k_scale.shape != kv.v_scale.shape:  # pyrefly: ignore[missing-attribute]
@@ -91,9 +84,8 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims) -> None:
     n, hkv, ps, d = dims["N"], dims["Hkv"], dims["ps"], dims["D"]
     groups = scale.shape[-1] if scale.ndim == 3 else 1
     if scale.shape not in ((hkv,), (hkv, d), (n, hkv, groups)) or groups < 1 or ps % groups:
-        raise ValueError(
-            f"{name}: expected [Hkv={hkv}], [Hkv={hkv}, D={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}, got {list(scale.shape)}"
-        )
+        wanted = f"[Hkv={hkv}], [Hkv={hkv}, D={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}"
+        raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")
 
 
 def check_latent(cache: PagedLatent, dims: Dims) -> None:
@@ -104,9 +96,7 @@ def check_latent(cache: PagedLatent, dims: Dims) -> None:
 
 
 def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
-    """Checks an int window (at least 1) or a HeadWindow of one entry a KV head; values on the device are the caller's
-    to know.
-    """
+    """Checks an int window or a HeadWindow of one entry a KV head, whose values on the device stay unseen."""
     if isinstance(window, HeadWindow):
         dims = Dims(Hkv=num_kv_heads)
         dims.check("window.window", window.window, "Hkv", INT)

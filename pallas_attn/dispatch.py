@@ -1,9 +1,8 @@
 """Which implementation of an operation runs a call: candidates in order, and the reasons of those that cannot.
 
 An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
-So choosing is
-trying, and explaining is trying abstractly: there is no second description of what each one supports that could drift
-from the first.
+So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
+that could drift from the first.
 """
 
 from __future__ import annotations
@@ -96,12 +95,6 @@ def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implement
     return names
 
 
-def _attempt(op: str, loaders: Mapping[str, Loader], name: str, call: Callable[[Callable[..., Any]], Any]) -> Any:
-    if name not in loaders:
-        raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
-    return call(loaders[name]())
-
-
 def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, *args: Any, **kwargs: Any) -> Any:
     """Runs `op` with the first candidate that supports the call.
 
@@ -120,7 +113,9 @@ def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, 
     with jax.named_scope(op):
         for name in names:
             try:
-                return _attempt(op, loaders, name, lambda function: function(*args, **kwargs))
+                if name not in loaders:
+                    raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
+                return loaders[name]()(*args, **kwargs)
             except NotImplementedError as refusal:
                 refusals.append(refusal)
     if len(refusals) == 1:
@@ -129,19 +124,28 @@ def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, 
 
 
 def explain(
-    op: str, loaders: Mapping[str, Loader], implementation: Implementation, *args: Any, **kwargs: Any
+    op: str,
+    function: Callable[..., Any],
+    loaders: Mapping[str, Loader],
+    implementation: Implementation,
+    *args: Any,
+    **kwargs: Any,
 ) -> Explanation:
-    """What `run` would choose, found by tracing the candidates without running them."""
-    refused: dict[str, str] = {}
-    arrays, rebuild = _split_arrays((args, kwargs))
+    """What `function`, the public face of `op`, would choose; found by tracing it with each candidate, running none.
 
-    def traced(name: str, arrays: Sequence[Any]) -> Any:
+    Raises:
+      ValueError: what the call itself would raise.
+    """
+    arrays, rebuild = _split_arrays((args, kwargs))
+    refused: dict[str, str] = {}
+
+    def call(name: str, arrays: Sequence[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return _attempt(op, loaders, name, lambda function: function(*args, **kwargs))
+        return function(*args, **kwargs, implementation=name)
 
     for name in candidates(op, loaders, implementation):
         try:
-            jax.eval_shape(functools.partial(traced, name), arrays)
+            jax.eval_shape(functools.partial(call, name), arrays)
         except NotImplementedError as refusal:
             refused[name] = str(refusal)
         else:
@@ -150,7 +154,7 @@ def explain(
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays (or shapes) among the leaves of a call's arguments, and how to put others in their place."""
+    """The arrays (or their shapes) among the leaves of a call's arguments, and how to put others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 

@@ -111,9 +111,8 @@ def kv_cache_spec(
         case int() if scales >= 1 and page_size % scales == 0:
             shape = (num_pages, num_kv_heads, scales)
         case _:
-            raise ValueError(
-                f"scales of a {dtype.name} cache must be 'head', 'channel' or a divisor of page_size={page_size}, got {scales!r}"
-            )
+            wanted = f"'head', 'channel' or a divisor of page_size={page_size}"
+            raise ValueError(f"scales of a {dtype.name} cache must be {wanted}, got {scales!r}")
     scale = jax.ShapeDtypeStruct(shape, jnp.float32)
     return CacheSpec(num_pages, page_size, {**arrays, "k_scale": scale, "v_scale": scale})
 
@@ -142,9 +141,9 @@ class PagedKV:
 
     Attributes:
       k, v: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
-      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token group
-      [N, Hkv, g], where
-        group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its scale is the value meant.
+      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token
+        group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its
+        scale is the value meant.
     """
 
     k: Num[Array, "N Hkv ps D"]
