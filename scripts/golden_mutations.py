@@ -1,0 +1,198 @@
+"""The mistakes that a golden must show, each as a change to a copy of the right model (see make_goldens.py)."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch  # pyrefly: ignore[missing-import]
+import torch.nn.functional as F  # pyrefly: ignore[missing-import]
+from torch import nn  # pyrefly: ignore[missing-import]
+from transformers import PreTrainedConfig, PreTrainedModel  # pyrefly: ignore[missing-import]
+
+
+def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
+    return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
+
+
+def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
+    return (layer.self_attn for layer in model.model.layers)
+
+
+def is_v3(gate: nn.Module) -> bool:
+    return hasattr(gate, "e_score_correction_bias")
+
+
+# --- routing, again: transformers' own routers cannot be asked to be wrong
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses; `routing` says what transformers does."""
+
+    best_in_group: int  # how many of a group's best scores make the group's score
+    masked_score: float  # of experts outside the chosen groups
+    biased_weights: bool = False
+    normalise: bool = False
+
+
+def routing(gate: nn.Module) -> Routing:
+    if is_v3(gate):
+        return Routing(best_in_group=2, masked_score=-math.inf, normalise=True)
+    return Routing(best_in_group=1, masked_score=0.0)
+
+
+def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, ...]:
+    """Router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
+    logits = F.linear(hidden.view(-1, gate.hidden_dim), gate.weight)
+    scores = logits.sigmoid() if is_v3(gate) else logits.softmax(-1)
+    biased = scores + gate.e_score_correction_bias if is_v3(gate) else scores
+    grouped = biased.unflatten(-1, (gate.num_group, -1))
+    group_scores = grouped.topk(rule.best_in_group).values.sum(-1)
+    chosen = torch.zeros_like(group_scores).scatter(1, group_scores.topk(gate.topk_group).indices, 1).bool()
+    return logits, scores, biased, group_scores, grouped.masked_fill(~chosen[..., None], rule.masked_score).flatten(1)
+
+
+def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A router's forward pass by the given rule: router logits, weights and experts."""
+    logits, scores, biased, _, masked = choose(gate, hidden, rule)
+    experts = masked.topk(gate.top_k).indices
+    weights = (biased if rule.biased_weights else scores).gather(1, experts)
+    if rule.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * gate.routed_scaling_factor, experts
+
+
+def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
+    """How far the closest decision of any token is from the other way, for experts and for groups.
+
+    Softmax scores are compared by their logarithms, whose rounding errors do not depend on how small the scores are.
+    """
+    *_, group_scores, masked = choose(gate, hidden, routing(gate))
+    if not is_v3(gate):
+        group_scores, masked = group_scores.log(), masked.log()
+    margin = cut_margin(masked, gate.top_k)
+    return margin if gate.topk_group == gate.num_group else min(margin, cut_margin(group_scores, gate.topk_group))
+
+
+def cut_margin(scores: torch.Tensor, chosen: int) -> float:
+    """The smallest gap, over rows, between the worst score chosen and the best that was not."""
+    best = scores.topk(chosen + 1).values
+    return (best[:, -2] - best[:, -1]).min().item()
+
+
+def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float:
+    """The smallest routing margin of any token in any layer."""
+    margins = []
+
+    def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
+        margins.append(routing_margin(gate, *args))
+
+    hooks = [gate.register_forward_pre_hook(measure) for gate in gates(model)]
+    for sequence in sequences:
+        model(torch.tensor([sequence]))
+    for hook in hooks:
+        hook.remove()
+    return min(margins)
+
+
+# --- mistakes that a golden must show
+
+
+def drop_softmax_mscale(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        attention.scaling = attention.qk_head_dim**-0.5
+
+
+def drop_rotary_mscale(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.attention_scaling = 1.0
+
+
+def drop_yarn_interpolation(model: PreTrainedModel) -> None:
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.compute_default_rope_parameters(model.config)[0]
+
+
+def interpolate_all_frequencies(model: PreTrainedModel) -> None:
+    drop_yarn_interpolation(model)
+    model.model.rotary_emb.inv_freq /= model.config.rope_parameters["factor"]
+
+
+def rotate_halves(model: PreTrainedModel) -> None:
+    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting what produces the columns."""
+    width = model.config.qk_rope_head_dim
+    order = torch.arange(width).view(2, -1).T.flatten()
+    for attention in attentions(model):
+        project_q = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+        rope_of_head = project_q.weight.data.unflatten(0, (attention.num_heads, -1))[:, -width:]
+        rope_of_head.copy_(rope_of_head[:, order].clone())
+        rope_of_key = attention.kv_a_proj_with_mqa.weight.data[-width:]
+        rope_of_key.copy_(rope_of_key[order].clone())
+
+
+def set_attention_eps(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
+            if norm is not None:
+                norm.variance_epsilon = model.config.rms_norm_eps
+
+
+def ignore_groups(model: PreTrainedModel) -> None:
+    for gate in gates(model):
+        gate.topk_group = gate.num_group
+
+
+def drop_bias(model: PreTrainedModel) -> None:
+    for gate in gates(model):
+        gate.e_score_correction_bias.zero_()
+
+
+def drop_routed_scale(model: PreTrainedModel) -> None:
+    for gate in gates(model):
+        gate.routed_scaling_factor = 1.0
+
+
+def drop_shared_experts(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "shared_experts"):
+            layer.mlp.shared_experts.down_proj.weight.data.zero_()
+
+
+def change_routing(model: PreTrainedModel, **changes: Any) -> None:
+    """Without changes it leaves the model what it was."""
+    for gate in gates(model):
+        gate.forward = partial(route, gate, replace(routing(gate), **changes))
+
+
+def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
+    """The mistakes a model of this configuration can make, each as a change to a copy of the right model."""
+    table: dict[str, Callable[[PreTrainedModel], None]] = {
+        "rope_in_halves": rotate_halves,
+        "attention_norms_use_rms_norm_eps": set_attention_eps,
+        "routed_scale_dropped": drop_routed_scale,
+        "shared_experts_dropped": drop_shared_experts,
+    }
+    if config.rope_parameters["rope_type"] == "yarn":
+        table |= {
+            "softmax_mscale_dropped": drop_softmax_mscale,
+            "yarn_interpolation_dropped": drop_yarn_interpolation,
+            "yarn_interpolates_all_frequencies": interpolate_all_frequencies,
+        }
+        if config.rope_parameters["mscale"] != config.rope_parameters["mscale_all_dim"]:
+            table["rotary_mscale_dropped"] = drop_rotary_mscale
+    if config.topk_group < config.n_group:
+        table["groups_ignored"] = ignore_groups
+    if config.model_type == "deepseek_v3":
+        table |= {
+            "group_score_is_the_best": partial(change_routing, best_in_group=1),
+            "masked_groups_score_zero": partial(change_routing, masked_score=0.0),
+            "bias_dropped": drop_bias,
+            "bias_in_weights": partial(change_routing, biased_weights=True),
+            "topk_not_normalised": partial(change_routing, normalise=False),
+        }
+    else:
+        table["topk_normalised"] = partial(change_routing, normalise=True)
+        if config.topk_group < config.n_group:
+            table["group_score_is_the_sum_of_two"] = partial(change_routing, best_in_group=2)
+    return table

@@ -1,0 +1,487 @@
+"""Write tests/goldens: small DeepSeek checkpoints, and what Hugging Face transformers computes with them.
+
+    pip install torch==2.13.0 transformers==5.23.0
+    python scripts/make_goldens.py [--out tests/goldens] [NAME ...]
+
+Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cached latents they lead to, and a
+table of mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
+on one thread, from fixed seeds.
+
+A golden is worth having only if a wrong model misses it. With the usual initialisation (std 0.02, norms of one)
+dropping all of yarn's mscale moves the logits by 1e-3, so the weights here are drawn wide, and each golden is tried
+against every mistake of golden_mutations.py that its configuration can show. Nothing is written as a golden that one
+of these mistakes moves by less than MIN_MUTATION, that repeats itself, or that rounding could turn into another.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch  # pyrefly: ignore[missing-import]
+import torch.nn.functional as F  # pyrefly: ignore[missing-import]
+import transformers  # pyrefly: ignore[missing-import]
+from golden_mutations import change_routing, closest_routing, gates, is_v3, mutations  # pyrefly: ignore[missing-import]
+from safetensors.torch import load_file, save_file
+from transformers import (  # pyrefly: ignore[missing-import]
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+NEW_TOKENS = 24
+PROMPT_LENGTHS = (1, 9, 40, 75)
+SHARED_PREFIX = 32  # of the two longest prompts, so that prefix caching has something to find
+
+GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
+
+MIN_MUTATION = 1e-2  # parity is asked to 1e-4
+MIN_TOKEN_MARGIN = 1e-3  # a token is compared where its margin is larger: here, everywhere
+MIN_ROUTING_MARGIN = 5e-4  # between the worst expert or group that was chosen and the best that was not
+MIN_DISTINCT_TOKENS = 12
+MAX_ROUNDING = 2e-5
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One golden: the model's configuration, the seed of its weights and prompts, and the form of its files."""
+
+    config: PreTrainedConfig
+    seed: int
+    max_shard_size: str = "5GB"
+    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
+    fp8: bool = False  # the checkpoint is quantised as V3 is published; the golden is that of its dequantised twin
+
+
+def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+        "original_max_position_embeddings": 32,
+    }
+
+
+# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ. The epsilon is large enough to show
+# whether the norms inside attention keep to their own 1e-6.
+COMMON = {
+    "vocab_size": 256,
+    "max_position_embeddings": 1280,
+    "rms_norm_eps": 5e-3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+
+GOLDENS = {
+    # V2-Lite's form: queries are not compressed, and there is one group of experts
+    "v2-greedy": Golden(
+        DeepseekV2Config(
+            **COMMON,
+            hidden_size=64,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            q_lora_rank=None,
+            n_routed_experts=12,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            topk_method="greedy",
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            rope_parameters=yarn(mscale=1.2, mscale_all_dim=0.707),
+        ),
+        seed=3,
+        published_config=True,
+    ),
+    # V2's form, with plain rope, three heads and no dense layer
+    "v2-group": Golden(
+        DeepseekV2Config(
+            **COMMON,
+            hidden_size=96,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=24,
+            num_hidden_layers=2,
+            first_k_dense_replace=0,
+            num_attention_heads=3,
+            q_lora_rank=40,
+            n_routed_experts=16,
+            n_shared_experts=2,
+            num_experts_per_tok=4,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=21,
+    ),
+    # V3's form, in several files
+    "v3": Golden(
+        DeepseekV3Config(
+            **COMMON,
+            hidden_size=64,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            q_lora_rank=48,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            num_experts_per_tok=6,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+            rope_parameters=yarn(mscale=0.8, mscale_all_dim=1.0),
+        ),
+        seed=5,
+        max_shard_size="300KB",
+        published_config=True,
+    ),
+    # V3 as published: fp8 blocks (most of these widths leave a remainder), and a layer that predicts further tokens
+    "v3-fp8": Golden(
+        DeepseekV3Config(
+            **COMMON,
+            hidden_size=160,
+            initializer_range=0.1,
+            intermediate_size=272,
+            moe_intermediate_size=40,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=5,
+            num_key_value_heads=5,
+            q_lora_rank=144,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=1,
+            rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0),
+        ),
+        seed=13,
+        fp8=True,
+    ),
+}
+
+
+def require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise SystemExit(complaint)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+# --- the model and its checkpoint
+
+
+def random_model(golden: Golden) -> PreTrainedModel:
+    """The golden's model, with weights wide enough that every part of it matters."""
+    model = AutoModelForCausalLM.from_config(golden.config, **EAGER).eval()
+    generator = torch.Generator().manual_seed(golden.seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.3 * noise if "norm" in name else golden.config.initializer_range * noise
+    for gate in gates(model):
+        gate.weight.data *= GATE_GAIN
+        if is_v3(gate):
+            gate.e_score_correction_bias = 0.1 * torch.randn(gate.num_experts, generator=generator)
+    return model
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, **EAGER)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of these tensors, which are named as in a checkpoint's files."""
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        save_file(tensors, Path(directory, "model.safetensors"), metadata={"format": "pt"})
+        return load(Path(directory))
+
+
+def published_config(model: PreTrainedModel) -> dict[str, object]:
+    """The configuration in the keys of DeepSeek's own config.json, which are older than those of transformers 5."""
+    keys = model.config.to_diff_dict()
+    for newer in ("dtype", "head_dim", "qk_head_dim", "output_router_logits", "rope_interleave"):
+        keys.pop(newer, None)
+    rope = keys.pop("rope_parameters")
+    v3 = model.config.model_type == "deepseek_v3"
+    keys |= {
+        "architectures": [type(model).__name__],
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "rope_theta": int(rope.pop("rope_theta")),
+        "rope_scaling": {"type": rope.pop("rope_type"), **rope},
+        "scoring_func": "sigmoid" if v3 else "softmax",
+        "topk_method": "noaux_tc" if v3 else model.config.topk_method,
+        "torch_dtype": "float32",
+        "transformers_version": "4.33.1",
+    }
+    return dict(sorted(keys.items()))
+
+
+def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
+    """Write the checkpoint and return the model read back from it, so that the golden belongs to what was written."""
+    model = random_model(golden)
+    model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
+    reloaded = load(directory)
+    require(largest_change(model, reloaded, prompts) < MAX_ROUNDING, "the checkpoint is not that of its model")
+    if golden.published_config:
+        write_json(directory / "config_published.json", published_config(model))
+        with tempfile.TemporaryDirectory() as other:
+            shutil.copytree(directory, other, dirs_exist_ok=True)
+            shutil.copy(directory / "config_published.json", Path(other, "config.json"))
+            require(largest_change(model, load(Path(other)), prompts) < MAX_ROUNDING, "the published keys differ")
+    return reloaded
+
+
+# --- block-quantised checkpoints
+
+
+def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """[ceil(rows / 128), ceil(columns / 128)] -> [rows, columns]: the last block of a row or column may be smaller."""
+    rows, columns = shape
+    return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [rows, columns] as float8_e4m3fn, and its `weight_scale_inv`, by which a reader multiplies."""
+    scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
+    return (weight / expand_blocks(scale_inv, weight.shape)).to(torch.float8_e4m3fn), scale_inv
+
+
+def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Projections as fp8 and scales, the router's bias in float32, all else in bfloat16, as V3 is published."""
+    generator = torch.Generator().manual_seed(seed)
+    quantised = {}
+    for name, tensor in sorted(tensors.items()):
+        if re.search(r"\.(self_attn|mlp)\..*_proj\w*\.weight$", name):
+            # a scale taken from the wrong block shows only where blocks differ in magnitude
+            blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
+            gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
+            quantised[name], quantised[f"{name}_scale_inv"] = quantise(tensor * expand_blocks(gains, tensor.shape))
+        else:
+            quantised[name] = tensor.clone() if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+    return quantised
+
+
+def dequantise_checkpoint(
+    tensors: dict[str, torch.Tensor], expand: Callable[[torch.Tensor, torch.Size], torch.Tensor] = expand_blocks
+) -> dict[str, torch.Tensor]:
+    """The twin: every tensor in float32, with its scales multiplied in."""
+    twin = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+    for name, tensor in twin.items():
+        if f"{name}_scale_inv" in tensors:
+            twin[name] = tensor * expand(tensors[f"{name}_scale_inv"], tensor.shape)
+    return twin
+
+
+def prediction_layer(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it unread."""
+    last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
+    layer = {name.replace(last, extra): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    head = tensors["lm_head.weight"]
+    return layer | {
+        f"{extra}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        f"{extra}enorm.weight": tensors["model.norm.weight"],
+        f"{extra}hnorm.weight": tensors["model.norm.weight"],
+        f"{extra}eh_proj.weight": torch.cat([head, head], 1)[: config.hidden_size],
+        f"{extra}shared_head.norm.weight": tensors["model.norm.weight"],
+        f"{extra}shared_head.head.weight": head,
+    }
+
+
+def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
+    """Write the quantised checkpoint with a published configuration, and return the model of its dequantised twin."""
+    model = random_model(golden)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden.config), golden.seed)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = published_config(model) | {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        },
+    }
+    write_json(directory / "config.json", dict(sorted(config.items())))
+    return load_tensors(dequantise_checkpoint(tensors), golden.config)
+
+
+# --- what the model computes
+
+
+def draw_prompts(golden: Golden) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(golden.seed)
+    ordinary = (golden.config.eos_token_id + 1, golden.config.vocab_size)
+    prompts = [torch.randint(*ordinary, [length], generator=generator).tolist() for length in PROMPT_LENGTHS]
+    prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX]
+    return prompts
+
+
+def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list[list[int]]) -> float:
+    """The largest difference between the two models in any logit of any prompt."""
+    batches = [torch.tensor([prompt]) for prompt in prompts]
+    return max((model(batch).logits - other(batch).logits).abs().max().item() for batch in batches)
+
+
+def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
+    """The prompt's logits and cached latents, then NEW_TOKENS greedy tokens, each with its top-1 to top-2 margin."""
+    cache = DynamicCache(config=model.config)
+    logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
+    # transformers caches the normed latent as a layer's keys and the rotated key as its values, both [1, 1, T, width]
+    latents = torch.stack([torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers])
+    tops = [logits[-1].topk(2)]
+    while len(tops) < NEW_TOKENS:
+        newest = tops[-1].indices[:1]
+        tops.append(model(newest[None], past_key_values=cache).logits[0, -1].topk(2))
+    return {
+        "logits": logits.numpy(),
+        "tokens": np.array([top.indices[0] for top in tops], np.int32),
+        "margins": np.array([top.values[0] - top.values[1] for top in tops], np.float32),
+        "latents": latents.numpy(),
+    }
+
+
+def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What each mistake does to the logits of this model: its largest change."""
+    control = deepcopy(model)
+    change_routing(control)
+    require(largest_change(model, control, prompts) < MAX_ROUNDING, "the routing here is not that of transformers")
+    table = {}
+    for name, mutate in mutations(model.config).items():
+        mutant = deepcopy(model)
+        mutate(mutant)
+        table[name] = largest_change(model, mutant, prompts)
+    return table
+
+
+def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """The same for mistakes in reading the scales of a quantised checkpoint."""
+    mistakes = {
+        "fp8_scales_dropped": lambda scales, shape: torch.ones(shape),
+        "fp8_scales_divide": lambda scales, shape: 1 / expand_blocks(scales, shape),
+        "fp8_blocks_of_equal_size": lambda scales, shape: F.interpolate(scales[None, None], size=shape)[0, 0],
+    }
+    tensors = load_file(directory / "model.safetensors")
+    return {
+        name: largest_change(model, load_tensors(dequantise_checkpoint(tensors, expand), model.config), prompts)
+        for name, expand in mistakes.items()
+    }
+
+
+# --- the golden
+
+
+def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float:
+    """Refuse a golden that is degenerate or decided by rounding; returns its closest routing decision."""
+    for prompt, run in zip(prompts, runs, strict=True):
+        tokens = run["tokens"].tolist()
+        generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
+        require(tokens == generated.tolist(), "generate() gives other tokens, or stops at the end-of-sequence token")
+        require(len(set(tokens)) >= MIN_DISTINCT_TOKENS, f"the prompt of {len(prompt)} tokens is continued in a loop")
+        require(run["margins"].min() > MIN_TOKEN_MARGIN, "a token is chosen by too little")
+    closest = closest_routing(
+        model, [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
+    )
+    require(closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
+    rounding = largest_change(model, deepcopy(model).double(), prompts)
+    require(rounding < MAX_ROUNDING, f"float32 costs {rounding} of the logits")
+    return closest
+
+
+def write_golden(golden: Golden, directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    prompts = draw_prompts(golden)
+    model = write_fp8_checkpoint(golden, directory) if golden.fp8 else write_checkpoint(golden, prompts, directory)
+    runs = [decode(model, prompt) for prompt in prompts]
+    closest = check_decoding(model, prompts, runs)
+    table = mutation_table(model, prompts)
+    if golden.fp8:
+        table |= fp8_mutation_table(directory, model, prompts)
+    for name, change in table.items():
+        require(change > MIN_MUTATION, f"{name} moves the logits by no more than {change}")
+    (directory / "prompts.json").write_text(json.dumps(prompts) + "\n")
+    arrays = {f"{key}_{i}": value for i, run in enumerate(runs) for key, value in run.items()}
+    np.savez_compressed(directory / "golden.npz", **arrays)  # pyrefly: ignore[bad-argument-type]
+    summary = {
+        "written_by": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
+        "rope_columns": "interleaved" if golden.config.model_type == "deepseek_v2" else "halves",
+        "closest_routing": closest,
+        "mutations": dict(sorted(table.items(), key=lambda item: item[1])),
+    }
+    write_json(directory / "golden.json", summary)
+
+
+def print_golden(directory: Path) -> None:
+    arrays = np.load(directory / "golden.npz")
+    summary = json.loads((directory / "golden.json").read_text())
+    of_prompts = range(len(PROMPT_LENGTHS))
+    margins = np.concatenate([arrays[f"margins_{i}"] for i in of_prompts])
+    distinct = [len(set(arrays[f"tokens_{i}"].tolist())) for i in of_prompts]
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{directory.name}: {size / 1e6:.2f} MB")
+    print(f"  token margins: least {margins.min():.1e}, median {np.median(margins):.2f}; distinct tokens {distinct}")
+    print(f"  closest routing decision: {summary['closest_routing']:.1e}; logits move by, under")
+    for mistake, change in summary["mutations"].items():
+        print(f"    {mistake:<36}{change:8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GOLDENS)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path("tests/goldens"))
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(GOLDENS):
+        parser.error(f"no golden is called {', '.join(sorted(unknown))}")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in args.names or GOLDENS:
+        write_golden(GOLDENS[name], args.out / name)
+        print_golden(args.out / name)
+
+
+if __name__ == "__main__":
+    main()
