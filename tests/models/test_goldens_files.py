@@ -1,0 +1,205 @@
+"""The committed goldens are complete, agree with themselves, and are as tests/goldens/README.md describes them."""
+
+import json
+from math import ceil, log
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+NAMES = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+NEW_TOKENS = 24
+SHARED_PREFIX = 32
+KEYS = ("logits", "tokens", "margins", "latents")
+
+YARN_MUTATIONS = {"softmax_mscale_dropped", "yarn_interpolation_dropped", "yarn_interpolates_all_frequencies"}
+V3_MUTATIONS = {"groups_ignored", "bias_dropped", "bias_in_weights", "masked_groups_score_zero", "topk_not_normalised"}
+MUTATIONS = {
+    "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
+    "v2-group": {"groups_ignored", "group_score_is_the_sum_of_two", "topk_normalised"},
+    "v3": YARN_MUTATIONS | V3_MUTATIONS | {"rotary_mscale_dropped"},
+    "v3-fp8": YARN_MUTATIONS | V3_MUTATIONS | {"fp8_scales_dropped", "fp8_scales_divide", "fp8_blocks_of_equal_size"},
+}
+
+
+def read_json(name, file):
+    return json.loads((GOLDENS / name / file).read_text())
+
+
+def read_prompts(name):
+    return read_json(name, "prompts.json")
+
+
+def read_arrays(name):
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+def tensor_table(name):
+    """Of every tensor in the checkpoint's files: the file, the dtype's name, and the shape."""
+    table = {}
+    for path in sorted((GOLDENS / name).glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dictionary)
+                assert key not in table, f"{key} is in two files"
+                part = file.get_slice(key)
+                table[key] = (path.name, part.get_dtype(), tuple(part.get_shape()))
+    return table
+
+
+def read_tensor(name, key):
+    """One tensor in float32, by the format's own description, for numpy has no bfloat16."""
+    file, dtype, shape = tensor_table(name)[key]
+    raw = (GOLDENS / name / file).read_bytes()
+    header_size = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + header_size])[key]["data_offsets"]
+    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+    data = np.frombuffer(raw[8 + header_size :][begin:end], dtypes[dtype])
+    return data.reshape(shape).astype(np.float32)
+
+
+def read_weight(name, key):
+    """A tensor in float32, its blocks' scales multiplied in."""
+    weight = read_tensor(name, key)
+    if f"{key}_scale_inv" in tensor_table(name):
+        scales = read_tensor(name, f"{key}_scale_inv")
+        weight = weight * np.kron(scales, np.ones((128, 128), np.float32))[: weight.shape[0], : weight.shape[1]]
+    return weight
+
+
+def rope_parameters(config):
+    """The rope's parameters under the newer names, whichever the file has."""
+    if "rope_parameters" in config:
+        return config["rope_parameters"]
+    scaling = dict(config["rope_scaling"])
+    return {"rope_type": scaling.pop("type"), "rope_theta": config["rope_theta"], **scaling}
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def test_every_golden_is_here_and_no_other():
+    assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_have_the_documented_shapes(name):
+    config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
+    assert set(arrays) == {f"{key}_{i}" for key in KEYS for i in range(len(prompts))}
+    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    for i, prompt in enumerate(prompts):
+        expected = {
+            "logits": (np.float32, (len(prompt), config["vocab_size"])),
+            "tokens": (np.int32, (NEW_TOKENS,)),
+            "margins": (np.float32, (NEW_TOKENS,)),
+            "latents": (np.float32, (config["num_hidden_layers"], len(prompt), width)),
+        }
+        for key, (dtype, shape) in expected.items():
+            array = arrays[f"{key}_{i}"]
+            assert (array.dtype, array.shape) == (dtype, shape), f"{key}_{i}"
+            assert np.isfinite(array).all(), f"{key}_{i}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_cover_one_token_and_more_than_the_original_length(name):
+    config, prompts = read_json(name, "config.json"), read_prompts(name)
+    lengths = [len(prompt) for prompt in prompts]
+    assert min(lengths) == 1
+    assert max(lengths) > 2 * rope_parameters(config).get("original_max_position_embeddings", 0)
+    ids = {token for prompt in prompts for token in prompt}
+    assert config["eos_token_id"] < min(ids)
+    assert max(ids) < config["vocab_size"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_follow_from_the_logits_by_clear_margins(name):
+    config, arrays = read_json(name, "config.json"), read_arrays(name)
+    for i in range(len(read_prompts(name))):
+        tokens, margins = arrays[f"tokens_{i}"], arrays[f"margins_{i}"]
+        second, first = np.sort(arrays[f"logits_{i}"][-1])[-2:]
+        assert tokens[0] == np.argmax(arrays[f"logits_{i}"][-1])
+        np.testing.assert_allclose(margins[0], first - second, rtol=1e-6)
+        assert margins.min() > 1e-3
+        assert len(set(tokens.tolist())) >= NEW_TOKENS // 2, "a loop compares little"
+        assert tokens.min() >= 0
+        assert tokens.max() < config["vocab_size"]
+        assert config["eos_token_id"] not in tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_prefix_has_the_same_logits_and_latents(name):
+    (*_, shorter, longer), arrays = read_prompts(name), read_arrays(name)
+    assert shorter[:SHARED_PREFIX] == longer[:SHARED_PREFIX]
+    assert shorter[SHARED_PREFIX:] != longer[SHARED_PREFIX : len(shorter)]
+    for key, axis in (("logits", 0), ("latents", 1)):
+        short, long = (np.take(arrays[f"{key}_{i}"], range(SHARED_PREFIX), axis) for i in (2, 3))
+        np.testing.assert_allclose(short, long, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_cached_row_follows_from_the_checkpoint(name):
+    """Position 0 is not rotated, so the first layer's first row shows the order of the columns and their scale."""
+    config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
+    latent_width = config["kv_lora_rank"]
+    x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
+    x = rms_norm(x, read_weight(name, "model.layers.0.input_layernorm.weight"), config["rms_norm_eps"])
+    row = x @ read_weight(name, "model.layers.0.self_attn.kv_a_proj_with_mqa.weight").T
+    latent, rope = row[:, :latent_width], row[:, latent_width:]
+    latent = rms_norm(latent, read_weight(name, "model.layers.0.self_attn.kv_a_layernorm.weight"), 1e-6)
+    if read_json(name, "golden.json")["rope_columns"] == "halves":
+        rope = np.concatenate([rope[:, 0::2], rope[:, 1::2]], axis=-1)
+    yarn = rope_parameters(config)
+    if yarn["rope_type"] == "yarn":
+        over, under = (0.1 * yarn[key] * log(yarn["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
+        rope = rope * (over / under)
+    cached = np.stack([arrays[f"latents_{i}"][0, 0] for i in range(len(prompts))])
+    np.testing.assert_allclose(cached, np.concatenate([latent, rope], axis=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mutation_is_visible(name):
+    mutations = read_json(name, "golden.json")["mutations"]
+    always = {"rope_in_halves", "routed_scale_dropped", "shared_experts_dropped", "attention_norms_use_rms_norm_eps"}
+    assert always | MUTATIONS[name] <= set(mutations)
+    assert min(mutations.values()) > 1e-2
+
+
+def test_rope_columns_are_those_of_the_family():
+    orders = {name: read_json(name, "golden.json")["rope_columns"] for name in NAMES}
+    assert orders == {"v2-greedy": "interleaved", "v2-group": "interleaved", "v3": "halves", "v3-fp8": "halves"}
+
+
+def test_shards_hold_what_the_index_says():
+    index, table = read_json("v3", "model.safetensors.index.json"), tensor_table("v3")
+    assert index["weight_map"] == {key: file for key, (file, _, _) in table.items()}
+    assert len(set(index["weight_map"].values())) > 1
+
+
+@pytest.mark.parametrize("name", ["v2-greedy", "v3"])
+def test_published_config_says_the_same_in_older_keys(name):
+    config, published = read_json(name, "config.json"), read_json(name, "config_published.json")
+    assert {"rope_scaling", "rope_theta", "torch_dtype", "scoring_func", "topk_method"} <= set(published)
+    assert not {"rope_parameters", "dtype"} & set(published)
+    assert rope_parameters(published) == rope_parameters(config)
+    assert published["torch_dtype"] == config["dtype"]
+    common = set(config) & set(published) - {"transformers_version"}
+    assert {key: published[key] for key in common} == {key: config[key] for key in common}
+
+
+def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders():
+    config, table = read_json("v3-fp8", "config.json"), tensor_table("v3-fp8")
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    quantised = {key for key in table if f"{key}_scale_inv" in table}
+    assert quantised == {key for key, (_, dtype, _) in table.items() if dtype == "F8_E4M3"}
+    for key in quantised:
+        _, dtype, shape = table[f"{key}_scale_inv"]
+        assert (dtype, shape) == ("F32", tuple(ceil(size / 128) for size in table[key][2]))
+    shapes = np.array([table[key][2] for key in quantised])
+    assert ((shapes > 128) & (shapes % 128 != 0)).all(axis=1).any(), "no weight has smaller last blocks both ways"
+    for key in ("model.embed_tokens", "lm_head", "model.norm", "model.layers.1.mlp.gate", "model.layers.2.eh_proj"):
+        assert table[f"{key}.weight"][1] == "BF16"
+    assert table["model.layers.1.mlp.gate.e_score_correction_bias"][1] == "F32"
