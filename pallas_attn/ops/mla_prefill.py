@@ -30,7 +30,7 @@ def mla_prefill(
     kv_lens: Int32[Array, "S"],
     *,
     sm_scale: float,
-    piece_tokens: int = 1024,
+    piece_tokens: int | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq v"]:
     """Causal attention of each sequence's new tokens over its cached prefix and themselves.
@@ -45,7 +45,7 @@ def mla_prefill(
       cu_q_lens: prefix sums of the new tokens, from 0.
       kv_lens: tokens each sequence holds, cached and new.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
-      piece_tokens: prefix tokens expanded at a time, over all sequences; rounded up to whole pages.
+      piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for 1024.
       implementation: of `gather_latent` and `ragged_attention`.
 
     Returns:
@@ -55,6 +55,7 @@ def mla_prefill(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
+    piece_tokens = 1024 if piece_tokens is None else piece_tokens
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
 
