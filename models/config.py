@@ -231,7 +231,7 @@ def _from_hf(config: Json) -> ModelConfig:
         raise ValueError("config.json: model_type is missing")
     if model_type not in _ROUTING:
         raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(_ROUTING)}")
-    routing = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
+    routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
     _refuse_unsupported(config)
     entries = _read_fields(ModelConfig, config)

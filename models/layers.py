@@ -1,0 +1,62 @@
+"""The plain layers: norm, projection, feed-forward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def project(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "*rows F"]:
+    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` says otherwise.
+
+    Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
+    operands are not affected.
+    """
+    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
+
+
+def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
+    """silu(gate) · up of the two halves of the columns (Shazeer, arXiv:2002.05202)."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · weight (Zhang and Sennrich, arXiv:1910.07467), the mean square taken in float32."""
+
+    def __init__(self, width: int, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        x32 = x.astype(jnp.float32)
+        scaled = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return self.weight[...][None, :] * scaled.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """x @ weight + bias. The weight is [in, out], the transpose of a checkpoint's: the faster one for a few rows."""
+
+    def __init__(self, in_width: int, out_width: int, dtype: DTypeLike, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((in_width, out_width), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_width, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...][None, :]
+
+
+class MLP(nnx.Module):
+    """The feed-forward layer of a dense block, and the shared experts of a mixture."""
+
+    def __init__(self, width: int, hidden_width: int, dtype: DTypeLike):
+        self.gate_up_proj = Linear(width, 2 * hidden_width, dtype)
+        self.down_proj = Linear(hidden_width, width, dtype)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))

@@ -1,0 +1,119 @@
+"""Mixture of experts: DeepSeek-V2's and V3's routers, and expert layers computed expert by expert.
+
+Rows are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply the groups:
+
+- `hopper`: jax's own Mosaic GPU ragged matrix product.
+- `blocks`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the obvious
+  choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12 times as
+  long on a CPU.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.config import ModelConfig
+from models.layers import MLP, project, swiglu
+
+
+class Router(nnx.Module):
+    """Chooses experts for each token, in float32 whatever the model's dtype."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, config.n_routed_experts), jnp.float32))
+        biased = config.topk_method == "noaux_tc"
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32)) if biased else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Ids of the chosen experts and their weights."""
+        config = self.config
+        logits = project(x.astype(jnp.float32), self.weight[...])
+        scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        choice = scores
+        if self.e_score_correction_bias is not None:
+            choice = scores + self.e_score_correction_bias[...][None, :]
+        if config.topk_method != "greedy" and config.topk_group < config.n_group:
+            choice = _keep_best_groups(choice, config)
+        experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * config.routed_scaling_factor
+
+
+def _keep_best_groups(choice: Float32[Array, "T E"], config: ModelConfig) -> Float32[Array, "T E"]:
+    """-inf for experts outside the best groups: those of the best expert (V2) or of the best two together (V3)."""
+    grouped = choice.reshape(choice.shape[0], config.n_group, -1)
+    counted = 2 if config.topk_method == "noaux_tc" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
+    best = jax.lax.top_k(group_scores, config.topk_group)[1]
+    kept = jnp.any(best[:, :, None] == jnp.arange(config.n_group, dtype=jnp.int32)[None, None, :], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+class MoE(nnx.Module):
+    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        width, hidden = config.hidden_size, config.moe_intermediate_size
+        self.gate = Router(config)
+        self.gate_up_proj = nnx.Param(jnp.zeros((config.n_routed_experts, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((config.n_routed_experts, hidden, width), dtype))
+        shared = hidden * config.n_shared_experts
+        self.shared_experts = MLP(width, shared, dtype) if shared else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        experts, weights = self.gate(x)
+        y = routed_experts(x, experts, weights, self.gate_up_proj[...], self.down_proj[...])
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+def routed_experts(
+    x: Float[Array, "T D"],
+    experts: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "T D"]:
+    """Sum over each token's experts of weight · down(swiglu(gate_up(x)))."""
+    num_tokens, top_k = experts.shape
+    order = jnp.argsort(experts.reshape(-1))
+    group_sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
+    multiply = _blocks
+    y = multiply(x[order // top_k], gate_up, down, group_sizes)
+    y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
+    return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _blocks(
+    rows: Float[Array, "M D"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"], sizes: Int32[Array, "E"]
+) -> Float[Array, "M D"]:
+    num_rows, num_experts = rows.shape[0], gate_up.shape[0]
+    block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
+    expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
+    rows = jnp.pad(rows, ((0, block), (0, 0)))
+
+    def multiply_block(i: Array, out: Array) -> Array:
+        x = jax.lax.dynamic_slice_in_dim(rows, start[i], block)
+        y = project(swiglu(project(x, gate_up[expert[i]])), down[expert[i]])
+        # A group's last block runs into the next groups' rows, which are written after it.
+        return jax.lax.dynamic_update_slice_in_dim(out, y, start[i], axis=0)
+
+    return jax.lax.fori_loop(0, num_blocks, multiply_block, jnp.zeros_like(rows))[:num_rows]
+
+
+def _block_table(
+    sizes: Int32[Array, "E"], block: int, max_blocks: int
+) -> tuple[Int32[Array, "blocks"], Int32[Array, "blocks"], Int32[Array, ""]]:
+    """Expert and first row of each block, in the order of the rows, and how many of them there are."""
+    blocks = (sizes + (block - 1)) // block
+    ends = jnp.cumsum(blocks)
+    index = jnp.arange(max_blocks, dtype=jnp.int32)
+    expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    first_row, first_block = jnp.cumsum(sizes) - sizes, ends - blocks
+    return expert, first_row[expert] + (index - first_block[expert]) * block, ends[-1]

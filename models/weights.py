@@ -1,0 +1,242 @@
+"""How a checkpoint's tensors become the model's weights, and small random models in their place.
+
+The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
+tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
+projections, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved from pairs to halves (`rope`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from models.checkpoint import open_checkpoint
+from models.config import ModelConfig
+from models.mla import AttentionSettings
+from models.model import DeepSeek
+from models.rope import halves_order
+
+_log = logging.getLogger(__name__)
+
+type Shape = tuple[int, ...]
+type Read = Callable[[str], np.ndarray]
+"""A tensor of the checkpoint, by its name."""
+
+type Order = np.ndarray | slice
+"""Which of a projection's outputs comes where."""
+
+AS_STORED = slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a parameter is made of.
+
+    Attributes:
+      tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
+      pack: makes the parameter of them.
+      in_f32: whether it stays in float32 whatever the model's dtype.
+    """
+
+    tensors: Mapping[str, Shape]
+    pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
+    in_f32: bool = False
+
+
+def weight_sources(config: ModelConfig) -> dict[str, Source]:
+    """The source of every parameter, by its dotted path in `DeepSeek`."""
+    embedding = (config.vocab_size, config.hidden_size)
+    sources = {
+        "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
+        "norm.weight": _norm("model.norm", config.hidden_size),
+    }
+    if not config.tie_word_embeddings:
+        sources["lm_head.weight"] = _linear("lm_head", *embedding)
+    for i in range(config.num_hidden_layers):
+        dense = i < config.first_k_dense_replace
+        feed_forward = _mlp if dense else _moe
+        layer = {
+            "input_layernorm.weight": _norm(f"model.layers.{i}.input_layernorm", config.hidden_size),
+            "post_attention_layernorm.weight": _norm(f"model.layers.{i}.post_attention_layernorm", config.hidden_size),
+            **_under("self_attn", _attention(config, f"model.layers.{i}.self_attn")),
+            **_under("mlp", feed_forward(config, f"model.layers.{i}.mlp")),
+        }
+        sources |= _under(f"layers.{i}", layer)
+    return sources
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor a checkpoint of this model must hold."""
+    sources = weight_sources(config).values()
+    return {name: shape for source in sources for name, shape in source.tensors.items()}
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the model, without allocating it."""
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in checkpoint_shapes(config).values())
+
+
+def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
+    return {f"{prefix}.{path}": source for path, source in sources.items()}
+
+
+def _norm(name: str, width: int) -> Source:
+    return Source({f"{name}.weight": (width,)})
+
+
+def _linear(name: str, out_width: int, in_width: int, order: Order = AS_STORED) -> Source:
+    return Source({f"{name}.weight": (out_width, in_width)}, lambda t: next(t)[order].T)
+
+
+def _bias(name: str, width: int, order: Order = AS_STORED) -> Source:
+    return Source({f"{name}.bias": (width,)}, lambda t: next(t)[order])
+
+
+def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
+    heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
+    head_order = np.concatenate([np.arange(nope), nope + rotary])
+    query_order = (np.arange(heads)[:, None] * config.qk_head_dim + head_order[None, :]).reshape(-1)
+    latent_order = np.concatenate([np.arange(rank), rank + rotary])
+    expand = {f"{name}.kv_b_proj.weight": (heads * (nope + value), rank)}
+    sources = {
+        "kv_a_proj_with_mqa.weight": _linear(f"{name}.kv_a_proj_with_mqa", config.latent_width, width, latent_order),
+        "kv_a_layernorm.weight": _norm(f"{name}.kv_a_layernorm", rank),
+        "w_uk": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, :nope]),
+        "w_uv": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, nope:]),
+        "o_proj.weight": _linear(f"{name}.o_proj", width, heads * value),
+    }
+    query_width = heads * config.qk_head_dim
+    if config.q_lora_rank is None:
+        sources["q_proj.weight"] = _linear(f"{name}.q_proj", query_width, width, query_order)
+    else:
+        sources["q_a_proj.weight"] = _linear(f"{name}.q_a_proj", config.q_lora_rank, width)
+        sources["q_a_layernorm.weight"] = _norm(f"{name}.q_a_layernorm", config.q_lora_rank)
+        sources["q_b_proj.weight"] = _linear(f"{name}.q_b_proj", query_width, config.q_lora_rank, query_order)
+    if config.attention_bias:
+        sources["kv_a_proj_with_mqa.bias"] = _bias(f"{name}.kv_a_proj_with_mqa", config.latent_width, latent_order)
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", width)
+        if config.q_lora_rank is not None:
+            sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
+    return sources
+
+
+def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
+    width, hidden = config.hidden_size, hidden or config.intermediate_size
+    gate_up = {f"{name}.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
+    return {
+        "gate_up_proj.weight": Source(gate_up, lambda t: np.concatenate([w.T for w in t], axis=1)),
+        "down_proj.weight": _linear(f"{name}.down_proj", width, hidden),
+    }
+
+
+def _moe(config: ModelConfig, name: str) -> dict[str, Source]:
+    experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    prefixes = [f"{name}.experts.{e}" for e in range(experts)]
+    gate_up = {f"{p}.{part}_proj.weight": (hidden, width) for p in prefixes for part in ("gate", "up")}
+    down = {f"{p}.down_proj.weight": (width, hidden) for p in prefixes}
+
+    def join(tensors: Iterator[np.ndarray]) -> np.ndarray:
+        return np.stack([np.concatenate([gate.T, up.T], axis=1) for gate, up in itertools.batched(tensors, 2)])
+
+    sources = {
+        "gate.weight": dataclasses.replace(_linear(f"{name}.gate", experts, width), in_f32=True),
+        "gate_up_proj": Source(gate_up, join),
+        "down_proj": Source(down, lambda t: np.stack([w.T for w in t])),
+    }
+    if config.topk_method == "noaux_tc":
+        bias = {f"{name}.gate.e_score_correction_bias": (experts,)}
+        sources["gate.e_score_correction_bias"] = Source(bias, in_f32=True)
+    if config.n_shared_experts:
+        shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts)
+        sources |= _under("shared_experts", shared)
+    return sources
+
+
+def load_model(
+    directory: str | Path,
+    dtype: DTypeLike | None = None,
+    settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - frozen
+) -> DeepSeek:
+    """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
+
+    Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
+    time.
+
+    Args:
+      dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
+
+    Raises:
+      CheckpointError: what is missing, extra, misshaped or unreadable.
+      ValueError, NotImplementedError: as `ModelConfig.from_hf`.
+    """
+    checkpoint = open_checkpoint(directory)
+    for name, why in checkpoint.inspect(checkpoint_shapes(checkpoint.config)).items():
+        _log.info("%s is not loaded: it %s", name, why)
+    if dtype is None:
+        dtype = jnp.float32 if checkpoint.config.dtype == "float32" else jnp.bfloat16
+    return _assemble(checkpoint.config, checkpoint.read, dtype, settings)
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: DTypeLike = jnp.float32,
+    settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - frozen
+) -> DeepSeek:
+    """The model `save_random_checkpoint` writes for this seed."""
+    shapes = checkpoint_shapes(config)
+    return _assemble(config, lambda name: random_tensor(name, shapes[name], seed), dtype, settings)
+
+
+def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
+    """Writes a random model as a Hugging Face directory in float32."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
+    (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
+    tensors = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
+    """float32 values that keep activations near 1, so that a random model's tokens depend on all it has read."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = rng.standard_normal(shape, np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + 0.3 * values
+    if len(shape) == 1:
+        return 0.1 * values
+    if name == "model.embed_tokens.weight":
+        return values
+    return values * np.float32(1.5 * shape[1] ** -0.5)
+
+
+def _assemble(config: ModelConfig, read: Read, dtype: DTypeLike, settings: AttentionSettings) -> DeepSeek:
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype.name}")
+    model = nnx.eval_shape(lambda: DeepSeek(config, settings, dtype))
+    graph, state = nnx.split(model)
+    sources = weight_sources(config)
+
+    def make(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
+        source = sources[".".join(map(str, path))]
+        kind = np.float32 if source.in_f32 else dtype
+        packed = source.pack(read(name).astype(kind, copy=False) for name in source.tensors)
+        return parameter.replace(jnp.array(packed))
+
+    return nnx.merge(graph, nnx.map_state(make, state))
