@@ -24,6 +24,8 @@ def merge_states(
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
     """
+    if outs.ndim < 2 or not outs.shape[0]:
+        raise ValueError(f"outs: expected shape [n, ..., D] with n at least 1, got {list(outs.shape)}")
     if outs.shape[:-1] != lses.shape:
         raise ValueError(f"lses: expected the shape of outs without its last axis, {outs.shape[:-1]}, got {lses.shape}")
     checks.check_dtype("lses", lses, checks.F32)
@@ -34,10 +36,11 @@ def merge_states(
     highest = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - finite_or_zero(highest)[None])
     total = jnp.sum(weights, axis=0)
-    # A part without a visible key weighs nothing, whatever its output holds.
-    weighted = jnp.where((weights > 0)[..., None], outs.astype(jnp.float32) * weights[..., None], 0.0)
-    out = jnp.sum(weighted, axis=0) / jnp.where(total > 0, total, 1.0)[..., None]
-    lse = jnp.where(total > 0, finite_or_zero(highest) + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    # A part without a visible key weighs nothing, whatever its output holds. A NaN that was seen stays: NaN != 0.
+    weighted = jnp.where((weights != 0)[..., None], outs.astype(jnp.float32) * weights[..., None], 0.0)
+    seen = total != 0
+    out = jnp.sum(weighted, axis=0) / jnp.where(seen, total, 1.0)[..., None]
+    lse = jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
     return apply_sinks(out, lse, sinks).astype(outs.dtype), lse
 
 

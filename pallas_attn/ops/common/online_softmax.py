@@ -91,7 +91,7 @@ def attend_rows(
             return (j + 1, *_absorb(q_group, *load_tile(members, j), highest, total, acc, sm_scale, soft_cap))
 
         _, highest, total, acc = lax.while_loop(lambda state: state[0] < steps, step, state)
-        seen = total > 0
+        seen = total != 0  # not > 0: a visible NaN must show in the output and in the LSE
         out = acc / jnp.where(seen, total, 1.0)[..., None]
         return out, jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
 
