@@ -64,8 +64,8 @@ def mla_decode(
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Latent-space output, exactly 0 for idle rows and queries past q_len; with `return_lse` also the float32
-      natural-log LSE of the scaled, masked scores, -inf for those.
+      Latent-space output, exactly 0 for queries that see nothing (idle rows, past q_len, before position 0); with
+      `return_lse` also the float32 natural-log LSE of the scaled, masked scores, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -93,7 +93,7 @@ def mla_decode(
         cache,
         block_tables,
         kv_lens,
-        q_lens=jnp.minimum(q_lens, kv_lens),
+        q_lens=q_lens,
         sm_scale=sm_scale,
         draft_mask=draft_mask,
         plan=plan,

@@ -68,8 +68,8 @@ def paged_decode(
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for idle rows and queries past q_len; with `return_lse` also the float32 natural-log LSE of
-      the scaled, capped, masked scores without the learned sinks, -inf for those.
+      The output, exactly 0 for queries that see nothing (idle rows, past q_len, before position 0); with `return_lse`
+      also the float32 natural-log LSE of the scaled, capped, masked scores without the learned sinks, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -108,7 +108,7 @@ def _validated(
         "kv": kv,
         "block_tables": block_tables,
         "kv_lens": kv_lens,
-        "q_lens": jnp.minimum(q_lens, kv_lens),
+        "q_lens": q_lens,
         "sm_scale": 1.0 / math.sqrt(dims["D"]) if sm_scale is None else sm_scale,
         "window": window,
         "sinks": sinks,
