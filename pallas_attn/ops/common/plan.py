@@ -48,7 +48,10 @@ def plan_decode(
     Raises:
       ValueError: sizes below 1, heads that do not divide, an unknown mode.
     """
-    checks.Dims().check("kv_lens", kv_lens, "B", checks.INT)
+    dims = checks.Dims()
+    dims.check("kv_lens", kv_lens, "B", checks.INT)
+    q_lens = jnp.ones_like(kv_lens) if q_lens is None else q_lens
+    dims.check("q_lens", q_lens, "B", checks.INT)
     checks.check_heads(num_q_heads, num_kv_heads)
     checks.check_window(window, num_kv_heads)
     for name, value in (("page_size", page_size), ("num_programs", num_programs)):
@@ -57,7 +60,6 @@ def plan_decode(
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
     windows = head_windows(window, num_kv_heads)
-    q_lens = jnp.minimum(jnp.ones_like(kv_lens) if q_lens is None else q_lens, kv_lens)
     first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
     end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
     walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
