@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import oracle
 
@@ -29,7 +30,15 @@ def ragged_attention(
         from_end_of_query = cu_q_lens[1:].at[sequence_of_query].get(mode="clip") - query
         from_end_of_key = cu_kv_lens[1:].at[sequence_of_key].get(mode="clip") - key
         visible &= from_end_of_key[None] >= from_end_of_query[:, None]
-    out, lse = oracle.attention(
-        q[None], k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None], visible[None, None], sm_scale=sm_scale
-    )
-    return out[0].astype(out_dtype), lse[0]
+    k, v = (x.swapaxes(0, 1)[None] for x in (k, v))
+
+    def attend(
+        query: tuple[Float[Array, "Hq Dk"], Bool[Array, "U"]],
+    ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
+        """One query alone, so that NaN among what others see leaves no trace in it."""
+        q, visible = query
+        out, lse = oracle.attention(q[None, None], k, v, visible[None, None, None], sm_scale=sm_scale)
+        return out[0, 0], lse[0, 0]
+
+    out, lse = lax.map(attend, (q, visible))
+    return out.astype(out_dtype), lse
