@@ -1,0 +1,280 @@
+"""What the contract suites of all operations share: fresh inputs, poisoned pages, comparison, and looks at what is
+compiled.
+
+A suite runs every implementation of its operation. Adding one means adding what is promised of it to VARIANTS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_attn import PAGE_NONE
+from pallas_attn.ops.common.online_softmax import XlaConfig
+
+type Jitted = jax.stages.Wrapped
+
+GARBAGE = 2_147_480_000
+"""What table entries hold where no token is visible: read through, it is an address far outside any pool."""
+
+
+# --- implementations
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """|got - want| <= absolute + relative · |want| for each element, 1 - cosine <= `cosine` for the whole."""
+
+    absolute: float
+    relative: float
+    cosine: float
+
+
+F32_OUT = Tolerance(1e-5, 1e-5, 1e-9)
+F32_LSE = Tolerance(1e-5, 1e-5, 1e-9)
+HALF_OUT = Tolerance(8e-4, 2 / 128, 5e-6)
+HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An implementation as the suites run it, and what is promised of it.
+
+    Attributes:
+      implementation: its name.
+      config: taken in place of the tuned or heuristic configuration.
+      honours_plans: in `fixed` mode a row has the same bits in any batch and order.
+      tolerances: of output and LSE, for inputs of 32-bit and of narrower floats.
+    """
+
+    implementation: str
+    config: Any = None
+    honours_plans: bool = False
+    tolerances: Mapping[bool, tuple[Tolerance, Tolerance]] = dataclasses.field(
+        default_factory=lambda: {True: (F32_OUT, F32_LSE), False: (HALF_OUT, HALF_LSE)}, hash=False
+    )
+
+    def tolerance(self, dtype: Any) -> tuple[Tolerance, Tolerance]:
+        """Of output and LSE where q has this dtype."""
+        return self.tolerances[np.dtype(dtype) == np.float32]
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Within it, tracing an operation takes this variant's configuration."""
+        if self.config is None:
+            yield
+            return
+        with mock.patch("pallas_attn.tuning.lookup", return_value=self.config):
+            yield
+
+
+VARIANTS = {
+    "reference": Variant("reference"),
+    # Tiles so small that small inputs make many of them, groups that do not divide the rows.
+    "xla": Variant("xla", XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4)),
+}
+"""Every implementation name an operation may list, as the suites run it on small inputs."""
+
+
+def variants(implementations: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test, which takes `variant`, for each implementation of an operation."""
+    return pytest.mark.parametrize("variant", [pytest.param(VARIANTS[name], id=name) for name in implementations])
+
+
+def compiled(op: Callable[..., Any], variant: Variant, **static: Any) -> Jitted:
+    """`op` jitted once for each variant and set of static arguments, so that cases of equal shapes share a compilation.
+
+    Arrays go to the result by keyword.
+    """
+    return _compiled(op, variant, tuple(sorted(static.items())))
+
+
+@functools.cache
+def _compiled(op: Callable[..., Any], variant: Variant, static: tuple[tuple[str, Any], ...]) -> Jitted:
+    @jax.jit
+    def call(**arrays: Any) -> Any:
+        with variant.settings():
+            return op(**arrays, **dict(static), implementation=variant.implementation)
+
+    return call
+
+
+# --- inputs
+
+
+def fresh_rng() -> np.random.Generator:
+    """A generator of a new seed. Pytest shows the seed where the test fails; `TEST_SEED=... pytest ...` repeats it."""
+    seed = int(os.environ.get("TEST_SEED") or secrets.randbits(32))
+    print(f"TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Standard normal values, rounded to `dtype`."""
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def paginate(
+    rng: np.random.Generator,
+    visible: np.ndarray,
+    *,
+    page_size: int,
+    num_pages: int,
+    head_wise: bool = False,
+    absent: np.ndarray | None = None,
+) -> np.ndarray:
+    """Block tables for tokens of which `visible`, bool [B, Hkv, K], says who is seen by some query.
+
+    Entries with a visible token get pages (head-wise: rows of any head's pages) of a random permutation, about one in
+    four shared with another entry, and never page 0. All others hold garbage, or PAGE_NONE where `absent`, bool
+    [B, Hkv or 1, K / page_size], says so.
+
+    Returns:
+      int32 [B, P], or [B, Hkv, P] if head-wise.
+    """
+    batch, num_kv_heads, tokens = visible.shape
+    seen = visible.reshape(batch, num_kv_heads, tokens // page_size, page_size).any(-1)
+    per_page = num_kv_heads if head_wise else 1
+    if not head_wise:
+        seen = seen.any(axis=1, keepdims=True)
+    ids = rng.permutation(np.arange(per_page, num_pages * per_page))
+    wanted = int(seen.sum())
+    assert wanted <= ids.size, f"{wanted} entries need a page, of {ids.size}"
+    ids = ids[:wanted]
+    if wanted > 1:
+        share = rng.choice(wanted, size=max(1, wanted // 4), replace=False)
+        ids[share] = ids[rng.choice(wanted, size=share.size)]
+    tables = rng.choice([GARBAGE, GARBAGE, -GARBAGE, 0, PAGE_NONE], size=seen.shape)
+    tables[seen] = ids
+    if absent is not None:
+        absent = np.broadcast_to(absent if head_wise else absent[:, :1], seen.shape)
+        assert not (absent & seen).any(), "an absent page cannot hold a visible token"
+        tables[absent] = PAGE_NONE
+    return (tables if head_wise else tables[:, 0]).astype(np.int32)
+
+
+def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_pages: int) -> np.ndarray:
+    """Which slots of the pool hold no visible token of any sequence: bool [N, Hkv, ps]."""
+    num_kv_heads = visible.shape[1]
+    dead = np.ones((num_pages * num_kv_heads, page_size), bool)
+    for b, h, t in np.argwhere(visible):
+        entry = t // page_size
+        row = tables[b, h, entry] if tables.ndim == 3 else tables[b, entry] * num_kv_heads + h
+        dead[row, t % page_size] = False
+    return dead.reshape(num_pages, num_kv_heads, page_size)
+
+
+def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """A copy with the worst in it where `dead` (the leading axes of `values`): NaN and infinities, or any int8."""
+    dtype = values.dtype
+    if dtype == np.int8:
+        worst = rng.integers(-128, 128, values.shape).astype(dtype)
+    elif dtype == ml_dtypes.float8_e4m3fn:  # which has no infinity
+        worst = np.full(values.shape, np.nan, dtype)
+    else:
+        worst = rng.choice(np.array([np.nan, np.nan, np.inf, -np.inf], dtype), values.shape)
+    return np.where(dead.reshape(dead.shape + (1,) * (values.ndim - dead.ndim)), worst, values)
+
+
+def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """A copy with zeros where `dead` (the leading axes of `values`)."""
+    return np.where(dead.reshape(dead.shape + (1,) * (values.ndim - dead.ndim)), np.zeros((), values.dtype), values)
+
+
+# --- comparison
+
+
+def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
+    """Finite values within the tolerance; infinities in the same places; no NaN."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
+    assert not np.isnan(want).any(), f"{name}: the expected value has NaN"
+    assert not np.isnan(got).any(), f"{name}: NaN at {np.argwhere(np.isnan(got))[:4].tolist()}"
+    infinite = np.isinf(want) | np.isinf(got)
+    np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=f"{name}: infinities differ")
+    got, want = got[~infinite], want[~infinite]
+    excess = np.abs(got - want) - (tolerance.absolute + tolerance.relative * np.abs(want))
+    assert not (excess > 0).any(), (
+        f"{name}: {int((excess > 0).sum())} of {got.size} differ by up to {np.abs(got - want).max():.3g}, "
+        f"{excess.max():.3g} more than allowed; first {got[excess > 0][0]!r}, wanted {want[excess > 0][0]!r}"
+    )
+    norms = np.sum(got * got + want * want)
+    cosine = 2 * np.sum(got * want) / norms if norms else 1.0
+    assert 1 - cosine <= tolerance.cosine, f"{name}: 1 - cosine = {1 - cosine:.3g}, allowed {tolerance.cosine}"
+
+
+def assert_attention_close(
+    got: tuple[Any, Any], want: tuple[Any, Any], tolerances: tuple[Tolerance, Tolerance]
+) -> None:
+    """Output and LSE, see `Variant.tolerance`."""
+    assert_close("output", got[0], want[0], tolerances[0])
+    assert_close("LSE", got[1], want[1], tolerances[1])
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Two pytrees of arrays are equal bit for bit, NaN payloads included."""
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype != bool else array
+
+
+# --- looks at what is compiled
+
+IN_PLACE = {
+    *("parameter", "bitcast", "bitcast-convert", "get-tuple-element", "optimization-barrier", "while", "conditional"),
+    *("scatter", "dynamic-update-slice", "fusion"),  # whatever else a fusion computes shows in its body, or as memory
+}
+"""Instructions whose result may be, or lie in, one of their operands."""
+
+
+def temp_bytes(call: Jitted, /, *args: Any, **kwargs: Any) -> int:
+    """Memory a jitted call needs beside its arguments and results. Arguments may be shapes."""
+    analysis = call.lower(*args, **kwargs).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> None:
+    """The compiled call makes no array as large as `pages` (of a cache; an array or its shape) but in place.
+
+    Arguments may be shapes. Nothing else in the call may be as large.
+    """
+    text = str(call.lower(*args, **kwargs).compile().as_text())
+    results = re.findall(r"^ *(?:ROOT )?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", text, re.MULTILINE)
+    assert results, "no instruction found in the compiled module"
+    for shape, operation in results:
+        size = math.prod(int(n) for n in shape.split(","))
+        assert size < pages.size or operation in IN_PLACE, f"{operation} of [{shape}]; the cache has {pages.shape}"
+    temp, size = temp_bytes(call, *args, **kwargs), pages.size * np.dtype(pages.dtype).itemsize
+    assert temp < size, f"{temp} bytes of memory beside the arguments; pages of {size} bytes may be copied there"
+
+
+def assert_no_host_callbacks(call: Jitted, /, *args: Any, **kwargs: Any) -> None:
+    """Neither the traced nor the compiled call goes back to the host."""
+    text = str(call.lower(*args, **kwargs).as_text())
+    for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"):
+        assert word not in text, f"the lowered call has {word!r}"
+
+
+def scope_names(call: Jitted, /, *args: Any, **kwargs: Any) -> str:
+    """The lowered call with its name stack, to look for a named scope."""
+    return str(call.lower(*args, **kwargs).as_text(debug_info=True))
