@@ -1,0 +1,301 @@
+"""Runs planned steps on the device: packs their metadata, compiles each shape once, and keeps the cache in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from models.metadata import StepMetadata
+from models.model import Caches, DeepSeek, split_model
+from models.sampler import SamplingRows, sample
+from models.step_plan import ScheduledRow, StepPlan
+from pallas_attn import PAGE_NONE, PagedLatent, slot_mapping, token_positions
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """The static sizes of a step, which decide what is compiled.
+
+    Attributes:
+      decode_rows: Bd, decode tokens with padding.
+      prefill_tokens: prefill tokens with padding.
+      all_logits: whether the logits of every prefill token are computed and returned, not only of those that sample.
+    """
+
+    decode_rows: int
+    prefill_tokens: int
+    all_logits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes the runner allocates and compiles for.
+
+    Attributes:
+      num_pages, page_size: of the cache.
+      table_pages: pages a sequence can have.
+      max_num_seqs: running requests.
+      max_prefill_seqs: prefill rows of a step.
+      decode_buckets, prefill_buckets: sizes steps are padded to, ascending; the last ones bound a step.
+      cache_dtype: of the latents; None for the model's dtype.
+    """
+
+    num_pages: int
+    page_size: int
+    table_pages: int
+    max_num_seqs: int
+    max_prefill_seqs: int
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    cache_dtype: DTypeLike | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a launched step leaves on the device.
+
+    Attributes:
+      plan: what was launched.
+      tokens: int32, sampled tokens: decode rows of the bucket first, then prefill rows.
+      bucket: what it was padded to.
+      logits: float32 [prefill tokens, V] of a bucket with all_logits, else None.
+    """
+
+    plan: StepPlan
+    tokens: Int32[Array, "n"]
+    bucket: Bucket
+    logits: Float[Array, "tokens V"] | None
+
+    def sampled(self) -> list[int]:
+        """One token for each of `plan.sampling_rows`. Waits for the device."""
+        tokens = np.asarray(self.tokens)
+        rows = [*range(len(self.plan.decode))]
+        rows += [self.bucket.decode_rows + i for i, row in enumerate(self.plan.prefill) if row.samples]
+        return tokens[rows].tolist()
+
+
+class Runner:
+    """Owns the weights, the caches and the last sampled token of every running request, all on the device."""
+
+    def __init__(self, model: DeepSeek, config: RunnerConfig):
+        self._config = config
+        self._spec = model.cache_spec(config.num_pages, config.page_size, config.cache_dtype)
+        self._num_layers = len(model.layers)
+        self._step, self._weights = split_model(model)
+        self._compiled: dict[Bucket, Any] = {}
+        self.compile_s = 0.0
+        self._caches: Caches = ()
+        self.reset()
+
+    @property
+    def num_compilations(self) -> int:
+        """Buckets compiled so far."""
+        return len(self._compiled)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all layers' caches."""
+        return self._spec.num_bytes * self._num_layers
+
+    def reset(self) -> None:
+        """Allocates empty caches, as at the start or after a step failed with the old ones donated."""
+        self._caches = ()  # there may not be room for both
+        self._caches = tuple(PagedLatent.allocate(self._spec) for _ in range(self._num_layers))
+        self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+
+    def buckets(self, all_logits: bool = False) -> list[Bucket]:
+        """Every bucket a step can fall into. Steps that mix decode and prefill pad to the largest decode size: their
+        prefill costs more than idle decode rows, and compiling every combination would cost far more."""
+        config = self._config
+        decode_only = [Bucket(d, 0) for d in config.decode_buckets]
+        prefill_only = [Bucket(0, t, all_logits) for t in config.prefill_buckets]
+        mixed = [Bucket(config.decode_buckets[-1], t, all_logits) for t in config.prefill_buckets]
+        return decode_only + prefill_only + mixed
+
+    def bucket_of(self, plan: StepPlan, all_logits: bool = False) -> Bucket:
+        """The smallest bucket that holds the step."""
+        num_prefill = sum(row.num_tokens for row in plan.prefill)
+        return next(
+            bucket
+            for bucket in self.buckets(all_logits)
+            if len(plan.decode) <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
+        )
+
+    def compile(self, bucket: Bucket) -> None:
+        """Compiles a bucket unless that was done already."""
+        if bucket in self._compiled:
+            return
+        began = time.perf_counter()
+        function = functools.partial(_run_step, self._step, self._config, bucket)
+        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
+        lowered = jax.jit(function, donate_argnums=(1, 2)).lower(self._weights, self._caches, self._last_tokens, packed)
+        self._compiled[bucket] = lowered.compile()
+        self.compile_s += time.perf_counter() - began
+
+    def launch(self, plan: StepPlan, all_logits: bool = False) -> StepResult:
+        """Starts a step and returns without waiting for it. Steps run in the order they are launched.
+
+        If this raises, the caches may be gone: call `reset`.
+        """
+        bucket = self.bucket_of(plan, all_logits)
+        self.compile(bucket)
+        packed = PackedStep.pack(self._config, bucket, plan)
+        tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
+            self._weights, self._caches, self._last_tokens, packed
+        )
+        tokens.copy_to_host_async()
+        return StepResult(plan, tokens, bucket, logits)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedStep:
+    """A step's metadata. It travels to the device as one int32 array, because every transfer has its own latency.
+
+    Attributes:
+      decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones.
+      prefill_ids, cu_q_lens, prefill_kv_lens, prefill_tables: tokens and their sequences.
+      prefill_slots: where to keep the token sampled at the end of each prefill row; -1 if none is.
+      temperature, top_k, top_p, seed: of decode rows, then of prefill rows; floats and seeds by their bits.
+    """
+
+    decode_slots: Any
+    decode_kv_lens: Any
+    decode_tables: Any
+    prefill_ids: Any
+    cu_q_lens: Any
+    prefill_kv_lens: Any
+    prefill_tables: Any
+    prefill_slots: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
+
+    @staticmethod
+    def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, tuple[int, ...]]:
+        decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
+        rows = (decode + prefill,)
+        return {
+            "decode_slots": (decode,),
+            "decode_kv_lens": (decode,),
+            "decode_tables": (decode, config.table_pages),
+            "prefill_ids": (bucket.prefill_tokens,),
+            "cu_q_lens": (prefill + 1,),
+            "prefill_kv_lens": (prefill,),
+            "prefill_tables": (prefill, config.table_pages),
+            "prefill_slots": (prefill,),
+            "temperature": rows,
+            "top_k": rows,
+            "top_p": rows,
+            "seed": rows,
+        }
+
+    @classmethod
+    def size(cls, config: RunnerConfig, bucket: Bucket) -> int:
+        return sum(math.prod(shape) for shape in cls._shapes(config, bucket).values())
+
+    @classmethod
+    def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
+        """The fields of a packed array, as views of it (numpy) or slices (jax)."""
+        fields, offset = {}, 0
+        for name, shape in cls._shapes(config, bucket).items():
+            fields[name] = packed[offset : offset + math.prod(shape)].reshape(shape)
+            offset += math.prod(shape)
+        return cls(**fields)
+
+    @classmethod
+    def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
+        packed = np.zeros((cls.size(config, bucket),), np.int32)
+        step = cls.of(config, bucket, packed)
+        for ids in (step.decode_slots, step.decode_tables, step.prefill_tables, step.prefill_slots):
+            ids.fill(PAGE_NONE)
+        for i, row in enumerate(plan.decode):
+            step.decode_slots[i], step.decode_kv_lens[i] = row.slot, row.start + 1
+            step.decode_tables[i, : len(row.request.pages)] = row.request.pages
+            step._set_sampling(i, row)
+        end = 0
+        for i, row in enumerate(plan.prefill):
+            step.prefill_ids[end : end + row.num_tokens] = row.request.token_ids[row.start : row.start + row.num_tokens]
+            end += row.num_tokens
+            step.cu_q_lens[i + 1 :] = end
+            step.prefill_kv_lens[i] = row.start + row.num_tokens
+            step.prefill_tables[i, : len(row.request.pages)] = row.request.pages
+            step.prefill_slots[i] = row.slot if row.samples else PAGE_NONE
+            step._set_sampling(bucket.decode_rows + i, row)
+        return packed
+
+    def _set_sampling(self, i: int, row: ScheduledRow) -> None:
+        params = row.request.params
+        self.temperature.view(np.float32)[i] = params.temperature
+        self.top_p.view(np.float32)[i] = params.top_p
+        self.seed.view(np.uint32)[i] = params.seed
+        self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
+
+    def sampling_rows(self) -> SamplingRows:
+        """How each row samples; a sampled token stands right after the tokens its sequence holds."""
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+        return SamplingRows(
+            temperature=bits(self.temperature),
+            top_k=self.top_k,
+            top_p=bits(self.top_p),
+            seed=jax.lax.bitcast_convert_type(self.seed, jnp.uint32),
+            position=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
+        )
+
+    def metadata(self, page_size: int, logit_rows: Int32[Array, "n"]) -> StepMetadata:
+        """Positions and slots of all tokens, worked out on the device."""
+        num_prefill = self.prefill_ids.shape[0]
+        decode_cu = jnp.arange(self.decode_kv_lens.shape[0] + 1, dtype=jnp.int32)
+        parts = [(self.decode_tables, decode_cu, self.decode_kv_lens, self.decode_slots.shape[0])]
+        parts += [(self.prefill_tables, self.cu_q_lens, self.prefill_kv_lens, num_prefill)]
+        parts = [part for part in parts if part[3]]
+        positions = [token_positions(cu, lens, length=length) for _, cu, lens, length in parts]
+        slots = [
+            slot_mapping(tables, cu, lens, page_size=page_size, length=length) for tables, cu, lens, length in parts
+        ]
+        return StepMetadata(
+            positions=jnp.maximum(jnp.concatenate(positions), 0),
+            slots=jnp.concatenate(slots),
+            decode_block_tables=self.decode_tables,
+            decode_kv_lens=self.decode_kv_lens,
+            prefill_block_tables=self.prefill_tables,
+            cu_q_lens=self.cu_q_lens,
+            prefill_kv_lens=self.prefill_kv_lens,
+            logit_rows=logit_rows,
+        )
+
+
+def _run_step(
+    model_step: Any,
+    config: RunnerConfig,
+    bucket: Bucket,
+    weights: Sequence[Array],
+    caches: Caches,
+    last_tokens: Int32[Array, "slots"],
+    packed: Int32[Array, "n"],
+) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Caches, Int32[Array, "slots"]]:
+    """One step on the device: tokens in from the last step's samples and the host, samples out."""
+    step = PackedStep.of(config, bucket, packed)
+    decode_ids = last_tokens[jnp.maximum(step.decode_slots, 0)]
+    tokens = jnp.concatenate([decode_ids, step.prefill_ids])
+    decode_rows = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
+    prefill_ends = bucket.decode_rows + jnp.maximum(step.cu_q_lens[1:] - 1, 0)
+    sampling = jnp.concatenate([decode_rows, prefill_ends])
+    logit_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if bucket.all_logits else sampling
+    logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
+    chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
+    slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
+    slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
+    last_tokens = last_tokens.at[slots].set(chosen, mode="drop")
+    return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, caches, last_tokens
