@@ -1,0 +1,78 @@
+# Every target sets up what it needs in .venv, from constraints.txt; `make help` lists them.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo $$p && break; done)
+UV := $(shell command -v uv 2>/dev/null)
+VENV := .venv
+BIN := $(VENV)/bin
+ifdef CUDA
+BASE := .[plot,cuda$(CUDA)]
+else
+BASE := .[plot]
+endif
+# uv where there is one, else venv and pip.
+install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
+create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+
+.PHONY: help demo test test-slow test-gpu test-latest lint format bench dist clean python
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and check it (CUDA=13 or 12 for a GPU)
+	$(BIN)/python scripts/run_decode.py --verify
+
+test: $(VENV)/test.stamp  ## everything that needs no GPU
+	$(BIN)/python -m pytest -n auto -m "not gpu and not slow"
+
+test-slow: $(VENV)/test.stamp  ## the long property runs
+	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+
+test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU (after make demo CUDA=13)
+	$(BIN)/python -m pytest -m gpu
+
+test-latest: | python  ## the tests, on the newest jax that pyproject.toml admits
+	$(call create,.venv-latest)
+	$(call install,.venv-latest) --upgrade -e '.[test]'
+	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
+	.venv-latest/bin/python -m pytest -n auto -m "not gpu and not slow"
+
+lint: $(VENV)/dev.stamp  ## ruff and the type checker
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check
+
+format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine here; the result goes to benchmarks/results
+	$(BIN)/python scripts/bench_engine.py
+
+dist: | python  ## a wheel in dist/, tried in an empty environment with the README's example
+	rm -rf dist .venv-dist
+	$(call create,.venv-dist)
+	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,.venv-dist/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
+	$(call install,.venv-dist) -c constraints.txt dist/*.whl
+	cd dist && ../.venv-dist/bin/python ../scripts/readme_example.py ../README.md
+	@ls dist/*.whl
+
+clean:  ## remove what the targets made
+	rm -rf .venv .venv-latest .venv-dist dist build .pytest_cache .ruff_cache .hypothesis
+
+python:
+	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }
+
+$(BIN)/python: | python
+	$(call create,$(VENV))
+
+$(VENV)/demo$(CUDA).stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV)) -c constraints.txt -e '$(BASE)'
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV)) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV)) -c constraints.txt -e '.[dev]'
+	@touch $@
