@@ -1,0 +1,40 @@
+"""Attention as the textbook has it, in numpy's float64, one query at a time over the keys it sees and no others.
+
+It shares no code and no idea of masks with the library, so it can judge `reference` too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """One query over K keys, all of which it sees.
+
+    Args:
+      q: [Hq, Dk].
+      k, v: [K, Hkv, Dk] and [K, Hkv, Dv]; head h of the query reads KV head h // (Hq / Hkv).
+
+    Returns:
+      Output [Hq, Dv] and LSE [Hq], float64; 0 and -inf if K is 0.
+    """
+    if not k.shape[0]:
+        return np.zeros((q.shape[0], v.shape[-1])), np.full(q.shape[0], -np.inf)
+    group = q.shape[0] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("hd,khd->hk", q.astype(np.float64), k) * sm_scale
+    highest = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=1, keepdims=True)
+    return np.einsum("hk,khd->hd", weights / total, v), (highest + np.log(total))[:, 0]
+
+
+def attend_all(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, sm_scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """T queries [T, Hq, Dk] over U keys [U, Hkv, Dk], query t over those where visible[t], bool [T, U]."""
+    rows = [attend(q[t], k[visible[t]], v[visible[t]], sm_scale) for t in range(q.shape[0])]
+    if not rows:
+        return np.zeros((0, q.shape[1], v.shape[-1])), np.zeros((0, q.shape[1]))
+    out, lse = zip(*rows, strict=True)
+    return np.stack(out), np.stack(lse)

@@ -1,0 +1,203 @@
+"""Partial attention over any partition of the keys, merged, is attention over all of them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_attn import merge_states
+from tests.ops import naive
+from tests.ops.harness import F32_LSE, F32_OUT, HALF_OUT, Tolerance, assert_close, assert_same_bits, fresh_rng
+
+QUERIES, HEADS, WIDTH, KEYS, PARTS = 3, 4, 8, 12, 5
+MERGE = jax.jit(merge_states)
+
+
+def queries_and_keys(
+    rng: np.random.Generator, num_keys: int = KEYS, spread: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q [QUERIES, HEADS, WIDTH], k and v [num_keys, HEADS, WIDTH]; scores have a deviation of about `spread`."""
+    q = rng.standard_normal((QUERIES, HEADS, WIDTH)) * spread / np.sqrt(WIDTH)
+    return q, rng.standard_normal((num_keys, HEADS, WIDTH)), rng.standard_normal((num_keys, HEADS, WIDTH))
+
+
+def split_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, part_of_key: np.ndarray, num_parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over each part's keys alone, in float32: outputs [n, QUERIES, HEADS, WIDTH] and LSEs."""
+    states = [
+        naive.attend_all(q, k, v, np.broadcast_to(part_of_key == part, (q.shape[0], k.shape[0])), 1.0)
+        for part in range(num_parts)
+    ]
+    outs, lses = zip(*states, strict=True)
+    return np.stack(outs).astype(np.float32), np.stack(lses).astype(np.float32)
+
+
+def unsplit(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over all keys. Sinks are what they are defined to be: one more key each, whose value is 0."""
+    out, lse = naive.attend_all(q, k, v, np.ones((q.shape[0], k.shape[0]), bool), 1.0)
+    if sinks is not None:
+        out = out * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
+    return out, lse
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, PARTS - 1), min_size=KEYS, max_size=KEYS),
+    st.permutations(range(PARTS)),
+    st.sampled_from([0.1, 1.0, 8.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ...], spread: float, seed: int) -> None:
+    q, k, v = queries_and_keys(np.random.default_rng(seed), spread=spread)
+    outs, lses = (x[list(order)] for x in split_attention(q, k, v, np.array(part_of_key), PARTS))
+    out, lse = MERGE(outs, lses)
+    want_out, want_lse = unsplit(q, k, v)
+    assert_close("output", out, want_out, F32_OUT)
+    assert_close("LSE", lse, want_lse, F32_LSE)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, PARTS - 1), min_size=KEYS, max_size=KEYS),
+    st.lists(st.sampled_from([-np.inf, -40.0, -1.0, 0.0, 2.5, 40.0]), min_size=HEADS, max_size=HEADS),
+    st.integers(0, 2**32 - 1),
+)
+def test_sinks_count_once_however_the_keys_are_split(part_of_key: list[int], sinks: list[float], seed: int) -> None:
+    q, k, v = queries_and_keys(np.random.default_rng(seed))
+    learned = np.array(sinks, np.float32)
+    out, lse = MERGE(*split_attention(q, k, v, np.array(part_of_key), PARTS), learned)
+    want_out, want_lse = unsplit(q, k, v, learned)
+    assert_close("output", out, want_out, F32_OUT)
+    assert_close("LSE, which leaves the sinks out", lse, want_lse, F32_LSE)
+
+
+def test_parts_without_a_visible_key_change_no_bit() -> None:
+    """Whatever their output holds."""
+    rng = fresh_rng()
+    part_of_key = rng.choice([1, 3], KEYS)
+    outs, lses = split_attention(*queries_and_keys(rng), part_of_key, PARTS)
+    empty = np.isneginf(lses)
+    assert empty[[0, 2, 4]].all()
+    clean = MERGE(outs, lses)
+    for worst in (np.nan, np.inf, -np.inf):
+        assert_same_bits(MERGE(np.where(empty[..., None], np.float32(worst), outs), lses), clean)
+
+
+@pytest.mark.parametrize("sinks", [None, np.array([-np.inf, -1.0, 0.0, 40.0], np.float32)], ids=["no sinks", "sinks"])
+def test_nothing_visible_anywhere(sinks: np.ndarray | None) -> None:
+    """Empty rows are exactly 0 and -inf, beside rows that are not empty."""
+    outs = np.full((PARTS, QUERIES, HEADS, WIDTH), np.nan, np.float32)
+    lses = np.full(outs.shape[:-1], -np.inf, np.float32)
+    outs[2, 1], lses[2, 1] = 1.0, 0.0
+    out, lse = (np.asarray(x) for x in MERGE(outs, lses, sinks))
+    assert (out[[0, 2]] == 0).all()
+    assert np.isneginf(lse[[0, 2]]).all()
+    want = 1.0 if sinks is None else 1 / (1 + np.exp(sinks.astype(np.float64)))
+    assert_close("output", out[1], np.broadcast_to(np.reshape(want, (-1, 1)), out[1].shape), F32_OUT)
+    assert (lse[1] == 0).all()
+
+
+def test_what_was_seen_and_is_nan_stays_nan() -> None:
+    """Only in its own row: a model that overflowed must not pass for one that saw nothing."""
+    outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
+    clean = [np.asarray(x) for x in MERGE(outs, lses)]
+    outs[1, 0, 0], lses[1, 0, 0] = np.nan, np.nan  # a key was NaN
+    outs[3, 2, 1] = np.nan  # a value was
+    out, lse = (np.asarray(x) for x in MERGE(outs, lses))
+    nan_out, nan_lse = np.zeros(out.shape[:-1], bool), np.zeros(lse.shape, bool)
+    nan_out[0, 0] = nan_out[2, 1] = nan_lse[0, 0] = True
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(nan_out[..., None], out.shape))
+    np.testing.assert_array_equal(np.isnan(lse), nan_lse)
+    assert_same_bits(out[~nan_out], clean[0][~nan_out])
+
+
+@pytest.mark.parametrize("offset", [-5e5, 5e5])
+def test_scores_far_from_zero(offset: float) -> None:
+    """The merge works with differences of LSEs; exp of a LSE itself would be 0 or inf."""
+    outs = np.array([[[1.0]], [[3.0]]], np.float32)
+    out, lse = MERGE(outs, np.full((2, 1), offset, np.float32))
+    np.testing.assert_array_equal(out, [[2.0]])
+    np.testing.assert_allclose(lse, [offset + np.log(2)], rtol=1e-7)
+
+
+@pytest.mark.parametrize("num_parts", [1, 4, 64, 1024])
+def test_error_does_not_grow_with_the_number_of_parts(num_parts: int) -> None:
+    rng = fresh_rng()
+    q, k, v = queries_and_keys(rng, num_keys=1024)
+    out, lse = MERGE(*split_attention(q, k, v, np.arange(1024) * num_parts // 1024, num_parts))
+    want_out, want_lse = unsplit(q, k, v)
+    assert_close("output", out, want_out, Tolerance(5e-7, 1e-6, 1e-12))
+    assert_close("LSE", lse, want_lse, Tolerance(1e-6, 1e-6, 1e-12))
+
+
+def test_error_does_not_grow_along_a_chain_of_merges() -> None:
+    """As `mla_prefill` merges: each piece of the keys into the state so far."""
+    rng = fresh_rng()
+    q, k, v = queries_and_keys(rng, num_keys=256)
+    outs, lses = split_attention(q, k, v, np.arange(256), 256)
+    state = functools.reduce(
+        lambda state, part: MERGE(*(jnp.stack(pair) for pair in zip(state, part, strict=True))),
+        zip(outs, lses, strict=True),
+    )
+    want_out, want_lse = unsplit(q, k, v)
+    assert_close("output", state[0], want_out, Tolerance(2e-6, 2e-6, 1e-12))
+    assert_close("LSE", state[1], want_lse, Tolerance(4e-6, 1e-6, 1e-12))
+
+
+def test_half_precision_parts_are_merged_in_float32() -> None:
+    rng = fresh_rng()
+    q, k, v = queries_and_keys(rng, num_keys=64)
+    outs, lses = split_attention(q, k, v, np.arange(64), 64)
+    out, lse = MERGE(outs.astype(jnp.bfloat16), lses)
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    weights = np.exp(lses.astype(np.float64) - unsplit(q, k, v)[1])[..., None]
+    want = (outs.astype(jnp.bfloat16).astype(np.float64) * weights).sum(0)
+    assert_close("output", out, want, HALF_OUT)
+    assert_close("LSE", lse, unsplit(q, k, v)[1], F32_LSE)
+
+
+def test_rows_may_have_any_axes() -> None:
+    outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
+    want = MERGE(outs, lses)
+    flat = MERGE(outs.reshape(PARTS, -1, WIDTH), lses.reshape(PARTS, -1))
+    assert_same_bits(jax.tree.map(lambda x, y: x.reshape(y.shape), flat, want), want)
+    one_row = MERGE(outs[:, 0, 0], lses[:, 0, 0])
+    assert_same_bits(one_row, (want[0][0, 0], want[1][0, 0]))
+    assert_same_bits(jax.vmap(merge_states, in_axes=1)(outs, lses), want)
+
+
+GOOD = {
+    "outs": np.zeros((PARTS, QUERIES, HEADS, WIDTH), np.float32),
+    "lses": np.zeros((PARTS, QUERIES, HEADS), np.float32),
+    "sinks": np.zeros((HEADS,), np.float32),
+}
+BAD = {
+    "no parts": ("outs", {"outs": GOOD["outs"][:0], "lses": GOOD["lses"][:0]}),
+    "outs without rows": ("outs", {"outs": np.zeros((), np.float32), "lses": np.zeros((), np.float32)}),
+    "lses of another shape": ("lses", {"lses": GOOD["lses"][:-1]}),
+    "lses with outs' last axis": ("lses", {"lses": GOOD["outs"]}),
+    "half-precision lses": ("lses", {"lses": GOOD["lses"].astype(jnp.bfloat16)}),
+    "sinks of other heads": ("sinks", {"sinks": np.zeros((HEADS + 1,), np.float32)}),
+    "sinks of rank 2": ("sinks", {"sinks": np.zeros((1, HEADS), np.float32)}),
+    "half-precision sinks": ("sinks", {"sinks": np.zeros((HEADS,), np.float16)}),
+    "sinks without heads": ("sinks", {"outs": GOOD["outs"][:, 0, 0], "lses": GOOD["lses"][:, 0, 0]}),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(argument: str, change: dict[str, np.ndarray]) -> None:
+    arrays = {name: jnp.asarray(array) for name, array in (GOOD | change).items()}
+    merge_states(**{name: jnp.asarray(array) for name, array in GOOD.items()})
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        merge_states(**arrays)
