@@ -62,14 +62,18 @@ def attention(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)  # [B, Hkv, G, Q]
-    weights = jnp.where(visible, jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]), 0.0)
+    # Not exp(scores - lse): where scores are large, the LSE is rounded by more than exp can take.
+    highest = jnp.max(scores, axis=-1, keepdims=True)  # [B, Hkv, G, Q, 1]
+    shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weights = jnp.exp(scores - shift)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = jnp.where(highest == -jnp.inf, -jnp.inf, shift + jnp.log(total))
     if sinks is not None:
-        total = jnp.logaddexp(lse, sinks.reshape(1, num_kv_heads, -1, 1))
-        weights = weights * jnp.where(lse == -jnp.inf, 0.0, jnp.exp(lse - total))[..., None]
+        total = total + jnp.exp(sinks.reshape(1, num_kv_heads, -1, 1, 1) - shift)
+    weights = jnp.where(visible & (highest > -jnp.inf), weights / total, 0.0)
     v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
     return (
         out.reshape(batch, num_queries, num_heads, -1),
-        jnp.transpose(lse, (0, 3, 1, 2)).reshape(batch, num_queries, num_heads),
+        jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads),
     )
