@@ -219,9 +219,11 @@ def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
 def assert_attention_close(
     got: tuple[Any, Any], want: tuple[Any, Any], tolerances: tuple[Tolerance, Tolerance]
 ) -> None:
-    """Output and LSE, see `Variant.tolerance`."""
+    """Output and LSE, see `Variant.tolerance`; rows that see nothing are exactly 0."""
     assert_close("output", got[0], want[0], tolerances[0])
     assert_close("LSE", got[1], want[1], tolerances[1])
+    empty = np.asarray(got[0])[np.asarray(want[1]) == -np.inf]
+    assert not np.count_nonzero(empty), "output of a row that sees nothing is not 0"
 
 
 def assert_same_bits(got: Any, want: Any) -> None:

@@ -1,0 +1,284 @@
+"""Inputs of the operations over paged K/V, the awkward ones as flags, and what must come out, in plain numpy.
+
+The numpy side shares no code with the library: it is what `reference` itself is held to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_attn import FULL, HeadWindow, PagedKV, kv_cache_spec
+from pallas_attn.types import ScaleLayout
+from tests.ops import harness
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCase:
+    """One call of `paged_decode` or `paged_prefill`.
+
+    Attributes:
+      kv_lens: tokens each sequence holds.
+      q_lens: queries of each sequence; None for `queries` each (decode only).
+      queries: Q of a decode call.
+      padding: packed rows after the last sequence of a prefill call.
+      cache_dtype: of the cache; None for q's.
+      head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
+      head_wise: rank-3 tables, whose rows come from any head's pages.
+      absent_pages: some pages are missing in the middle of what a query would see.
+      sinks: which learned sinks: of ordinary size, all +40, all -inf, or some of each.
+      tree: a draft mask that is neither causal nor always shows the first column.
+      exact: integer inputs whose dot products are exact and reach +5e5 in some rows, -5e5 in others.
+    """
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] | None = None
+    queries: int = 1
+    padding: int = 0
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 8
+    pages_per_row: int = 8
+    num_pages: int = 72
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    scales: ScaleLayout = None
+    window: int | None = None
+    head_windows: tuple[tuple[int, int], ...] | None = None
+    head_wise: bool = False
+    absent_pages: bool = False
+    sinks: Literal["ordinary", "large", "-inf", "mixed"] | None = None
+    tree: bool = False
+    exact: bool = False
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return (self.queries,) * len(self.kv_lens) if self.q_lens is None else self.q_lens
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The arguments of the call that are no arrays."""
+        static = {"window": self.window, "soft_cap": self.soft_cap, "sm_scale": self.sm_scale}
+        return {name: value for name, value in static.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case with values.
+
+    Attributes:
+      q: [q_len, Hq, D] of each sequence.
+      kv: arrays of the cache by name, every slot filled.
+      visible: bool [B, Hkv, max(q_lens), K], which token each query sees; K = P·ps.
+      dead: bool [N, Hkv, ps], slots without a visible token.
+    """
+
+    case: PagedCase
+    rng: np.random.Generator
+    q: list[np.ndarray]
+    kv: dict[str, np.ndarray]
+    tables: np.ndarray
+    visible: np.ndarray
+    dead: np.ndarray
+    draft_mask: np.ndarray | None
+    sinks: np.ndarray | None
+
+    @staticmethod
+    def draw(case: PagedCase, rng: np.random.Generator) -> Inputs:
+        batch, width = len(case.kv_lens), max(case.queries, *case.query_lens, 1)
+        mask = rng.random((batch, width, width)) < 0.6 if case.tree else None
+        if mask is not None:
+            mask[:, :, 0] = rng.random((batch, width)) < 0.3
+        absent = np.zeros((batch, case.kv_heads, case.pages_per_row), bool)
+        if case.absent_pages:
+            absent = rng.random(absent.shape) < 0.25
+            absent = absent if case.head_wise else np.repeat(absent[:, :1], case.kv_heads, axis=1)
+        visible = _visible(case, mask, absent)
+        seen = visible.any(axis=2)
+        tables = harness.paginate(
+            rng,
+            seen,
+            page_size=case.page_size,
+            num_pages=case.num_pages,
+            head_wise=case.head_wise,
+            absent=absent if case.absent_pages else None,
+        )
+        q, kv = _draw_exact(case, rng, tables) if case.exact else _draw_normal(case, rng)
+        dead = harness.dead_slots(tables, seen, page_size=case.page_size, num_pages=case.num_pages)
+        return Inputs(case, rng, q, kv, tables, visible, dead, mask, _draw_sinks(case, rng))
+
+    def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments of `paged_decode`; what must not matter is poison or 0."""
+        q = self._filler((len(self.q), self.case.queries, self.case.q_heads, self.case.head_dim), poisoned)
+        for b, rows in enumerate(self.q):
+            q[b, : len(rows)] = rows
+        arguments = self._shared(poisoned) | {"q": q, "draft_mask": self.draft_mask}
+        if self.case.q_lens is not None:
+            arguments["q_lens"] = np.array(self.case.q_lens, np.int32)
+        return arguments
+
+    def prefill(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments of `paged_prefill`; what must not matter is poison or 0."""
+        padding = self._filler((self.case.padding, self.case.q_heads, self.case.head_dim), poisoned)
+        cu_q_lens = np.cumsum((0, *self.case.query_lens), dtype=np.int32)
+        return self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
+
+    def _shared(self, poisoned: bool) -> dict[str, Any]:
+        case = self.case
+        arguments: dict[str, Any] = {"kv": self._cache(poisoned), "block_tables": self.tables, "sinks": self.sinks}
+        if case.head_windows is not None:
+            window, sink_tokens = np.array(case.head_windows, np.int32).T
+            arguments["window"] = HeadWindow(jnp.asarray(window), jnp.asarray(sink_tokens))
+        return arguments | {"kv_lens": np.array(case.kv_lens, np.int32)}
+
+    def _cache(self, poisoned: bool) -> PagedKV:
+        arrays = {}
+        for name, values in self.kv.items():
+            dead = self.dead
+            if name.endswith("_scale"):
+                # A scale is as dead as all of its group. Static ones are always alive.
+                dynamic = values.ndim == 3
+                dead = dead.reshape(*values.shape, -1).all(-1) if dynamic else np.zeros(values.shape, bool)
+            values = harness.poison(self.rng, values, dead) if poisoned else harness.zero(values, dead)
+            arrays[name] = jnp.asarray(values)
+        return PagedKV(**arrays)
+
+    def _filler(self, shape: tuple[int, ...], poisoned: bool) -> np.ndarray:
+        zeros = np.zeros(shape, self.case.dtype)
+        return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
+
+    def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output and LSE in float64, one head of one query at a time."""
+        case = self.case
+        out = np.zeros((len(self.q), case.queries, case.q_heads, case.head_dim))
+        lse = np.full(out.shape[:-1], -np.inf)
+        for b, (rows_out, rows_lse) in enumerate(self._expected()):
+            out[b, : len(rows_out)], lse[b, : len(rows_out)] = rows_out, rows_lse
+        return out, lse
+
+    def expected_prefill(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output and LSE in float64, one head of one query at a time."""
+        case = self.case
+        outs, lses = zip(*self._expected(), strict=True)
+        padding = np.zeros((case.padding, case.q_heads, case.head_dim))
+        return np.concatenate([*outs, padding]), np.concatenate([*lses, np.full(padding.shape[:2], -np.inf)])
+
+    def _expected(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        case = self.case
+        group = case.q_heads // case.kv_heads
+        results = []
+        for b, rows in enumerate(self.q):
+            out, lse = np.zeros(rows.shape), np.full(rows.shape[:2], -np.inf)
+            for i, h in np.ndindex(rows.shape[:2]):
+                tokens = np.flatnonzero(self.visible[b, h // group, i]).tolist()
+                if tokens:
+                    k, v = (np.stack([self._meant(name, b, h // group, t) for t in tokens]) for name in ("k", "v"))
+                    sink = None if self.sinks is None else float(self.sinks[h])
+                    out[i, h], lse[i, h] = _softmax_attention(case, rows[i, h].astype(np.float64), k, v, sink)
+            results.append((out, lse))
+        return results
+
+    def _meant(self, name: str, b: int, head: int, token: int) -> np.ndarray:
+        """The key or value that a head of a sequence has for a token: [D] in float64."""
+        entry, offset = divmod(token, self.case.page_size)
+        if self.case.head_wise:
+            page, owner = divmod(int(self.tables[b, head, entry]), self.case.kv_heads)
+        else:
+            page, owner = int(self.tables[b, entry]), head
+        values = self.kv[name][page, owner, offset].astype(np.float64)
+        scale = self.kv.get(f"{name}_scale")
+        if scale is None:
+            return values
+        if scale.ndim < 3:  # static: the head's that reads
+            return values * scale[head]
+        return values * scale[page, owner, offset * scale.shape[2] // self.case.page_size]
+
+
+def _visible(case: PagedCase, mask: np.ndarray | None, absent: np.ndarray) -> np.ndarray:
+    t = np.arange(case.pages_per_row * case.page_size)
+    queries = max(case.queries, *case.query_lens, 1)
+    visible = np.zeros((len(case.kv_lens), case.kv_heads, queries, t.size), bool)
+    for b, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
+        for h in range(case.kv_heads):
+            window, sink_tokens = case.head_windows[h] if case.head_windows else (case.window or FULL, 0)
+            for i in range(q_len):
+                position = kv_len - q_len + i
+                column = t - (kv_len - q_len)
+                shown = t <= position
+                if mask is not None:
+                    shown = (column < 0) | mask[b, i, np.clip(column, 0, mask.shape[-1] - 1)]
+                in_window = (t < sink_tokens) | (t > position - window)
+                visible[b, h, i] = shown & in_window & (t < kv_len) & ~np.repeat(absent[b, h], case.page_size)
+    return visible
+
+
+def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    dtype = np.dtype(case.dtype)
+    q = [harness.normal(rng, (n, case.q_heads, case.head_dim), dtype) for n in case.query_lens]
+    spec = kv_cache_spec(
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.cache_dtype or case.dtype,
+        scales=case.scales,
+    )
+    return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in spec.arrays.items()}
+
+
+def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if name.endswith("_scale"):
+        return rng.uniform(0.002, 0.03, shape).astype(dtype)
+    if dtype == np.int8:
+        return rng.integers(-127, 128, shape).astype(dtype)
+    if dtype == ml_dtypes.float8_e4m3fn:
+        return (100 * rng.standard_normal(shape)).clip(-448, 448).astype(dtype)
+    # The tolerances of narrow floats are FlashMLA's, and so is the size of the values they are meant for.
+    size = 0.1 if name == "v" and dtype.itemsize == 2 else 1.0
+    return (size * rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def _draw_exact(
+    case: PagedCase, rng: np.random.Generator, tables: np.ndarray
+) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """q and k are one vector u of integers with |u|² near 5e5, negated for all keys of every other sequence, but for
+    the last column, which decides among keys.
+    """
+    u = rng.integers(0, 5, case.head_dim) + int((5e5 / case.head_dim) ** 0.5)
+    q = [np.tile(u, (n, case.q_heads, 1)) for n in case.query_lens]
+    for rows in q:
+        rows[..., -1] = rng.integers(1, 4, rows.shape[:-1])
+    sign = np.ones(case.num_pages, int)
+    sign[[page for page in tables[::2].flat if 0 < page < case.num_pages]] = -1
+    k = np.tile(sign[:, None, None, None] * u, (1, case.kv_heads, case.page_size, 1))
+    k[..., -1] = rng.integers(-8, 9, k.shape[:-1])
+    v = _draw_array(rng, "v", k.shape, np.dtype(case.dtype))
+    return [rows.astype(case.dtype) for rows in q], {"k": k.astype(case.dtype), "v": v}
+
+
+def _draw_sinks(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:
+    ordinary = rng.standard_normal(case.q_heads).astype(np.float32)
+    choices = {"ordinary": ordinary, "large": np.full_like(ordinary, 40), "-inf": np.full_like(ordinary, -np.inf)}
+    if case.sinks == "mixed":
+        return np.choose(np.arange(case.q_heads) % 3, list(choices.values()))
+    return choices[case.sinks] if case.sinks else None
+
+
+def _softmax_attention(
+    case: PagedCase, q: np.ndarray, k: np.ndarray, v: np.ndarray, sink: float | None
+) -> tuple[np.ndarray, float]:
+    """Attention of one query over the keys it sees, and its LSE."""
+    scores = k @ q * (case.sm_scale or case.head_dim**-0.5)
+    if case.soft_cap is not None:
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+    weights = np.exp(scores - scores.max())
+    lse = scores.max() + np.log(weights.sum())
+    kept = 1.0 if sink is None else 1 / (1 + np.exp(min(sink - lse, 700.0)))  # a double holds no more
+    return kept * (weights @ v) / weights.sum(), lse
