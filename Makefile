@@ -13,6 +13,9 @@ endif
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
 
+# Tests spend their time compiling, not running what was compiled.
+PYTEST := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(BIN)/python -m pytest
+
 .PHONY: help demo test test-slow test-gpu test-latest lint format bench dist clean python
 
 help:  ## list the targets
@@ -22,10 +25,10 @@ demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and c
 	$(BIN)/python scripts/run_decode.py --verify
 
 test: $(VENV)/test.stamp  ## everything that needs no GPU
-	$(BIN)/python -m pytest -n auto -m "not gpu and not slow"
+	$(PYTEST) -n auto -m "not gpu and not slow"
 
 test-slow: $(VENV)/test.stamp  ## the long property runs
-	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+	$(PYTEST) -n auto -m "slow and not gpu"
 
 test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu

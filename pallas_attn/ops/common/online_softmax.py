@@ -47,6 +47,14 @@ def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
     return XlaConfig(tile_tokens=min(1024, max(64, tile_tokens)), group_rows=group_rows)
 
 
+def tile_queries(num_tokens: int, num_sequences: int) -> int:
+    """Queries of one row: about twice what a sequence has on average, so that short ones waste little of a tile and
+    long ones are not cut into many, each of which walks the keys again.
+    """
+    average = -(-2 * num_tokens // num_sequences)
+    return min(64, 1 << (average - 1).bit_length())
+
+
 def prefill_heuristic(rows: int, tile_queries: int) -> XlaConfig:
     """Tiles for rows of many queries, whose time goes into products of two tiles."""
     return XlaConfig(tile_tokens=256, group_rows=min(rows, 2), tile_queries=tile_queries)

@@ -12,9 +12,10 @@ from pallas_attn.types import PagedLatent
 def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
     num_pages, page_size, _ = cache.pages.shape
 
-    def write(t: Int32[Array, ""], pages: Float[Array, "N ps LR"]) -> Float[Array, "N ps LR"]:
-        page, offset = slots[t] // page_size, slots[t] % page_size
-        written = lax.dynamic_update_slice(pages, latent[t][None, None], (page, offset, jnp.zeros_like(page)))
-        return jnp.where((page >= 0) & (page < num_pages), written, pages)
+    def write(pages: Float[Array, "N ps LR"], token: tuple[Float[Array, "LR"], Int32[Array, ""]]):
+        latent, slot = token
+        page, offset = slot // page_size, slot % page_size
+        written = lax.dynamic_update_slice(pages, latent[None, None], (page, offset, jnp.zeros_like(page)))
+        return jnp.where((page >= 0) & (page < num_pages), written, pages), None
 
-    return PagedLatent(lax.fori_loop(0, latent.shape[0], write, cache.pages))
+    return PagedLatent(lax.scan(write, cache.pages, (latent, slots))[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic
+from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
 def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> XlaConfig:
@@ -16,7 +16,7 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
     """
 
     def heuristic() -> XlaConfig:
-        tile = max(1, min(64, num_tokens // num_sequences))
+        tile = tile_queries(num_tokens, num_sequences)
         rows = (-(-num_tokens // tile) + num_sequences) * rows_per_sequence
         return prefill_heuristic(rows=rows, tile_queries=tile)
 
