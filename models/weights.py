@@ -169,7 +169,7 @@ def _moe(config: ModelConfig, name: str) -> dict[str, Source]:
 def load_model(
     directory: str | Path,
     dtype: DTypeLike | None = None,
-    settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - frozen
+    settings: AttentionSettings = AttentionSettings(),
 ) -> DeepSeek:
     """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
@@ -195,7 +195,7 @@ def random_model(
     config: ModelConfig,
     seed: int = 0,
     dtype: DTypeLike = jnp.float32,
-    settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - frozen
+    settings: AttentionSettings = AttentionSettings(),
 ) -> DeepSeek:
     """The model `save_random_checkpoint` writes for this seed."""
     shapes = checkpoint_shapes(config)

@@ -3,6 +3,10 @@
 from pallas_attn.dispatch import Explanation as Explanation
 from pallas_attn.explain import explain as explain
 from pallas_attn.ops.common.merge import merge_states as merge_states
+from pallas_attn.ops.common.metadata import cumulative_lens as cumulative_lens
+from pallas_attn.ops.common.metadata import is_prefill as is_prefill
+from pallas_attn.ops.common.metadata import slot_mapping as slot_mapping
+from pallas_attn.ops.common.metadata import token_positions as token_positions
 from pallas_attn.ops.common.plan import plan_decode as plan_decode
 from pallas_attn.ops.latent_gather import gather_latent as gather_latent
 from pallas_attn.ops.latent_write import write_latent as write_latent
