@@ -173,7 +173,7 @@ def test_rows_may_have_any_axes() -> None:
     assert_same_bits(jax.tree.map(lambda x, y: x.reshape(y.shape), flat, want), want)
     one_row = MERGE(outs[:, 0, 0], lses[:, 0, 0])
     assert_same_bits(one_row, (want[0][0, 0], want[1][0, 0]))
-    assert_same_bits(jax.vmap(merge_states, in_axes=1)(outs, lses), want)
+    assert_same_bits(jax.vmap(merge_states, in_axes=1)(jnp.asarray(outs), jnp.asarray(lses)), want)
 
 
 GOOD = {
