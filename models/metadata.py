@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import jax
 from jaxtyping import Array, Int32
 
 
+@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:

@@ -36,12 +36,13 @@ class AttentionSettings:
     Attributes:
       mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.
       implementation: of every attention operation, as `pallas_attn` takes it.
-      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory.
+      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
+        operation.
     """
 
     mla: Literal["auto", "absorb", "expand"] = "auto"
     implementation: str | tuple[str, ...] | None = None
-    piece_tokens: int = 1024
+    piece_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.mla not in ("auto", "absorb", "expand"):

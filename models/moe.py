@@ -2,13 +2,15 @@
 
 Rows are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply the groups:
 
-- `hopper`: jax's own Mosaic GPU ragged matrix product.
-- `blocks`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the obvious
-  choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12 times as
-  long on a CPU.
+- `hopper_groups`: jax's own Mosaic GPU ragged matrix product, for 16-bit weights on Hopper.
+- `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
+  obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
+  times as long on a CPU.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -84,15 +86,42 @@ def routed_experts(
     num_tokens, top_k = experts.shape
     order = jnp.argsort(experts.reshape(-1))
     group_sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
-    multiply = _blocks
+    multiply = hopper_groups if _hopper_takes(gate_up, down) else block_groups
     y = multiply(x[order // top_k], gate_up, down, group_sizes)
     y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _blocks(
+def _hopper_takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
+    """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 128 == 0 for w in (gate_up, down))
+    return getattr(device, "compute_capability", None) == "9.0" and gate_up.dtype.itemsize == 2 and tiled
+
+
+def hopper_groups(
     rows: Float[Array, "M D"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"], sizes: Int32[Array, "E"]
 ) -> Float[Array, "M D"]:
+    """down(swiglu(gate_up(row))) of rows sorted by expert, `sizes` of each, by jax's ragged matrix product."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    multiply = functools.partial(
+        ragged_dot,
+        group_sizes=sizes,
+        block_m=64 if rows.shape[0] <= 64 * gate_up.shape[0] else 128,
+        block_n=128,
+        block_k=64,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+    )
+    return multiply(swiglu(multiply(rows, gate_up)), down)
+
+
+@jax.jit
+def block_groups(
+    rows: Float[Array, "M D"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"], sizes: Int32[Array, "E"]
+) -> Float[Array, "M D"]:
+    """down(swiglu(gate_up(row))) of rows sorted by expert, `sizes` of each, block by block."""
     num_rows, num_experts = rows.shape[0], gate_up.shape[0]
     block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
     expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
