@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from pallas_attn.types import PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent
 
+MAY_BE_EMPTY = ("T", "U")
+"""Symbols of shapes that may be 0: a step may have no token to prefill or to write."""
+
 
 class Dims:
     """Binds the symbols of shape strings to sizes as arguments are checked, and holds later arguments to them.
@@ -30,6 +33,8 @@ class Dims:
         if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
             expected = ", ".join(w if w.isdigit() or self._size(w) is None else f"{w}={self._size(w)}" for w in wanted)
             raise ValueError(f"{name}: expected shape [{expected}], got {list(got)}")
+        if empty := [w for w, g in zip(wanted, got, strict=True) if g == 0 and w not in MAY_BE_EMPTY]:
+            raise ValueError(f"{name}: expected {', '.join(empty)} of at least 1, got shape {list(got)}")
         self._sizes.update({w: g for w, g in zip(wanted, got, strict=True) if w.isidentifier()})
         if dtypes is not None:
             check_dtype(name, array, dtypes)
@@ -48,6 +53,14 @@ def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
     wanted = [jnp.dtype(d) for d in dtypes]
     if got not in wanted:
         raise ValueError(f"{name}: expected dtype {' or '.join(d.name for d in wanted)}, got {got.name}")
+
+
+def output_dtype(out_dtype: Any, default: Any) -> jnp.dtype:
+    """`out_dtype`, or `default` for None; raises ValueError unless it is one that attention computes."""
+    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
+    if dtype not in PLAIN_DTYPES:
+        raise ValueError(f"out_dtype: expected {' or '.join(d.name for d in PLAIN_DTYPES)}, got {dtype.name}")
+    return dtype
 
 
 INT = (jnp.int32,)

@@ -56,7 +56,7 @@ def attention(
     """Softmax attention of DESIGN's section on semantics, in float32: output (0 for an empty row) and LSE (-inf)."""
     batch, num_queries, num_heads, _ = q.shape
     num_kv_heads = k.shape[1]
-    q = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, -1, q.shape[-1])
+    q = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, q.shape[-1])
     visible = visible[:, :, None]  # [B, Hkv, 1, Q, K]
     scores = jnp.einsum("bqhgd,bhkd->bhgqk", q, k.astype(jnp.float32), precision=HIGHEST) * sm_scale
     if soft_cap is not None:
@@ -74,6 +74,6 @@ def attention(
     v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
     return (
-        out.reshape(batch, num_queries, num_heads, -1),
+        out.reshape(batch, num_queries, num_heads, v.shape[-1]),
         jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads),
     )

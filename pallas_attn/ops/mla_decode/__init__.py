@@ -97,6 +97,6 @@ def mla_decode(
         sm_scale=sm_scale,
         draft_mask=draft_mask,
         plan=plan,
-        out_dtype=jnp.dtype(out_dtype or q_latent.dtype),
+        out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
     )
     return (out, lse) if return_lse else out

@@ -76,7 +76,7 @@ def paged_decode(
       NotImplementedError: the implementation named does not support the call.
     """
     call = _validated(q, kv, block_tables, kv_lens, q_lens, sm_scale, window, sinks, soft_cap, draft_mask, plan)
-    out_dtype = jnp.dtype(out_dtype or q.dtype)
+    out_dtype = checks.output_dtype(out_dtype, q.dtype)
     out, lse = dispatch.run("paged_decode", IMPLEMENTATIONS, implementation, **call, out_dtype=out_dtype)
     return (out, lse) if return_lse else out
 

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks, dispatch
@@ -96,6 +95,6 @@ def paged_prefill(
         window=window,
         sinks=sinks,
         soft_cap=soft_cap,
-        out_dtype=jnp.dtype(out_dtype or q.dtype),
+        out_dtype=checks.output_dtype(out_dtype, q.dtype),
     )
     return (out, lse) if return_lse else out

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks, dispatch
@@ -83,6 +82,6 @@ def ragged_attention(
         cu_kv_lens,
         causal=causal,
         sm_scale=1.0 / math.sqrt(dims["Dk"]) if sm_scale is None else sm_scale,
-        out_dtype=jnp.dtype(out_dtype or q.dtype),
+        out_dtype=checks.output_dtype(out_dtype, q.dtype),
     )
     return (out, lse) if return_lse else out
