@@ -41,18 +41,18 @@ class Capability:
 
 
 def capability() -> Capability:
-    """The capability of the mesh in use, else of the default device, else of the default backend; attached or only
-    described.
+    """The capability of the mesh in use, else of the default device, else of the default backend.
 
-    Arrays committed elsewhere are not seen here: name the implementation for those.
+    A card that is not attached, only described, has to be the default device: of a mesh's devices no more than their
+    kind is known while a call is traced. Arrays committed elsewhere are not seen here: name the implementation for
+    those.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    concrete = jax.sharding.get_mesh() if not mesh.empty else None
     device = jax.config.jax_default_device
-    if concrete is not None and concrete.devices.size:
-        device = concrete.devices.flat[0]
-    elif device is None or isinstance(device, str):
+    if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.device_kind != device.device_kind:
+        device = next((d for d in jax.devices() if d.device_kind == described.device_kind), described)
     version = str(getattr(device, "compute_capability", "") or "")
     major, _, minor = version.partition(".")
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
