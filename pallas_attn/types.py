@@ -8,12 +8,14 @@ page; P pages per table row; L latent width; R rotated width.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Float, Int32, Num
 
 PAGE_NONE = -1
@@ -256,3 +258,12 @@ class Rope:
         default="before_rope", metadata={"static": True}
     )
     norm_eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
+
+
+for _type in (PagedKV, PagedLatent, HeadWindow, DecodePlan, Rope):  # so that calls that take them can be exported
+    export.register_pytree_node_serialization(
+        _type,
+        serialized_name=f"pallas_attn.{_type.__name__}",
+        serialize_auxdata=lambda static_fields: json.dumps(static_fields).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text)),
+    )
