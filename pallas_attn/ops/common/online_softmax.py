@@ -131,7 +131,9 @@ def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
     # What nobody sees may be NaN, and 0 · NaN is NaN.
     v = jnp.where(jnp.any(visible, axis=-2)[..., None], v, jnp.zeros((), v.dtype))
     total = total * shrink + jnp.sum(weights, axis=-1)
-    acc = acc * shrink[..., None] + _dot("whmk,whkd->whmd", weights.astype(v.dtype), v)
+    # Weights are rounded only where the queries are too: float32 queries over a 16-bit cache get float32 results.
+    weights = weights.astype(v.dtype) if q.dtype == v.dtype else weights
+    acc = acc * shrink[..., None] + _dot("whmk,whkd->whmd", weights, v)
     return new_highest, total, acc
 
 
