@@ -149,7 +149,7 @@ class Runner:
         """
         bucket = self.bucket_of(plan, all_logits)
         self.compile(bucket)
-        packed = PackedStep.pack(self._config, bucket, plan)
+        packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
             self._weights, self._caches, self._last_tokens, packed
         )

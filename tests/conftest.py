@@ -1,5 +1,7 @@
 """JAX as strict as it gets, and the jaxtyping annotations of the library checked at run time."""
 
+from pathlib import Path
+
 import jax
 import pytest
 from jaxtyping import config as jaxtyping_config
@@ -7,6 +9,10 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tests mostly compile, and many of them, in several processes, the same things.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
 _hook = install_import_hook(["pallas_attn.ops", "pallas_attn.cache", "models"], "beartype.beartype")
