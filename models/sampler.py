@@ -5,6 +5,7 @@ else.
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
 
+@typing.no_type_check  # of the values: a pytree node may hold what its arrays are made of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
