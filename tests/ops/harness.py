@@ -21,9 +21,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import export
 
 from pallas_attn import PAGE_NONE
 from pallas_attn.ops.common.online_softmax import XlaConfig
+from pallas_attn.ops.common.page_tiles import PageTiles
 
 type Jitted = jax.stages.Wrapped
 
@@ -280,3 +282,24 @@ def assert_no_host_callbacks(call: Jitted, /, *args: Any, **kwargs: Any) -> None
 def scope_names(call: Jitted, /, *args: Any, **kwargs: Any) -> str:
     """The lowered call with its name stack, to look for a named scope."""
     return str(call.lower(*args, **kwargs).as_text(debug_info=True))
+
+
+def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
+    """The call as it comes back from being serialised by `jax.export`."""
+    serialised = export.export(call)(**arrays).serialize()
+    return export.deserialize(serialised).call
+
+
+@contextlib.contextmanager
+def recorded_tiles() -> Iterator[list[tuple[list[int], int]]]:
+    """Fills a list with the rows and the number of each page tile that a portable implementation traced here brings."""
+    tiles: list[tuple[list[int], int]] = []
+    locate = PageTiles.locate
+
+    def recording(self: PageTiles, rows: jax.Array, j: jax.Array) -> Any:
+        jax.debug.callback(lambda rows, j: tiles.append((rows.tolist(), int(j))), rows, j)
+        return locate(self, rows, j)
+
+    with mock.patch.object(PageTiles, "locate", recording):
+        yield tiles
+        jax.effects_barrier()

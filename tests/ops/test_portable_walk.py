@@ -1,0 +1,125 @@
+"""What the portable implementations over paged K/V promise besides numbers: memory bounded by a tile, and cost that
+follows lengths and windows.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, paged_prefill
+from tests.ops import harness
+from tests.ops.harness import VARIANTS
+from tests.ops.paged_case import Inputs, PagedCase
+
+SMALL_TILES = VARIANTS["xla"]  # 16 tokens, 3 rows a group, 4 queries a row of prefill
+AS_SHIPPED = replace(SMALL_TILES, config=None)
+
+BASE = PagedCase(kv_lens=(64,))
+LONG = PagedCase((4096,), page_size=16, pages_per_row=256, num_pages=300)
+
+
+def decode_steps(case: PagedCase) -> list[tuple[list[int], int]]:
+    """Rows and tile of each step. A row is a sequence or, with head-wise windows, one of its heads."""
+    return _steps(paged_decode, case, Inputs.draw(case, harness.fresh_rng()).decode())
+
+
+def prefill_steps(case: PagedCase) -> list[tuple[list[int], int]]:
+    """Rows and tile of each step. A row is four queries or, with head-wise windows, one of their heads."""
+    return _steps(paged_prefill, case, Inputs.draw(case, harness.fresh_rng()).prefill())
+
+
+def _steps(op: Callable[..., Any], case: PagedCase, arrays: dict[str, Any]) -> list[tuple[list[int], int]]:
+    with harness.recorded_tiles() as tiles, SMALL_TILES.settings():
+        jax.block_until_ready(jax.jit(lambda **arrays: op(**arrays, **case.static, implementation="xla"))(**arrays))
+    return tiles
+
+
+# --- cost
+
+
+def test_a_short_row_does_not_wait_for_a_long_one() -> None:
+    """Three rows of 4 tiles walk together; the other six take a step a group."""
+    steps = decode_steps(replace(BASE, kv_lens=(1, 64, 1, 64, 1, 1, 64, 1, 1)))
+    assert len(steps) == 4 + 1 + 1
+    assert all(sorted(rows) == [1, 3, 6] for rows, tile in steps if tile > 0)
+
+
+def test_idle_rows_cost_nothing() -> None:
+    assert decode_steps(replace(BASE, kv_lens=(0,) * 9)) == []
+    assert prefill_steps(replace(BASE, kv_lens=(64, 0), q_lens=(0, 0), padding=5)) == []
+
+
+def test_the_table_may_be_wide() -> None:
+    steps = decode_steps(replace(LONG, kv_lens=(20,), num_pages=8))
+    assert [tile for _, tile in steps] == [0, 1]
+
+
+@pytest.mark.parametrize("kv_len", [4096, 4090])
+def test_decode_costs_what_its_window_holds(kv_len: int) -> None:
+    steps = decode_steps(replace(LONG, kv_lens=(kv_len,), window=32))
+    assert len(steps) == {4096: 2, 4090: 3}[kv_len]  # pages of 16, where 32 tokens lie in 2 or straddle 3
+
+
+def test_windowed_heads_do_not_pay_for_full_ones() -> None:
+    """Of three sequences with a full and a windowed head each, the full heads walk together and so do the others."""
+    case = replace(LONG, kv_lens=(4096,) * 3, num_pages=900, head_windows=((FULL, 0), (32, 5)), head_wise=False)
+    steps = decode_steps(case)
+    assert len([rows for rows, _ in steps if sorted(rows) == [0, 2, 4]]) == 256
+    assert len([rows for rows, _ in steps if sorted(rows) == [1, 3, 5]]) == 3  # the page of the sink tokens too
+    assert len(steps) == 256 + 3
+
+
+def test_prefill_costs_what_it_sees() -> None:
+    """16 queries of a causal context of 64 are 4 rows, which see 52, 56, 60 and 64 tokens of tiles of 16."""
+    assert len(prefill_steps(replace(BASE, q_lens=(16,)))) == 4 + 4  # in groups of 3 and of the last
+    assert len(prefill_steps(replace(BASE, kv_lens=(16,), q_lens=(16,)))) == 1 + 1
+    assert len(prefill_steps(replace(LONG, q_lens=(4,), window=28))) == 2  # of 31 tokens up to the end of a page
+
+
+# --- memory
+
+
+def shapes(*, batch: int, pages_per_row: int) -> dict[str, Any]:
+    spec = kv_cache_spec(num_pages=4096, page_size=16, num_kv_heads=2, head_dim=32, dtype=jnp.float32)
+    return {
+        "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
+        "block_tables": jax.ShapeDtypeStruct((batch, pages_per_row), jnp.int32),
+        "kv_lens": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+
+
+TOKEN_BYTES = 4 * 32 * 4  # of q, or of the output
+DENSE_BYTES = 2 * 16 * 4096 * 16 * 2 * 32 * 4  # K and V of 16 tables of 4096 pages
+
+
+def test_decode_memory_is_bounded_by_a_tile() -> None:
+    """Neither the width of the table nor the batch asks for more than arguments and results of that size."""
+    decode = harness.compiled(paged_decode, AS_SHIPPED)
+
+    def temp(batch: int, pages_per_row: int) -> int:
+        q = jax.ShapeDtypeStruct((batch, 1, 4, 32), jnp.float32)
+        return harness.temp_bytes(decode, q=q, **shapes(batch=batch, pages_per_row=pages_per_row))
+
+    narrow, wide, many = temp(16, 64), temp(16, 4096), temp(128, 4096)
+    assert wide - narrow <= 16 * (4096 - 64) * 4
+    assert many - wide <= 112 * (4096 * 4 + 8 * TOKEN_BYTES)
+    assert wide < DENSE_BYTES / 100
+
+
+def test_prefill_memory_is_bounded_by_a_tile() -> None:
+    """The same, and no more for every token of the chunk than a few copies of its queries."""
+    prefill = harness.compiled(paged_prefill, AS_SHIPPED)
+
+    def temp(tokens: int, pages_per_row: int) -> int:
+        q = jax.ShapeDtypeStruct((tokens, 4, 32), jnp.float32)
+        cu_q_lens = jax.ShapeDtypeStruct((17,), jnp.int32)
+        return harness.temp_bytes(prefill, q=q, cu_q_lens=cu_q_lens, **shapes(batch=16, pages_per_row=pages_per_row))
+
+    narrow, wide, many = temp(512, 64), temp(512, 4096), temp(4096, 4096)
+    assert wide - narrow <= 16 * (4096 - 64) * 4
+    assert many - wide <= 3584 * 12 * TOKEN_BYTES
+    assert wide < DENSE_BYTES / 100

@@ -1,0 +1,80 @@
+"""What every attention operation goes through unharmed, whichever arguments it takes: repetition, loops that carry a
+donated cache, vmap, export, and other values of the same shapes.
+
+`call` is an operation from `harness.compiled` that returns output and LSE; `arrays` are its arguments by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.ops import harness
+from tests.ops.harness import Jitted, Tolerance, Variant
+
+type Arrays = dict[str, Any]
+
+
+def assert_repeats(call: Jitted, arrays: Arrays) -> None:
+    """100 calls give the same bits."""
+    first = call(**arrays)
+    for _ in range(99):
+        harness.assert_same_bits(call(**arrays), first)
+
+
+def assert_scans(
+    call: Jitted, arrays: Arrays, tolerances: tuple[Tolerance, Tolerance], *, cache: str = "kv", over: str = "q"
+) -> None:
+    """A loop over `over` that carries a donated cache gives what single calls give, and the cache as it went in."""
+    rest = {name: jax.tree.map(jnp.asarray, value) for name, value in arrays.items() if name not in (cache, over)}
+    steps = jnp.stack([jnp.asarray(factor * arrays[over]) for factor in (1, 2, -1)])
+    want = [call(**arrays | {over: step}) for step in steps]
+
+    def step(carried: Any, x: jax.Array) -> tuple[Any, Any]:
+        return carried, call(**rest, **{cache: carried, over: x})
+
+    before = jax.tree.map(np.array, arrays[cache])
+    loop = jax.jit(lambda carried, steps: jax.lax.scan(step, carried, steps), donate_argnums=0)
+    after, got = loop(jax.tree.map(jnp.array, arrays[cache]), steps)
+    harness.assert_same_bits(after, before)
+    harness.assert_attention_close(got, _stacked(want), tolerances)
+
+
+def assert_vmaps(call: Jitted, arrays: Sequence[Arrays], tolerances: tuple[Tolerance, Tolerance], *, over: str) -> None:
+    """Mapped over all arguments, and over `over` alone, a call gives what single calls give."""
+    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *arrays)
+    got = jax.jit(jax.vmap(lambda each: call(**each)))(stacked)
+    harness.assert_attention_close(got, _stacked([call(**each) for each in arrays]), tolerances)
+    fixed = {name: jax.tree.map(jnp.asarray, value) for name, value in arrays[0].items() if name != over}
+    got = jax.jit(jax.vmap(lambda each: call(**fixed, **{over: each})))(stacked[over])
+    want = [call(**arrays[0] | {over: each[over]}) for each in arrays]
+    harness.assert_attention_close(got, _stacked(want), tolerances)
+
+
+def _stacked(results: Sequence[tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = zip(*results, strict=True)
+    return np.stack(out), np.stack(lse)
+
+
+def assert_exports(call: Jitted, arrays: Arrays) -> None:
+    """The call gives the same bits after a round trip through `jax.export`."""
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    harness.assert_same_bits(harness.exported(call, arrays)(**arrays), call(**arrays))
+
+
+def assert_traced_once(op: Callable[..., Any], variant: Variant, calls: Sequence[Arrays]) -> None:
+    """Calls whose arguments differ in values only share one trace."""
+
+    def traced(**arrays: Any) -> Any:
+        with variant.settings():
+            return op(**arrays, implementation=variant.implementation)
+
+    chex.clear_trace_counter()
+    jitted = jax.jit(chex.assert_max_traces(traced, n=1))
+    for arrays in calls:
+        jax.block_until_ready(jitted(**arrays))
