@@ -1,0 +1,61 @@
+"""Symmetric quantisation: a stored value times its scale is the value meant."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from pallas_attn.types import QMAX
+
+_SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+
+
+def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
+    """x / y, correctly rounded.
+
+    XLA turns division by a broadcast into multiplication with its reciprocal, which rounds twice. A divisor that
+    depends on x element by element leaves it no reciprocal to share, and is fused where a barrier would not be.
+    """
+    x, y = jnp.broadcast_arrays(x, y)
+    return x / jnp.where(jnp.isnan(x), x, y)
+
+
+def quantise(
+    x: Float[Array, "*#shape"], scale: Float[Array, "*#shape"], dtype: jax.typing.DTypeLike
+) -> Num[Array, "..."]:
+    """clip(x / scale) to what `dtype` holds, in float32; int8 rounds half to even, float8_e4m3fn is cast."""
+    limit = QMAX[jnp.dtype(dtype)]
+    values = jnp.clip(divide(x, scale), -limit, limit)  # a cast alone makes NaN of what e4m3 cannot hold
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = jnp.round(values)
+    return values.astype(dtype)
+
+
+def dequantise(values: Num[Array, "*#shape"], scale: Float[Array, "*#shape"]) -> Float[Array, "..."]:
+    """The float32 values meant."""
+    return values.astype(jnp.float32) * scale
+
+
+def amax_scale(
+    amax: Float[Array, "*shape"], dtype: jax.typing.DTypeLike, at_least: Float[Array, "*shape"] | float = 0.0
+) -> Float[Array, "*shape"]:
+    """The scale that lets `dtype` hold values up to `amax`: amax / qmax, no less than `at_least`, and 1 instead of 0.
+
+    Quotients below the smallest normal float32 count as 0, because some devices flush them to 0.
+    """
+    scale = jnp.maximum(divide(amax, jnp.full_like(amax, QMAX[jnp.dtype(dtype)])), at_least)
+    return jnp.where(scale < _SMALLEST_NORMAL, 1.0, scale)
+
+
+def held_scale(
+    stored_amax: Float[Array, "*shape"], scale: Float[Array, "*shape"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "*shape"]:
+    """The scale that stored values still call for, by the largest of them: scale · (stored_amax / qmax).
+
+    This is `scale` itself, to the bit, where one of them is ±qmax, as the largest of a group is when it is written. It
+    is less where that one has since been abandoned with the draft it came in, and 0 where there are only zeros or
+    nothing, whatever the scale then says.
+    """
+    share = divide(stored_amax, jnp.full_like(stored_amax, QMAX[jnp.dtype(dtype)]))
+    return jnp.where(stored_amax == 0, 0.0, scale * share)

@@ -1,0 +1,110 @@
+"""Small pools as others left them, tokens and slots for them, and in numpy what `write_kv` is to make of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_attn.ops.kv_write import write_kv
+from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
+from tests.ops.harness import Variant, compiled
+
+NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
+NUM_TOKENS = 6
+QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
+PLAIN = ["bfloat16", "float16", "float32"]
+
+
+def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES) -> CacheSpec:
+    return kv_cache_spec(
+        num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=HEADS, head_dim=WIDTH, dtype=dtype, scales=scales
+    )
+
+
+def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None) -> PagedKV:
+    """Any bytes, NaN among them, under huge, tiny, infinite and NaN scales."""
+    arrays: dict[str, Any] = {}
+    for name, a in cache_spec(dtype, scales).arrays.items():
+        if name.endswith("scale"):
+            arrays[name] = rng.choice([1e30, 1e-30, np.inf, np.nan], a.shape).astype(np.float32)
+        else:
+            arrays[name] = np.frombuffer(rng.bytes(a.size * a.dtype.itemsize), a.dtype).reshape(a.shape)
+    return PagedKV(**{name: jnp.asarray(a) for name, a in arrays.items()})
+
+
+def tokens(rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0) -> tuple[Any, Any]:
+    """Keys and values; `spread` is how far apart the tokens' sizes are, as a standard deviation of their logarithms."""
+    shape = (2, NUM_TOKENS, HEADS, WIDTH)
+    x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((*shape[:-1], 1)))
+    return jnp.asarray(x[0].astype(dtype)), jnp.asarray(x[1].astype(dtype))
+
+
+def random_slots(rng: np.random.Generator, rank: int) -> Any:
+    """Distinct slots of any page (or, by head, of any head's rows); three of them write nothing."""
+    shape = (NUM_TOKENS, HEADS)[:rank]
+    pool = NUM_PAGES * PAGE_SIZE * (HEADS if rank == 2 else 1)
+    slots = rng.permutation(pool)[: np.prod(shape)].astype(np.int32)
+    slots[rng.permutation(slots.size)[:3]] = [-1, pool, np.iinfo(np.int32).max]
+    return jnp.asarray(slots.reshape(shape))
+
+
+def write(variant: Variant, kv: PagedKV, k: Any, v: Any, slots: Any, **rope_and_q: Any) -> Any:
+    """`write_kv` under jit, compiled once for all calls of equal shapes."""
+    return compiled(write_kv, variant)(kv=kv, k=k, v=v, slots=slots, **rope_and_q)
+
+
+def numpy_quantise(x: Any, scale: Any, dtype: str) -> Any:
+    with np.errstate(over="ignore", under="ignore"):
+        values = np.clip(np.float32(x) / np.float32(scale), -QMAX[dtype], QMAX[dtype])
+    return np.rint(values).astype(np.int8) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn)
+
+
+def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
+    """`write_kv` without rope, one token or one group at a time."""
+    arrays: dict[str, Any] = {
+        f.name: np.array(a) for f in dataclasses.fields(kv) if (a := getattr(kv, f.name)) is not None
+    }
+    for name, x in (("k", np.asarray(k)), ("v", np.asarray(v))):
+        pages, scale = arrays[name], arrays.get(f"{name}_scale")
+        if scale is not None and scale.ndim == 3:
+            _write_groups(pages, scale, x.astype(np.float32), slots)
+            continue
+        for t, h, page, head, offset in _targets(slots):
+            pages[page, head, offset] = (
+                x[t, h].astype(pages.dtype) if scale is None else numpy_quantise(x[t, h], scale[h], pages.dtype.name)
+            )
+    return PagedKV(**arrays)
+
+
+def _targets(slots: Any) -> Iterator[tuple[int, int, int, int, int]]:
+    """Token, head, page, the head whose row it is, and offset of all that is written."""
+    slots = np.asarray(slots).astype(np.int64)
+    for t in range(NUM_TOKENS):
+        for h in range(HEADS):
+            row = slots[t] // PAGE_SIZE * HEADS + h if slots.ndim == 1 else slots[t, h] // PAGE_SIZE
+            if 0 <= row < NUM_PAGES * HEADS:
+                yield t, h, row // HEADS, row % HEADS, slots.reshape(NUM_TOKENS, -1)[t, h % slots[t].size] % PAGE_SIZE
+
+
+def _write_groups(pages: np.ndarray, scale: np.ndarray, x: np.ndarray, slots: Any) -> None:
+    dtype, size = pages.dtype.name, PAGE_SIZE // scale.shape[-1]
+    groups: dict[tuple[int, int, int], dict[int, np.ndarray]] = {}
+    for t, h, page, head, offset in _targets(slots):
+        groups.setdefault((page, head, offset // size), {})[offset % size] = x[t, h]
+    for (page, head, j), new in groups.items():
+        stored = pages[page, head, j * size : (j + 1) * size]
+        earlier = range(min(new))
+        old = scale[page, head, j]
+        largest = max((np.abs(stored[i].astype(np.float32)).max() for i in earlier), default=np.float32(0))
+        held = old * (largest / QMAX[dtype]) if largest > 0 else np.float32(0)
+        amax = max(np.abs(token).max() for token in new.values())
+        scale[page, head, j] = max(held, amax / QMAX[dtype]) or np.float32(1)
+        for i in earlier:
+            stored[i] = numpy_quantise(stored[i].astype(np.float32) * old, scale[page, head, j], dtype)
+        for i, token in new.items():
+            stored[i] = numpy_quantise(token, scale[page, head, j], dtype)

@@ -1,0 +1,130 @@
+"""Rotation and norms, alone and as `write_kv` does them, against complex numbers in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn.ops.common.rope import rms_norm, rotate
+from pallas_attn.ops.kv_write import IMPLEMENTATIONS
+from pallas_attn.types import PagedKV, Rope
+from tests.ops.harness import Variant, assert_same_bits, fresh_rng, variants
+from tests.ops.kv_write_case import (
+    HEADS,
+    NUM_PAGES,
+    NUM_TOKENS,
+    PAGE_SIZE,
+    QMAX,
+    WIDTH,
+    cache_spec,
+    stale_cache,
+    tokens,
+    write,
+)
+
+each_style = pytest.mark.parametrize("style", ["neox", "interleaved"])
+
+
+def random_rope(rng: np.random.Generator, half: int = WIDTH // 2, **options: Any) -> Rope:
+    angles = rng.uniform(0, 2 * np.pi, (NUM_TOKENS, half))
+    return Rope(jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32), **options)
+
+
+def turned(x: Any, rope: Rope, norm: Any = None) -> np.ndarray:
+    """x [T, heads, D] rotated and normed in float64."""
+    x = np.array(x).astype(np.float64)
+    if norm is not None and rope.norm_order == "before_rope":
+        x = normed(x, norm, rope.norm_eps)
+    half = rope.cos.shape[-1]
+    real = slice(0, half) if rope.style == "neox" else slice(0, 2 * half, 2)
+    imaginary = slice(half, 2 * half) if rope.style == "neox" else slice(1, 2 * half, 2)
+    z = (x[..., real] + 1j * x[..., imaginary]) * (np.asarray(rope.cos) + 1j * np.asarray(rope.sin))[:, None]
+    x[..., real], x[..., imaginary] = z.real, z.imag
+    return normed(x, norm, rope.norm_eps) if norm is not None and rope.norm_order == "after_rope" else x
+
+
+def normed(x: np.ndarray, weight: Any, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * np.asarray(weight).astype(np.float64)
+
+
+@each_style
+@pytest.mark.parametrize("half", [WIDTH // 2, WIDTH // 4, 1])
+def test_rotate_turns_each_pair_by_its_angle(style: Any, half: int) -> None:
+    rng = fresh_rng()
+    rope, (x, _) = random_rope(rng, half, style=style), tokens(rng)
+    got = rotate(x, rope.cos, rope.sin, style)
+    np.testing.assert_allclose(got, turned(x, rope), rtol=1e-5, atol=1e-5)
+    assert_same_bits(got[..., 2 * half :], x[..., 2 * half :])
+
+
+def test_rotate_takes_any_leading_axes() -> None:
+    rng = fresh_rng()
+    rope = random_rope(rng)
+    x = jnp.stack([jnp.stack(tokens(rng)), jnp.stack(tokens(rng)), jnp.stack(tokens(rng))])
+    assert x.shape == (3, 2, NUM_TOKENS, HEADS, WIDTH)
+    got = rotate(x, rope.cos, rope.sin, "neox")
+    for i, j in np.ndindex(3, 2):
+        np.testing.assert_allclose(got[i, j], turned(x[i, j], rope), rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
+    rng = fresh_rng()
+    x, _ = tokens(rng, jnp.bfloat16)
+    weight = jnp.asarray(1 + 0.3 * rng.standard_normal(WIDTH), jnp.bfloat16)
+    got = rms_norm(x, weight, 1e-2)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, normed(np.asarray(x).astype(np.float64), weight, 1e-2), rtol=1e-5, atol=1e-5)
+
+
+@variants(IMPLEMENTATIONS)
+@each_style
+@pytest.mark.parametrize(
+    ("half", "norm_order"),
+    [(WIDTH // 2, None), (WIDTH // 4, "before_rope"), (WIDTH // 4, "after_rope"), (1, "before_rope")],
+)
+def test_write_turns_keys_and_queries_and_leaves_values(
+    style: Any, half: int, norm_order: Any, variant: Variant
+) -> None:
+    rng = fresh_rng()
+    norms = {}
+    if norm_order is not None:
+        q_norm, k_norm = jnp.asarray(1 + 0.3 * rng.standard_normal((2, WIDTH)), jnp.float32).astype(jnp.bfloat16)
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_order": norm_order, "norm_eps": 1e-2}
+    rope = random_rope(rng, half, style=style, **norms)
+    (k, v), q = tokens(rng), jnp.concatenate(tokens(rng), axis=1)
+    kv, slots = stale_cache(rng, "float32"), rng.permutation(NUM_PAGES * PAGE_SIZE)[:NUM_TOKENS].astype(np.int32)
+    got, rotated = write(variant, kv, k, v, slots, rope=rope, q=q)
+    page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
+    np.testing.assert_allclose(got.k[page, :, offset], turned(k, rope, rope.k_norm), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rotated, turned(q, rope, rope.q_norm), rtol=1e-5, atol=1e-5)
+    assert_same_bits(got.v[page, :, offset], v)
+
+
+@variants(IMPLEMENTATIONS)
+def test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype(variant: Variant) -> None:
+    rng = fresh_rng()
+    rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32)
+    (k, v), (q, _) = tokens(rng, jnp.bfloat16), tokens(rng, jnp.bfloat16)
+    got, rotated = write(variant, PagedKV.allocate(cache_spec("float16")), k, v, slots, rope=rope, q=q)
+    stored = got.k[0, :, :NUM_TOKENS].swapaxes(0, 1)
+    for cast, want, half_ulp in ((stored, turned(k, rope), 2.0**-11), (rotated, turned(q, rope), 2.0**-8)):
+        assert (np.abs(np.asarray(cast).astype(np.float64) - want) <= half_ulp * 1.001 * np.abs(want) + 1e-6).all()
+    assert rotated.dtype == q.dtype
+
+
+@variants(IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", list(QMAX))
+def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant) -> None:
+    rng = fresh_rng()
+    rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32) * PAGE_SIZE
+    k, v = tokens(rng, jnp.bfloat16)
+    got = write(variant, PagedKV.allocate(cache_spec(dtype, PAGE_SIZE)), k, v, slots, rope=rope)
+    want = turned(k, rope)[:NUM_PAGES]  # the last slot is past the pool
+    scale = np.asarray(got.k_scale)[:, :, :1]
+    np.testing.assert_allclose(scale[..., 0], np.abs(want).max(-1) / QMAX[dtype], rtol=1e-5)
+    step = scale if dtype == "int8" else np.maximum(np.abs(want) / 8, scale * 2.0**-9)
+    read = np.asarray(got.k)[:, :, 0].astype(np.float64) * scale
+    assert (np.abs(read - want) <= 0.501 * step + 1e-5 * np.abs(want)).all()
