@@ -1,0 +1,234 @@
+"""Measures the engine end to end: prefill and decode speed by batch size, and what the prefix cache saves.
+
+    python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
+
+Every number is the median of several runs on a warm engine; compilation is apart. The first token ends the prefill:
+prefill speed is batch x prompt tokens by the time a run with one new token takes, decode speed is batch x (new tokens
+- 1) by what the whole run takes longer. With `--transformers PYTHON`, a Python that has torch and transformers, the
+same weights are also timed under transformers' own `generate` (scripts/bench_transformers.py), in turn with ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from models.engine import Engine, EngineConfig
+from models.presets import PRESETS
+from models.request import SamplingParams
+from models.weights import load_model, save_random_checkpoint
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is run: prompts of `prompt_tokens`, each continued by `new_tokens`, `repeats` times."""
+
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    page_size: int = 64
+    max_batched_tokens: int = 512
+
+
+def prompts(rng: np.random.Generator, vocab_size: int, batch: int, length: int) -> list[list[int]]:
+    return rng.integers(0, vocab_size, (batch, length)).tolist()
+
+
+def timed_run(engine: Engine, batch: list[list[int]], new_tokens: int) -> float:
+    """Seconds from the first request to the last token."""
+    began = time.perf_counter()
+    outputs = engine.generate(batch, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+    elapsed = time.perf_counter() - began
+    for output in outputs:
+        if len(output.output_ids) != new_tokens:
+            raise RuntimeError(f"request {output.request_id} ended early: {output.finish_reason}")
+        engine.forget(output.request_id)
+    return elapsed
+
+
+def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_caching: bool) -> Engine:
+    pages = -(-max_len // work.page_size)
+    engine = Engine(
+        model,
+        EngineConfig(
+            num_pages=2 * batch * pages,
+            page_size=work.page_size,
+            max_batched_tokens=max(work.max_batched_tokens, batch),
+            max_num_seqs=batch,
+            max_model_len=max_len,
+            prefix_caching=prefix_caching,
+            decode_buckets=(batch,),
+            prefill_buckets=(max(work.max_batched_tokens, batch),),
+        ),
+    )
+    engine.warmup()
+    return engine
+
+
+def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
+    """Prefill and decode speed of `batch` requests at once, nothing shared between them."""
+    engine = make_engine(model, work, batch, work.prompt_tokens + work.new_tokens, prefix_caching=False)
+    rng = np.random.default_rng(batch)
+    vocab_size = model.config.vocab_size
+    timed_run(engine, prompts(rng, vocab_size, batch, work.prompt_tokens), work.new_tokens)
+    first, whole = [], []
+    for _ in range(work.repeats):
+        first.append(timed_run(engine, prompts(rng, vocab_size, batch, work.prompt_tokens), 1))
+        whole.append(timed_run(engine, prompts(rng, vocab_size, batch, work.prompt_tokens), work.new_tokens))
+    prefill_s, total_s = statistics.median(first), statistics.median(whole)
+    stats = engine.stats()
+    return {
+        "batch": batch,
+        "prefill_s": prefill_s,
+        "total_s": total_s,
+        "prefill_tokens_per_s": batch * work.prompt_tokens / prefill_s,
+        "decode_tokens_per_s": batch * (work.new_tokens - 1) / (total_s - prefill_s),
+        "total_s_spread": [min(whole), max(whole)],
+        "compilations": stats.compilations,
+        "compile_s": stats.compile_s,
+    }
+
+
+def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
+    """Requests that share all but the last 32 tokens of a long prompt, arriving one after the other, cache on and off."""
+    shared, own, requests = 4 * work.prompt_tokens, 32, 2 * batch
+    rng = np.random.default_rng(0)
+    row: dict[str, Any] = {"requests": requests, "shared_tokens": shared, "own_tokens": own, "batch": batch}
+    for name, prefix_caching in (("off", False), ("on", True)):
+        max_len = shared + own + work.new_tokens
+        engine = make_engine(model, work, batch, max_len, prefix_caching=prefix_caching)
+        seconds = []
+        for _ in range(work.repeats):
+            prefix = prompts(rng, model.config.vocab_size, 1, shared)[0]
+            tails = prompts(rng, model.config.vocab_size, requests, own)
+            timed_run(engine, [prefix + tails[0]], 1)  # the first to come computes the prefix
+            seconds.append(timed_run(engine, [prefix + tail for tail in tails], work.new_tokens))
+        row[f"total_s_{name}"] = statistics.median(seconds)
+        row[f"prefix_hit_rate_{name}"] = engine.stats().prefix_hit_rate
+    row["speedup"] = row["total_s_off"] / row["total_s_on"]
+    return row
+
+
+def bench_transformers(python: str, checkpoint: Path, work: Workload, batches: list[int], dtype: str) -> dict[str, Any]:
+    """The same weights under transformers' own generate."""
+    script = Path(__file__).with_name("bench_transformers.py")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "transformers.json"
+        command = [python, str(script), "--model", str(checkpoint), "--json", str(report), "--dtype", dtype]
+        command += ["--prompt-tokens", str(work.prompt_tokens), "--new-tokens", str(work.new_tokens)]
+        command += ["--repeats", str(work.repeats), "--threads", str(os.cpu_count()), "--batch", *map(str, batches)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(report.read_text())
+
+
+def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / name
+        save_random_checkpoint(checkpoint, PRESETS[name])
+        model = load_model(checkpoint, args.dtype)
+        result: dict[str, Any] = {
+            "config": name,
+            "parameters": sum(weight.size for weight in jax.tree.leaves(nnx.state(model))),
+            "batches": [bench_batch(model, work, batch) for batch in args.batch],
+            "prefix_cache": bench_prefix_cache(model, work, min(8, max(args.batch))),
+        }
+        if args.transformers:
+            peer = bench_transformers(args.transformers, checkpoint, work, args.batch, args.dtype)
+            result["transformers"] = peer
+            for ours, theirs in zip(result["batches"], peer["results"], strict=True):
+                theirs_s = theirs["prefill_s"] + theirs["decode_s"]
+                ours["speedup_over_transformers"] = {
+                    "prefill": ours["prefill_tokens_per_s"] / theirs["prefill_tokens_per_s"],
+                    "decode": ours["decode_tokens_per_s"] / theirs["decode_tokens_per_s"],
+                    "total": theirs_s / ours["total_s"],
+                }
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    title = f"{result['config']}: {result['parameters'] / 1e6:.1f}M parameters"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in ("batch", "prefill tok/s", "decode tok/s", "total s", "compile s", "over transformers"):
+        table.add_column(column, justify="right")
+    for row in result["batches"]:
+        ratio = row.get("speedup_over_transformers")
+        versus = " ".join(f"{ratio[part]:.1f}x {part}" for part in ratio) if ratio else "not measured"
+        table.add_row(
+            str(row["batch"]),
+            f"{row['prefill_tokens_per_s']:.0f}",
+            f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['total_s']:.2f}",
+            f"{row['compile_s']:.1f}",
+            versus,
+        )
+    console.print(table)
+    cache = result["prefix_cache"]
+    console.print(
+        f"prefix cache, {cache['requests']} requests sharing {cache['shared_tokens']} tokens: {cache['total_s_off']:.2f} s"
+        f" without, {cache['total_s_on']:.2f} s with ({cache['speedup']:.1f}x, hit rate {cache['prefix_hit_rate_on']:.0%})"
+    )
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    small = [name for name in PRESETS if name != "v2-lite"]
+    parser.add_argument("--config", nargs="+", choices=small, default=["v3-tiny", "mla-25m"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64, help="at least 2, for one decode step")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--transformers", metavar="PYTHON", help="a Python with torch and transformers, to time as well"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
+    args = parser.parse_args(argv)
+    if min(*args.batch, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
+        parser.error("--batch, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    work = Workload(args.prompt_tokens, args.new_tokens, args.repeats)
+    device = jax.devices()[0]
+    console = Console()
+    results = []
+    for name in args.config:
+        results.append(bench_config(name, args, work))
+        show(console, results[-1])
+    report = {
+        "device": device.device_kind,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "dtype": args.dtype,
+        "workload": dataclasses.asdict(work),
+        "results": results,
+    }
+    out = args.json or RESULTS / f"engine_{device.device_kind.lower().replace(' ', '_')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""A model small enough to compile in seconds, prompts with shared prefixes, and what a plain run makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from models.config import ModelConfig, YarnConfig
+from models.engine import Engine, EngineConfig
+from models.model import DeepSeek
+from models.request import SamplingParams
+from models.verify import Decoded, PlainRun
+from models.weights import random_model
+
+MAX_TOKENS = 20
+VOCAB_SIZE = 64
+
+CONFIG = ModelConfig(
+    model_type="deepseek_v3",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    yarn=YarnConfig(factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
+    max_position_embeddings=128,
+)
+
+_PREFIX = [7, 3, 60, 22, 41, 9, 18, 33, 50, 2, 11, 28, 5, 44, 37, 16, 29, 8, 55, 13]
+
+PROMPTS = (
+    [*_PREFIX, 1],
+    [*_PREFIX, 1, 2, 3, 4, 5, 6],
+    [*_PREFIX[:16], 40, 41, 42],
+    [5],
+    [9, 8, 7, 6, 5, 4, 3, 2, 1, 0] * 5,
+    _PREFIX * 2,
+)
+
+DRAWN = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, top_k=20, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
+
+ENGINES = {
+    "ample": EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4),
+    "short of pages": EngineConfig(num_pages=12, page_size=8, max_batched_tokens=16, max_num_seqs=4),
+    "short, uncached": EngineConfig(
+        num_pages=24, page_size=4, max_batched_tokens=16, max_num_seqs=4, prefix_caching=False
+    ),
+    "unchunked": EngineConfig(num_pages=64, page_size=4, max_batched_tokens=64, max_num_seqs=4, chunked_prefill=False),
+    "one at a time": EngineConfig(num_pages=96, page_size=1, max_batched_tokens=7, max_num_seqs=1),
+}
+"""Pools and budgets that make chunks, hits and preemptions of different kinds."""
+
+
+@functools.cache
+def model() -> DeepSeek:
+    return random_model(CONFIG, seed=3)
+
+
+@functools.cache
+def engine(name: str) -> Engine:
+    """One of `ENGINES`; shared, because compiling it takes longer than any test does. Tests leave it drained."""
+    return Engine(model(), padded(ENGINES[name]))
+
+
+def padded(config: EngineConfig) -> EngineConfig:
+    """The same with one bucket of each kind, so that little is compiled."""
+    return dataclasses.replace(
+        config,
+        max_model_len=96,
+        decode_buckets=(config.max_num_seqs,),
+        prefill_buckets=(config.max_batched_tokens,),
+    )
+
+
+@functools.cache
+def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
+    """What a prompt continues with, one uncached forward for every token; margins are large enough to insist on it."""
+    tokens: list[int] = []
+    for _ in range(params.max_tokens):
+        choices, margins, _ = _plain_run().choose(Decoded(PROMPTS[index], tokens, params), 0.0)
+        if margins[-1] < 1e-3:
+            raise RuntimeError(f"prompt {index} has a near tie after {len(tokens)} tokens: choose another seed")
+        tokens.append(int(choices[-1]))
+    return tuple(tokens)
+
+
+@functools.cache
+def _plain_run() -> PlainRun:
+    return PlainRun(model(), num_rows=32)

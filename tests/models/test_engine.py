@@ -1,0 +1,443 @@
+"""The engine: whatever is batched, chunked, cached, preempted or aborted, tokens are those of a plain uncached run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.engine import Engine, EngineConfig
+from models.request import SamplingParams
+from models.runner import Runner, StepResult
+from tests.models.engine_case import (
+    CONFIG,
+    DRAWN,
+    ENGINES,
+    GREEDY,
+    MAX_TOKENS,
+    PROMPTS,
+    VOCAB_SIZE,
+    engine,
+    model,
+    padded,
+    plain,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request of made-up traffic: after how many steps it comes, and after how many of its tokens it is aborted."""
+
+    after_steps: int
+    prompt: int
+    drawn: bool
+    max_tokens: int
+    abort_after: int | None
+    salt: str
+
+    @property
+    def params(self) -> SamplingParams:
+        return dataclasses.replace(DRAWN if self.drawn else GREEDY, max_tokens=self.max_tokens)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return plain(self.prompt, DRAWN if self.drawn else GREEDY)[: self.max_tokens]
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        after_steps=st.integers(0, 6),
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        drawn=st.booleans(),
+        max_tokens=st.integers(1, MAX_TOKENS),
+        abort_after=st.none() | st.integers(0, MAX_TOKENS),
+        salt=st.sampled_from(["", "", "pepper"]),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+class Traffic:
+    """Plays arrivals on an engine and keeps what was streamed."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.streamed: dict[int | str, list[tuple[int, str | None]]] = {}
+        self.arrived: dict[int | str, Arrival] = {}
+        self.order: list[int | str] = []
+
+    def add(self, arrival: Arrival) -> None:
+        request_id = self.engine.add_request(
+            PROMPTS[arrival.prompt],
+            arrival.params,
+            salt=arrival.salt,
+            on_token=self.take,
+        )
+        self.streamed[request_id] = []
+        self.arrived[request_id] = arrival
+
+    def take(self, request_id: int | str, token: int, reason: str | None) -> None:
+        self.streamed[request_id].append((token, reason))
+        self.order.append(request_id)
+
+    def run(self, traffic: list[Arrival]) -> None:
+        coming = list(traffic)
+        for _ in range(5000):
+            while coming and coming[0].after_steps <= 0:
+                self.add(coming.pop(0))
+            if coming:
+                coming[0] = dataclasses.replace(coming[0], after_steps=coming[0].after_steps - 1)
+            if not coming and not self.engine.has_unfinished:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def step(self) -> None:
+        self.engine.step()
+        for request_id, arrival in self.arrived.items():
+            if arrival.abort_after is not None and len(self.streamed[request_id]) >= arrival.abort_after:
+                self.engine.abort(request_id)
+
+    def check(self) -> None:
+        for request_id, arrival in self.arrived.items():
+            output = self.engine.output(request_id)
+            assert tuple(output.output_ids) == arrival.wanted[: len(output.output_ids)]
+            assert [token for token, _ in self.streamed[request_id]] == output.output_ids
+            reasons = [reason for _, reason in self.streamed[request_id]]
+            if output.finish_reason == "abort":
+                assert arrival.abort_after is not None
+                assert all(reason is None for reason in reasons)
+            else:
+                assert output.finish_reason == "length"
+                assert len(output.output_ids) == arrival.max_tokens
+                assert reasons == [None] * (arrival.max_tokens - 1) + ["length"]
+                assert len(output.itl_s) == arrival.max_tokens - 1
+                assert output.ttft_s > 0
+        assert self.engine.stats().used_pages == 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traffic=arrivals)
+def test_any_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
+    played = Traffic(engine(name))
+    played.run(traffic)
+    played.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traffic=arrivals)
+def test_much_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
+    played = Traffic(engine(name))
+    played.run(traffic)
+    played.check()
+
+
+def everything(max_tokens: int = MAX_TOKENS) -> list[Arrival]:
+    """All prompts at once, greedy and drawn."""
+    return [Arrival(0, i, drawn, max_tokens, None, "") for drawn in (False, True) for i in range(len(PROMPTS))]
+
+
+def test_running_out_of_pages_preempts_and_changes_no_token():
+    short = engine("short of pages")
+    before = short.stats().preemptions
+    played = Traffic(short)
+    played.run(everything())
+    played.check()
+    assert short.stats().preemptions > before
+    assert short.stats().peak_pages <= short.stats().num_pages
+
+
+def test_the_first_to_come_is_the_first_to_get_tokens_when_pages_are_short():
+    short = engine("short, uncached")
+    played = Traffic(short)
+    played.run(everything())
+    played.check()
+    assert list(dict.fromkeys(played.order)) == list(played.arrived)
+
+
+def test_equal_prefixes_are_computed_once():
+    ample = engine("ample")
+    played = Traffic(ample)
+    played.run([Arrival(0, 5, False, 2, None, "hits"), Arrival(40, 5, False, 2, None, "hits")])
+    played.check()
+    first, second = (ample.output(i) for i in played.arrived)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 36)  # the 40th token is always computed
+
+
+def test_a_salt_isolates():
+    ample = engine("ample")
+    for salt, cached in (("a", 0), ("b", 0), ("a", 36)):
+        played = Traffic(ample)
+        played.run([Arrival(0, 5, False, 1, None, salt)])
+        played.check()
+        assert [ample.output(i).cached_tokens for i in played.arrived] == [cached]
+
+
+def test_generated_tokens_are_shared_too():
+    ample = engine("ample")
+    output = ample.generate([PROMPTS[3]], GREEDY)[0]
+    longer = [*PROMPTS[3], *output.output_ids, 1]
+    assert len(longer) == 22
+    assert ample.generate([longer], GREEDY)[0].cached_tokens == 20  # five pages; the last output was never computed
+
+
+def test_stop_tokens_end_the_output_and_stay_in_it():
+    ample = engine("ample")
+    wanted = plain(1, GREEDY)
+    stop = wanted[6]
+    output = ample.generate([PROMPTS[1]], dataclasses.replace(GREEDY, stop_token_ids=(stop,)))[0]
+    assert output.finish_reason == "stop"
+    assert tuple(output.output_ids) == wanted[: wanted.index(stop) + 1]
+    assert ample.stats().used_pages == 0
+
+
+def test_the_models_own_end_stops_unless_ignored():
+    wanted = plain(1, GREEDY)
+    ending = random_model_with_eos(wanted[6])
+    small = Engine(ending, padded(ENGINES["ample"]))
+    stopped, ignored = small.generate([PROMPTS[1]] * 2, [GREEDY, dataclasses.replace(GREEDY, ignore_eos=True)])
+    assert stopped.finish_reason == "stop"
+    assert tuple(stopped.output_ids) == wanted[: wanted.index(wanted[6]) + 1]
+    assert tuple(ignored.output_ids) == wanted
+
+
+def random_model_with_eos(token: int):
+    from models.weights import random_model
+
+    return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "why"),
+    [("ample", 96, "takes at most 95"), ("short of pages", 95, None), ("unchunked", 65, "unless prefill is chunked")],
+)
+def test_a_prompt_that_can_never_run_is_refused(name, length, why):
+    output = engine(name).generate([[1] * length], SamplingParams(max_tokens=1))[0]
+    if why is None:
+        assert output.finish_reason == "length"
+    else:
+        assert output.finish_reason == "refused"
+        assert why in output.refusal
+        assert output.output_ids == []
+
+
+def test_a_prompt_beyond_the_pool_is_refused():
+    config = dataclasses.replace(padded(ENGINES["short of pages"]), num_pages=3)
+    output = Engine(model(), config).generate([[1] * 25])[0]
+    assert output.finish_reason == "refused"
+    assert "needs 4 pages, the pool has 3" in output.refusal
+
+
+def test_outgrowing_the_model_ends_with_length():
+    output = engine("ample").generate([[1] * 90], SamplingParams(max_tokens=50))[0]
+    assert output.finish_reason == "length"
+    assert len(output.output_ids) == 6
+
+
+def test_abort_is_idempotent_and_keeps_what_arrived():
+    ample = engine("ample")
+    request_id = ample.add_request(PROMPTS[0], GREEDY)
+    while len(ample.output(request_id).output_ids) < 3:
+        ample.step()
+    assert ample.abort(request_id)
+    assert not ample.abort(request_id)
+    while ample.has_unfinished:
+        ample.step()
+    output = ample.output(request_id)
+    assert output.finish_reason == "abort"
+    assert tuple(output.output_ids) == plain(0, GREEDY)[:3]
+    assert ample.stats().used_pages == 0
+
+
+class Injected(Exception):
+    """A failure of the test's making."""
+
+
+@pytest.mark.parametrize("where", ["launch", "launched", "read"])
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch, where, at):
+    ample = engine("ample")
+    calls = itertools.count()
+
+    def failing(function, after):
+        def call(*args, **kwargs):
+            fail = next(calls) == at
+            if fail and not after:
+                raise Injected
+            result = function(*args, **kwargs)
+            if fail:
+                raise Injected
+            return result
+
+        return call
+
+    if where == "read":
+        monkeypatch.setattr(StepResult, "sampled", failing(StepResult.sampled, after=False))
+    else:
+        monkeypatch.setattr(Runner, "launch", failing(Runner.launch, after=where == "launched"))
+    played = Traffic(ample)
+    for arrival in everything(max_tokens=8):
+        played.add(arrival)
+    failures = 0
+    while ample.has_unfinished:
+        try:
+            ample.step()
+        except Injected:
+            failures += 1
+    assert failures == 1
+    played.check()
+
+
+def test_a_callback_that_raises_costs_no_token():
+    ample = engine("ample")
+    seen: list[int] = []
+
+    def callback(request_id, token, reason):
+        seen.append(token)
+        if len(seen) in (1, 4):
+            raise Injected
+
+    ids = [ample.add_request(PROMPTS[0], GREEDY, on_token=callback) for _ in range(2)]
+    while ample.has_unfinished:
+        with contextlib.suppress(Injected):
+            ample.step()
+    assert [tuple(ample.output(i).output_ids) for i in ids] == [plain(0, GREEDY)] * 2
+    assert sorted(seen) == sorted(plain(0, GREEDY) * 2)
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch):
+    ample = engine("ample")
+    order: list[str] = []
+    launch, sampled = Runner.launch, StepResult.sampled
+    monkeypatch.setattr(Runner, "launch", lambda *args: (order.append("launch"), launch(*args))[1])
+    monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
+    ample.generate([PROMPTS[3]], SamplingParams(max_tokens=5))
+    assert order == ["launch", *["launch", "read"] * 4, "read"]
+
+
+def test_nothing_compiles_after_warmup():
+    config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
+    warm = Engine(model(), dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24)))
+    assert warm.warmup() > 0
+    compiled = warm.stats().compilations
+    assert compiled == 2 + 2 + 2
+    Traffic(warm).run(everything(max_tokens=2))  # numpy's and jax's own first times
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        rng = np.random.default_rng(5)
+        traffic = [
+            Arrival(
+                int(rng.integers(5)), int(rng.integers(6)), bool(rng.integers(2)), int(rng.integers(1, 9)), None, ""
+            )
+            for _ in range(30)
+        ]
+        played = Traffic(warm)
+        played.run(traffic)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    played.check()
+    assert events == []
+    assert warm.stats().compilations == compiled
+
+
+def test_a_step_sends_the_device_one_array_and_nothing_behind_your_back():
+    ample = engine("ample")
+    ample.warmup()
+    with jax.transfer_guard_host_to_device("disallow"):
+        assert tuple(ample.generate([PROMPTS[0]], GREEDY)[0].output_ids) == plain(0, GREEDY)
+
+
+def test_prompt_logits_are_those_computed():
+    config = padded(ENGINES["ample"])
+    capturing = Engine(model(), config, capture_logits=True)
+    ids = [capturing.add_request(PROMPTS[5], dataclasses.replace(GREEDY, max_tokens=1))]
+    while capturing.has_unfinished:
+        capturing.step()
+    ids.append(capturing.add_request(PROMPTS[5], dataclasses.replace(GREEDY, max_tokens=1)))
+    while capturing.has_unfinished:
+        capturing.step()
+    whole, hit = (capturing.prompt_logits(i) for i in ids)
+    assert whole.shape == (len(PROMPTS[5]), VOCAB_SIZE)
+    assert np.all(np.isfinite(whole))
+    assert np.all(np.isnan(hit[:36]))
+    np.testing.assert_allclose(hit[36:], whole[36:], atol=1e-4)
+    assert np.argmax(whole[-1]) == plain(5, GREEDY)[0]
+    with pytest.raises(ValueError, match="capture_logits"):
+        engine("ample").prompt_logits(engine("ample").add_request([1]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"), [([], "at least one token"), ([VOCAB_SIZE], "from 0 to 63, got 64"), ([-1], "got -1")]
+)
+def test_a_wrong_prompt_is_refused_in_words(prompt, match):
+    with pytest.raises(ValueError, match=match):
+        engine("ample").add_request(prompt)
+
+
+def test_unknown_and_repeated_ids_are_refused():
+    ample = engine("ample")
+    ample.add_request([1], SamplingParams(max_tokens=1), request_id="mine")
+    with pytest.raises(ValueError, match="'mine' again"):
+        ample.add_request([1], request_id="mine")
+    for call in (ample.abort, ample.output, ample.forget):
+        with pytest.raises(ValueError, match="'theirs'"):
+            call("theirs")
+    with pytest.raises(ValueError, match="is not"):
+        ample.forget("mine")
+    while ample.has_unfinished:
+        ample.step()
+    ample.forget("mine")
+    with pytest.raises(ValueError, match="'mine'"):
+        ample.output("mine")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"num_pages": 0}, "num_pages"),
+        ({"max_num_seqs": 600}, "max_num_seqs"),
+        ({"decode_buckets": (4, 2)}, "decode_buckets"),
+        ({"prefill_buckets": (16, 32)}, "prefill_buckets"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        EngineConfig(**wrong)
+
+
+def test_more_than_the_model_takes_is_refused():
+    with pytest.raises(ValueError, match="max_model_len"):
+        Engine(model(), EngineConfig(max_model_len=129))
+
+
+def test_stats_add_up():
+    config = padded(ENGINES["ample"])
+    fresh = Engine(model(), config)
+    outputs = fresh.generate(PROMPTS, SamplingParams(max_tokens=6))
+    stats = fresh.stats()
+    cached = sum(output.cached_tokens for output in outputs)
+    assert stats.preemptions == 0
+    assert stats.prefill_tokens == sum(map(len, PROMPTS)) - cached
+    assert stats.decode_tokens == 5 * len(PROMPTS)
+    assert sum(r.cached_tokens for r in stats.steps) == cached
+    assert stats.prefix_hit_rate == pytest.approx(cached / sum(map(len, PROMPTS)))
+    assert all(r.prefill_tokens + r.decode_tokens <= config.max_batched_tokens for r in stats.steps)
+    assert max(r.used_pages for r in stats.steps) == stats.peak_pages <= stats.num_pages
+    assert sum(r.duration_s for r in stats.steps) <= stats.steps[-1].ended_s
