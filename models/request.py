@@ -1,0 +1,116 @@
+"""What a caller asks for, and how far the engine has come with it."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "refused"]
+
+
+class RequestRefused(Exception):
+    """The request could not be completed even if it had the engine to itself; the message says why."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose a request's tokens and when to stop.
+
+    Attributes:
+      max_tokens: Most tokens to generate, at least 1.
+      temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+      top_k: Only the k likeliest tokens can be drawn; 0 means all.
+      top_p: Only the smallest set of likeliest tokens with at least this probability can be drawn, in (0, 1].
+      seed: In [0, 2**32). A draw depends on it and the token's position alone.
+      ignore_eos: Continue past the model's end-of-sequence tokens.
+      stop_token_ids: Tokens that end the output whatever `ignore_eos` says.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its continuation so far. All but the first four fields belong to the scheduler.
+
+    Attributes:
+      request_id: The caller's name for it, unique among unfinished requests.
+      prompt_ids: Token ids of the prompt, at least one.
+      params: How to sample.
+      salt: Only requests of the same salt share cached prefixes.
+      token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
+      num_in_flight: Tokens sampled by launched steps and not read back yet.
+      num_computed: Tokens whose K/V is in `pages`, counting what launched steps will write.
+      prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
+      num_published: Leading `pages` that have been published to the prefix cache or came from it.
+      pages: Page ids; page i holds the tokens [i·ps, (i+1)·ps).
+      slot: While running, the request's place in device arrays with one entry per running request.
+      num_cached: Prompt tokens found in the prefix cache at first admission; None before.
+      finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (of the output, the
+        model or the pool), "abort", or "refused" (could never have run).
+
+    Raises:
+      ValueError: the prompt is empty.
+    """
+
+    request_id: int | str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    salt: str = ""
+    token_ids: list[int] = field(init=False)
+    num_in_flight: int = field(init=False, default=0)
+    num_computed: int = field(init=False, default=0)
+    prefill_end: int = field(init=False, default=0)
+    num_published: int = field(init=False, default=0)
+    pages: list[int] = field(init=False, default_factory=list)
+    slot: int | None = field(init=False, default=None)
+    num_cached: int | None = field(init=False, default=None)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"prompt_ids of request {self.request_id} must hold at least one token, got none")
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Generated tokens, as far as they have been read back."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence, including tokens in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def is_running(self) -> bool:
+        return self.slot is not None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether running, with tokens known at admission still to be computed."""
+        return self.num_computed < self.prefill_end
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
