@@ -1,5 +1,9 @@
 """The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
 
+from pallas_attn.convert import from_nhd as from_nhd
+from pallas_attn.convert import join_kv as join_kv
+from pallas_attn.convert import split_kv as split_kv
+from pallas_attn.convert import to_nhd as to_nhd
 from pallas_attn.dispatch import Explanation as Explanation
 from pallas_attn.explain import explain as explain
 from pallas_attn.ops.common.merge import merge_states as merge_states
@@ -8,6 +12,7 @@ from pallas_attn.ops.common.metadata import is_prefill as is_prefill
 from pallas_attn.ops.common.metadata import slot_mapping as slot_mapping
 from pallas_attn.ops.common.metadata import token_positions as token_positions
 from pallas_attn.ops.common.plan import plan_decode as plan_decode
+from pallas_attn.ops.kv_write import write_kv as write_kv
 from pallas_attn.ops.latent_gather import gather_latent as gather_latent
 from pallas_attn.ops.latent_write import write_latent as write_latent
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode

@@ -23,6 +23,7 @@ _OPS = {
     "mla_decode": (mla_decode.mla_decode, mla_decode.IMPLEMENTATIONS),
     "ragged_attention": (ragged_attention.ragged_attention, ragged_attention.IMPLEMENTATIONS),
     "mla_prefill": (mla_prefill.mla_prefill, ragged_attention.IMPLEMENTATIONS),
+    "write_kv": (kv_write.write_kv, kv_write.IMPLEMENTATIONS),
     "write_latent": (latent_write.write_latent, latent_write.IMPLEMENTATIONS),
     "gather_latent": (latent_gather.gather_latent, latent_gather.IMPLEMENTATIONS),
 }
