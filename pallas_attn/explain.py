@@ -7,6 +7,7 @@ from typing import Any
 from pallas_attn import dispatch
 from pallas_attn.dispatch import Explanation
 from pallas_attn.ops import (
+    kv_write,
     latent_gather,
     latent_write,
     mla_decode,
