@@ -92,11 +92,16 @@ QUERIES = {
 
 
 def shape(group: int, kv_heads: int, head_dim: int, page_size: int, **changes: Any) -> PagedCase:
-    lens = (0, 1, page_size, 3 * page_size + 1)
-    changes = {"pages_per_row": 4, "num_pages": 24, **changes}
-    return PagedCase(
-        lens, q_heads=group * kv_heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, **changes
+    case = PagedCase(
+        (0, 1, page_size, 3 * page_size + 1),
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_row=4,
+        num_pages=24,
     )
+    return replace(case, **changes)
 
 
 SHAPES = {
