@@ -86,13 +86,13 @@ def routed_experts(
     num_tokens, top_k = experts.shape
     order = jnp.argsort(experts.reshape(-1))
     group_sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
-    multiply = hopper_groups if _hopper_takes(gate_up, down) else block_groups
+    multiply = hopper_groups if hopper_takes(gate_up, down) else block_groups
     y = multiply(x[order // top_k], gate_up, down, group_sizes)
     y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _hopper_takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
+def hopper_takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
     """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
     device = jax.config.jax_default_device or jax.devices()[0]
     tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 128 == 0 for w in (gate_up, down))

@@ -1,0 +1,245 @@
+"""Configurations: what a config.json says, what it may not say, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.config import ModelConfig, YarnConfig
+from models.presets import PRESETS
+from models.weights import count_parameters
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+V2_LITE: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V2-Lite, as published
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+
+V3: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3, as published
+    **V2_LITE,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_scaling": {**V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+
+
+def without(config: dict, *names: str) -> dict:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_published_v2_lite_is_the_preset():
+    config = ModelConfig.from_hf(V2_LITE)
+    assert config == PRESETS["v2-lite"]
+    assert config.num_moe_layers == 26
+    assert config.qk_head_dim == 192
+    assert config.latent_width == 576
+    assert config.sm_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert config.yarn is not None
+    assert config.yarn.rotary_scale == 1.0
+
+
+def test_published_v3():
+    config = ModelConfig.from_hf(V3)
+    assert config.topk_method == "noaux_tc"
+    assert config.scoring_func == "sigmoid"
+    assert config.norm_topk_prob
+    assert config.fp8_block == (128, 128)
+    assert config.num_nextn_predict_layers == 1
+    assert config.eos_token_ids == (1,)
+    assert config.sm_scale == pytest.approx(0.1352337788608801)  # (1.3689 ** 2) / sqrt(192)
+    assert count_parameters(config) == pytest.approx(671e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("v2-lite", 15_706.5), ("mla-25m", 25.15)])
+def test_parameters_are_counted_without_allocating_them(name: str, millions: float):
+    assert count_parameters(PRESETS[name]) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), ModelConfig.from_hf(V3)], ids=[*PRESETS, "v3"])
+def test_survives_being_written_as_json(config: ModelConfig):
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize("golden", ["v2-greedy", "v3"])
+def test_old_and_new_keys_describe_the_same_model(golden: str):
+    new, old = (
+        ModelConfig.from_hf(json.loads((GOLDENS / golden / name).read_text()))
+        for name in ("config.json", "config_published.json")
+    )
+    assert new == old
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "q_lora_rank", "n_routed_experts", "first_k_dense_replace", "n_group"])
+def test_says_what_is_missing(name: str):
+    with pytest.raises(ValueError, match=f"{name} missing"):
+        ModelConfig.from_hf(without(V3, name))
+
+
+def test_greedy_needs_no_groups():
+    assert ModelConfig.from_hf(without(V2_LITE, "n_group", "topk_group")) == PRESETS["v2-lite"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model_type": None}, "model_type is missing"),
+        ({"hidden_size": None}, "hidden_size missing"),
+        ({"hidden_size": "64"}, "hidden_size: expected an integer, got '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, got 0"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: expected an even number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a finite number"),
+        ({"attention_bias": 1}, "attention_bias: expected true or false"),
+        ({"n_group": 7}, "n_group: expected a divisor of n_routed_experts=256"),
+        ({"topk_group": 9}, "topk_group=9"),
+        ({"n_group": 256}, "noaux_tc ranks groups by two experts"),
+        ({"topk_group": 1, "num_experts_per_tok": 33}, "at most the 32 experts to choose from, got 33"),
+        ({"n_routed_experts": None}, "n_routed_experts: expected at least 1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"torch_dtype": "int8"}, "dtype: expected float32, bfloat16 or float16, got 'int8'"),
+        ({"dtype": "float32"}, "dtype and torch_dtype contradict each other"),
+        ({"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta: config.json gives 5000.0 and 10000.0"),
+        ({"rope_parameters": {"factor": 4}}, "rope_scaling and rope_parameters contradict each other in factor"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "default"}}, "contradict each other: default, yarn"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "yarn factor: expected at least 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 1}}, "beta_fast > beta_slow"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size: expected rows and columns",
+        ),
+    ],
+)
+def test_says_what_is_wrong(entries: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**V3, **entries})
+
+
+@pytest.mark.parametrize(
+    ("entries", "feature"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads 8"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' of a deepseek_v3"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method fp8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+    ],
+)
+def test_names_what_is_not_supported(entries: dict, feature: str):
+    with pytest.raises(NotImplementedError, match=feature):
+        ModelConfig.from_hf({**V3, **entries})
+
+
+def test_v2_applies_no_norm_topk_prob():
+    assert not ModelConfig.from_hf({**V2_LITE, "norm_topk_prob": True}).norm_topk_prob
+
+
+def test_a_plain_rope_has_no_yarn():
+    config = ModelConfig.from_hf({**V2_LITE, "rope_scaling": None, "rope_theta": 5000})
+    assert config.yarn is None
+    assert config.rope_theta == 5000.0
+    assert config.sm_scale == 192**-0.5
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
+def test_end_of_sequence_ids(eos: object, ids: tuple[int, ...]):
+    config = ModelConfig.from_hf({**V3, "eos_token_id": eos})
+    assert config.eos_token_ids == ids
+    assert ModelConfig.from_hf(config.to_hf()).eos_token_ids == ids
+
+
+def test_yarn_temperatures():
+    yarn = YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.707)
+    f = {m: 0.1 * m * math.log(40) + 1 for m in (1.0, 0.707)}
+    assert yarn.rotary_scale == pytest.approx(f[1.0] / f[0.707])
+    assert yarn.score_scale == pytest.approx(f[0.707] ** 2)
+    assert dataclasses.replace(yarn, attention_factor=1.5).rotary_scale == 1.5
+    without_strengths = YarnConfig(factor=40.0, original_max_position_embeddings=4096)
+    assert without_strengths.rotary_scale == pytest.approx(f[1.0])
+    assert without_strengths.score_scale == 1.0
+    assert dataclasses.replace(yarn, factor=1.0).score_scale == 1.0

@@ -1,0 +1,211 @@
+"""The whole model against a float64 oracle, and a step against the same tokens in other steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.config import ModelConfig, YarnConfig
+from models.mla import AttentionSettings
+from models.model import DeepSeek, split_model
+from models.presets import PRESETS
+from models.weights import checkpoint_shapes, random_model, random_tensor
+from tests.models import oracle
+from tests.models.step_case import PAGE_SIZE, Pages, step
+
+ODD = ModelConfig(  # everything the goldens leave out, in widths that divide nothing
+    model_type="deepseek_v3",
+    vocab_size=61,
+    hidden_size=40,
+    intermediate_size=28,
+    num_hidden_layers=2,
+    num_attention_heads=5,
+    q_lora_rank=18,
+    kv_lora_rank=22,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    moe_intermediate_size=12,
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+    n_group=3,
+    topk_group=2,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    rope_interleave=False,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-3,
+    yarn=YarnConfig(40.0, 32, mscale=1.0, mscale_all_dim=0.707, truncate=False),
+)
+DENSE = dataclasses.replace(
+    PRESETS["v2-lite-tiny"], vocab_size=61, first_k_dense_replace=9, num_hidden_layers=2, attention_bias=True
+)
+SMALL = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=2, vocab_size=128)
+LENGTHS = (75, 40, 9)
+PIECES = AttentionSettings(piece_tokens=16)
+"""So small that a prefix takes several."""
+
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
+
+
+def make_tokens(config: ModelConfig) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, config.vocab_size, length) for length in LENGTHS]
+
+
+@functools.cache
+def compiled(config: ModelConfig, settings: AttentionSettings):
+    """A model of random weights: its jitted step, the weights, and the module."""
+    model = random_model(config, seed=5, settings=settings)
+    run, weights = split_model(model)
+    return jax.jit(run, donate_argnums=2), weights, model
+
+
+class Session:
+    """Caches of three sequences that steps are run on, the pages full of NaN at first."""
+
+    def __init__(self, config: ModelConfig = SMALL, settings: AttentionSettings = AttentionSettings()):
+        self.run, self.weights, self.model = compiled(config, settings)
+        self.tokens = make_tokens(config)
+        self.pages = Pages.scatter(len(LENGTHS), 12)
+        self.caches = self.pages.allocate(self.model, fill=np.nan)
+
+    def step(self, decode=(), prefill=(), padding_token: int = 0, **kwargs) -> np.ndarray:
+        """Logits of a step over these sequences' tokens; every one of its tokens' by default."""
+        metadata = step(self.pages, list(decode), list(prefill), **kwargs)
+        tokens = [self.tokens[s][p : p + 1] for s, p in decode]
+        tokens += [np.full(kwargs.get("idle_rows", 0), padding_token)]
+        tokens += [self.tokens[s][start:stop] for s, start, stop in prefill]
+        tokens += [np.full(kwargs.get("padding", 0), padding_token)]
+        packed = jnp.asarray(np.concatenate(tokens), jnp.int32)
+        logits, self.caches = self.run(self.weights, packed, self.caches, metadata)
+        return np.asarray(logits)
+
+
+def whole(session: Session) -> list[np.ndarray]:
+    """Logits of every sequence, prefilled in one step."""
+    logits = session.step(prefill=[(s, 0, length) for s, length in enumerate(LENGTHS)])
+    return np.split(logits, np.cumsum(LENGTHS)[:-1])
+
+
+@functools.cache
+def reference() -> list[np.ndarray]:
+    return whole(Session())
+
+
+@pytest.mark.parametrize("config", [ODD, DENSE, SMALL], ids=["odd", "dense", "v3"])
+def test_computes_what_the_oracle_does(config: ModelConfig):
+    tensors = {name: random_tensor(name, shape, 5) for name, shape in checkpoint_shapes(config).items()}
+    for logits, tokens in zip(whole(Session(config)), make_tokens(config), strict=True):
+        np.testing.assert_allclose(logits, oracle.forward(config, tensors, list(tokens)), **TOLERANCE)
+
+
+def test_a_random_model_is_alive():
+    """Its next token depends on far context: otherwise nothing above would mean much."""
+    session = Session()
+    session.tokens[0] = np.concatenate([[(session.tokens[0][0] + 1) % 128], session.tokens[0][1:]])
+    changed = whole(session)[0]
+    assert np.abs(changed[-1] - reference()[0][-1]).max() > 0.05
+    assert len(set(np.argmax(np.concatenate(reference()), axis=-1))) > 30
+
+
+@pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
+def test_chunks_and_decode_rows_continue_what_the_cache_holds(mla):
+    """Prefill in uneven chunks, then decode one sequence while another still prefills, then decode all three."""
+    session = Session(settings=dataclasses.replace(PIECES, mla=mla))
+    wanted = reference()
+    first = session.step(prefill=[(0, 0, 19), (1, 0, 39)])
+    np.testing.assert_allclose(first, np.concatenate([wanted[0][:19], wanted[1][:39]]), **TOLERANCE)
+    mixed = session.step(decode=[(1, 39)], prefill=[(0, 19, 74), (2, 0, 8)], idle_rows=1, padding=3)
+    np.testing.assert_allclose(mixed[0], wanted[1][39], **TOLERANCE)
+    np.testing.assert_allclose(mixed[2:-3], np.concatenate([wanted[0][19:74], wanted[2][:8]]), **TOLERANCE)
+    assert np.all(np.isfinite(mixed))
+    last = session.step(decode=[(2, 8), (0, 74)], logit_rows=[1, 0])
+    np.testing.assert_allclose(last, [wanted[0][74], wanted[2][8]], **TOLERANCE)
+
+
+def test_settings_name_an_implementation():
+    session = Session(settings=AttentionSettings(implementation=("mosaic", "reference")))
+    np.testing.assert_allclose(session.step(prefill=[(2, 0, 9)]), reference()[2], **TOLERANCE)
+    with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
+        Session(settings=AttentionSettings(implementation="triton")).step(prefill=[(2, 0, 9)])
+
+
+def test_padding_changes_no_bit_of_anything_else():
+    """Two steps of one shape, whose idle rows and padding hold different tokens."""
+    results = []
+    for token in (0, 99):
+        session = Session(settings=PIECES)
+        session.step(prefill=[(0, 0, 19), (1, 0, 39)])
+        logits = session.step(
+            decode=[(1, 39)], prefill=[(0, 19, 74), (2, 0, 8)], idle_rows=1, padding=3, padding_token=token
+        )
+        results.append((np.delete(logits, [1, -3, -2, -1], axis=0), [np.asarray(c.pages) for c in session.caches]))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_writes_its_own_slots_and_no_other():
+    session = Session(settings=PIECES)
+    session.step(prefill=[(1, 0, 40), (2, 0, 9)], padding=9)
+    written = np.concatenate([session.pages.slots(s, np.arange(LENGTHS[s])) for s in (1, 2)])
+    for cache in session.caches:
+        flat = np.asarray(cache.pages).reshape(-1, cache.pages.shape[-1])
+        assert np.all(np.isfinite(flat[written]))
+        assert np.all(np.isnan(np.delete(flat, written, axis=0)))
+
+
+def test_caches_are_written_in_place():
+    run, weights, model = compiled(SMALL, AttentionSettings())
+    pages = Pages.scatter(1, 4)
+    caches = pages.allocate(model)
+    metadata = step(pages, decode=[(0, 17)], prefill=[(0, 0, 9)])
+    compilation = run.lower(weights, jnp.zeros(10, jnp.int32), caches, metadata).compile()
+    analysis, text = compilation.memory_analysis(), compilation.as_text()
+    assert analysis is not None
+    assert text is not None
+    assert analysis.alias_size_in_bytes == sum(c.pages.nbytes for c in caches)
+    shape = ",".join(map(str, caches[0].pages.shape))
+    copies = [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    assert not copies, copies
+
+
+def test_bfloat16_stays_close_and_gives_float32_logits():
+    model = random_model(SMALL, seed=5, dtype=jnp.bfloat16)
+    pages = Pages.scatter(1, 12)
+    tokens = make_tokens(SMALL)[1]
+    caches = pages.allocate(model)
+    assert caches[0].pages.dtype == jnp.bfloat16
+    run, weights = split_model(model)
+    logits, _ = jax.jit(run)(weights, jnp.asarray(tokens, jnp.int32), caches, step(pages, prefill=[(0, 0, 40)]))
+    assert logits.dtype == jnp.float32
+    exact = reference()[1]
+    assert np.corrcoef(np.asarray(logits).ravel(), exact.ravel())[0, 1] > 0.98
+
+
+def test_wrong_steps_are_refused(unchecked_shapes):
+    model = random_model(SMALL)
+    pages = Pages.scatter(1, 2)
+    caches, metadata = pages.allocate(model), step(pages, prefill=[(0, 0, 4)])
+    with pytest.raises(ValueError, match="caches: expected one for each of 2 layers, got 1"):
+        model(jnp.zeros(4, jnp.int32), caches[:1], metadata)
+    with pytest.raises(ValueError, match=r"tokens: expected 4 as metadata has, got \[5\]"):
+        model(jnp.zeros(5, jnp.int32), caches, metadata)
+    no_sequence = step(pages, padding=4)
+    with pytest.raises(ValueError, match="4 tokens cannot be 0 decode tokens and the prefill tokens of 0 sequences"):
+        model(jnp.zeros(4, jnp.int32), caches, no_sequence)
+    with pytest.raises(ValueError, match="mla: expected auto, absorb or expand, got 'both'"):
+        AttentionSettings(mla="both")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_cache_spec_follows_the_model():
+    model = DeepSeek(SMALL, AttentionSettings(), jnp.bfloat16)
+    spec = model.cache_spec(num_pages=7, page_size=PAGE_SIZE)
+    assert spec.arrays["pages"] == jax.ShapeDtypeStruct((7, PAGE_SIZE, SMALL.latent_width), jnp.bfloat16)
+    assert model.cache_spec(7, PAGE_SIZE, jnp.float32).arrays["pages"].dtype == jnp.float32

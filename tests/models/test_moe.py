@@ -1,0 +1,141 @@
+"""Routing against a loop over tokens, and grouped multiplication against every expert one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from models import moe
+from models.config import ModelConfig
+from models.presets import PRESETS
+from tests.models import oracle
+
+V3 = PRESETS["v3-tiny"]
+V2 = dataclasses.replace(PRESETS["v2-lite-tiny"], n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=4)
+ROUTINGS = {
+    "greedy": V2,
+    "group_limited_greedy": dataclasses.replace(V2, topk_method="group_limited_greedy", routed_scaling_factor=16.0),
+    "noaux_tc": V3,
+    "noaux_tc, all groups": dataclasses.replace(V3, topk_group=4, norm_topk_prob=False),
+}
+
+
+def route(config: ModelConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights where the router's logits are x itself."""
+    config = dataclasses.replace(config, hidden_size=x.shape[1])
+    router = moe.Router(config)
+    router.weight[...] = jnp.eye(x.shape[1], dtype=jnp.float32)
+    if router.e_score_correction_bias is not None:
+        router.e_score_correction_bias[...] = jnp.asarray(bias)
+    experts, weights = router(x)
+    assert weights.dtype == jnp.float32
+    return np.asarray(experts), np.asarray(weights)
+
+
+@pytest.mark.parametrize("config", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("spread", [1.0, 0.0], ids=["distinct scores", "all scores equal"])
+def test_routes_as_a_loop_over_tokens_does(rng, config: ModelConfig, spread: float):
+    logits = (spread * rng.standard_normal((33, 16))).astype(np.float32)
+    # Negative enough that biased scores are, too: a masked group must not win by being 0.
+    bias = (spread * (rng.standard_normal(16) - 1)).astype(np.float32)
+    experts, weights = route(config, jnp.asarray(logits), bias)
+    for row in range(len(logits)):
+        biased = bias if config.topk_method == "noaux_tc" else None
+        wanted = oracle.route(config, logits[row].astype(np.float64), biased)
+        np.testing.assert_array_equal(experts[row], list(wanted))
+        np.testing.assert_allclose(weights[row], list(wanted.values()), rtol=1e-5)
+
+
+def test_bias_chooses_and_does_not_weigh():
+    config = dataclasses.replace(V3, norm_topk_prob=False, routed_scaling_factor=1.0, num_experts_per_tok=1)
+    bias = np.zeros(16, np.float32)
+    bias[5] = 10.0
+    experts, weights = route(config, jnp.zeros((1, 16), jnp.float32), bias)
+    assert experts.tolist() == [[5]]
+    assert weights.tolist() == [[0.5]]
+
+
+def test_routes_in_float32_whatever_the_tokens_are(rng):
+    logits = jnp.asarray(rng.standard_normal((9, 16)), jnp.bfloat16)
+    bias = rng.standard_normal(16).astype(np.float32)
+    for exact, routed in zip(route(V3, logits.astype(jnp.float32), bias), route(V3, logits, bias), strict=True):
+        np.testing.assert_array_equal(routed, exact)
+
+
+def every_expert(x: np.ndarray, experts: np.ndarray, weights: np.ndarray, gate_up, down) -> np.ndarray:
+    out = np.zeros(x.shape)
+    for row, (chosen, weight) in enumerate(zip(experts, weights, strict=True)):
+        for expert, share in zip(chosen, weight, strict=True):
+            gate, up = np.split(x[row].astype(np.float64) @ gate_up[expert], 2)
+            out[row] += share * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+    return out
+
+
+def draw_experts(rng, width: int, hidden: int, dtype=np.float32) -> tuple[jax.Array, jax.Array]:
+    shapes = (4, width, 2 * hidden), (4, hidden, width)
+    gate_up, down = (jnp.asarray(rng.standard_normal(s) * s[1] ** -0.5, dtype) for s in shapes)
+    return gate_up, down
+
+
+CHOICES = {
+    "one token": lambda rng: rng.permutation(4)[None, :2],
+    "spread": lambda rng: np.stack([rng.permutation(4)[:2] for _ in range(75)]),
+    "one expert each": lambda rng: rng.integers(0, 4, (75, 1)),
+    "all at one": lambda rng: np.full((75, 1), 3),
+    "one left out": lambda rng: np.stack([rng.permutation([0, 1, 3])[:2] for _ in range(75)]),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_multiplies_only_the_chosen_experts(rng, choose):
+    experts = choose(rng)
+    gate_up, down = draw_experts(rng, 24, 12)
+    x = rng.standard_normal((len(experts), 24)).astype(np.float32)
+    weights = rng.uniform(0.1, 1, experts.shape).astype(np.float32)
+    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(weights), gate_up, down)
+    wanted = every_expert(x, experts, weights, np.asarray(gate_up), np.asarray(down))
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_a_token_of_nans_harms_no_other(rng):
+    experts = np.tile([[1, 2]], (20, 1))
+    gate_up, down = draw_experts(rng, 24, 12)
+    x = rng.standard_normal((20, 24)).astype(np.float32)
+    weights = jnp.full((20, 2), 0.5, jnp.float32)
+    clean = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, gate_up, down)
+    x[7] = np.nan
+    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, gate_up, down)
+    others = np.arange(20) != 7
+    np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(clean)[others])
+
+
+def test_hopper_multiplies_the_same_groups(rng):
+    """jax's kernel, interpreted: sizes that are no multiple of its tiles, an empty group among them."""
+    gate_up, down = draw_experts(rng, 128, 64, jnp.bfloat16)
+    sizes = jnp.asarray([21, 0, 44, 5], jnp.int32)
+    rows = jnp.asarray(rng.standard_normal((70, 128)), jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode():
+        out = moe.hopper_groups(rows, gate_up, down, sizes).astype(jnp.float32)
+    wanted = moe.block_groups(*(a.astype(jnp.float32) for a in (rows, gate_up, down)), sizes)
+    np.testing.assert_allclose(out, wanted, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "dtype", "takes"),
+    [
+        ("9.0", 128, jnp.bfloat16, True),
+        ("8.0", 128, jnp.bfloat16, False),
+        ("9.0", 128, jnp.float32, False),
+        ("9.0", 96, jnp.bfloat16, False),
+    ],
+)
+def test_hopper_is_asked_only_where_it_can(monkeypatch, capability: str, width: int, dtype, takes: bool):
+    weights = [jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width))]
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert moe.hopper_takes(*weights) == takes

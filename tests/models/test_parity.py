@@ -1,0 +1,276 @@
+"""Parity with Hugging Face transformers on committed goldens, and proof that a wrong model would not pass.
+
+See tests/goldens/README.md for what the goldens hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import checkpoint, mla, moe, rope
+from models.config import ModelConfig, YarnConfig
+from models.mla import AttentionSettings
+from models.model import DeepSeek, split_model
+from models.rope import halves_order
+from models.weights import load_model
+from tests.models.step_case import PAGE_SIZE, Pages, step
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+NAMES = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+
+LOGIT_TOLERANCE = 1e-4
+KL_TOLERANCE = 5e-6
+LATENT_TOLERANCE = 2e-5
+MARGIN = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """What transformers computed, for each prompt."""
+
+    prompts: list[list[int]]
+    arrays: dict[str, np.ndarray]
+    rope_columns: str
+    mutations: tuple[str, ...]
+
+    def __getitem__(self, kind: str) -> list[np.ndarray]:
+        return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
+
+    def latents(self, config: ModelConfig) -> list[np.ndarray]:
+        """[layers, prompt length, L + R] a prompt, the rotated columns in the order our cache has them."""
+        rotary = np.arange(config.qk_rope_head_dim)
+        order = halves_order(config.qk_rope_head_dim) if self.rope_columns == "interleaved" else rotary
+        columns = np.concatenate([np.arange(config.kv_lora_rank), config.kv_lora_rank + order])
+        return [latents[..., columns] for latents in self["latents"]]
+
+
+@functools.cache
+def golden(name: str) -> Golden:
+    about = json.loads((GOLDENS / name / "golden.json").read_text())
+    prompts = json.loads((GOLDENS / name / "prompts.json").read_text())
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        return Golden(prompts, dict(arrays), about["rope_columns"], tuple(about["mutations"]))
+
+
+def assert_parity(logits: np.ndarray, wanted: np.ndarray) -> None:
+    """Logits as near to the golden's as two right float32 computations are."""
+    difference = np.abs(logits - wanted).max()
+    assert difference <= LOGIT_TOLERANCE, f"logits differ by {difference}"
+    p, q = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (wanted, logits))
+    divergence = np.sum(np.exp(p) * (p - q), axis=-1).max()
+    assert divergence <= KL_TOLERANCE, f"KL divergence is {divergence}"
+
+
+@dataclasses.dataclass
+class Run:
+    """A model that has prefilled all prompts of its golden in one step."""
+
+    golden: Golden
+    model: DeepSeek
+    pages: Pages
+    logits: list[np.ndarray]
+    latents: list[np.ndarray]
+    caches: tuple
+    step: Callable
+    weights: list
+
+
+@functools.cache
+def prefilled(name: str) -> Run:
+    expected = golden(name)
+    model = load_model(GOLDENS / name, jnp.float32)
+    run, weights = split_model(model)
+    run = jax.jit(run)
+    lengths = [len(p) for p in expected.prompts]
+    pages = Pages.scatter(len(lengths), -(-(max(lengths) + 24) // PAGE_SIZE))
+    metadata = step(pages, prefill=[(i, 0, length) for i, length in enumerate(lengths)])
+    tokens = jnp.asarray(np.concatenate(expected.prompts), jnp.int32)
+    logits, caches = run(weights, tokens, pages.allocate(model, fill=np.nan), metadata)
+    return Run(
+        expected,
+        model,
+        pages,
+        np.split(np.asarray(logits), np.cumsum(lengths)[:-1]),
+        [pages.latents(caches, i, length) for i, length in enumerate(lengths)],
+        caches,
+        run,
+        weights,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompt_logits(name: str):
+    for logits, wanted in zip(prefilled(name).logits, golden(name)["logits"], strict=True):
+        assert_parity(logits, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_latents(name: str):
+    run = prefilled(name)
+    for latents, wanted in zip(run.latents, run.golden.latents(run.model.config), strict=True):
+        np.testing.assert_allclose(latents, wanted, atol=LATENT_TOLERANCE, rtol=LATENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens(name: str):
+    """Decoded from the prefilled caches, each step fed the golden's token."""
+    run = prefilled(name)
+    tokens, margins = np.stack(run.golden["tokens"]), np.stack(run.golden["margins"])
+    assert np.mean(margins > MARGIN) > 0.9
+    chosen = [np.array([logits[-1].argmax() for logits in run.logits])]
+    caches = run.caches
+    for i in range(tokens.shape[1] - 1):
+        decode = [(s, len(prompt) + i) for s, prompt in enumerate(run.golden.prompts)]
+        logits, caches = run.step(run.weights, jnp.asarray(tokens[:, i], jnp.int32), caches, step(run.pages, decode))
+        chosen.append(np.asarray(logits).argmax(-1))
+    clear = margins > MARGIN
+    np.testing.assert_array_equal(np.stack(chosen, axis=1)[clear], tokens[clear])
+
+
+# --- a table of mistakes, each made in a copy of the right model
+
+type Patch = pytest.MonkeyPatch
+
+
+def reconfigured(**changes: Any) -> Callable[[Patch], None]:
+    """A model whose config.json said something else."""
+    right = checkpoint.load_config
+
+    def mistake(patch: Patch) -> None:
+        patch.setattr(checkpoint, "load_config", lambda directory: dataclasses.replace(right(directory), **changes))
+
+    return mistake
+
+
+def replaced(owner: object, name: str, value: object) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def groups_ignored(patch: Patch) -> None:
+    patch.setattr(moe, "_keep_best_groups", lambda choice, config: choice)
+
+
+def group_score_counts(method: str) -> Callable[[Patch], None]:
+    """Groups ranked as the other family ranks them."""
+    right = moe._keep_best_groups
+    wrong = lambda choice, config: right(choice, dataclasses.replace(config, topk_method=method))  # noqa: E731
+    return replaced(moe, "_keep_best_groups", wrong)
+
+
+def masked_groups_score_zero(patch: Patch) -> None:
+    right = moe._keep_best_groups
+    patch.setattr(moe, "_keep_best_groups", lambda *args: jnp.nan_to_num(right(*args), neginf=0.0))
+
+
+def bias_dropped(patch: Patch) -> None:
+    right = checkpoint.Checkpoint.read
+    bias = "e_score_correction_bias"
+    patch.setattr(checkpoint.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(bias)))
+
+
+def bias_in_weights(patch: Patch) -> None:
+    right = moe.Router.__call__
+
+    def route(router: moe.Router, x):
+        experts, _ = right(router, x)
+        assert router.e_score_correction_bias is not None
+        biased = jax.nn.sigmoid(x @ router.weight[...]) + router.e_score_correction_bias[...][None, :]
+        weights = jnp.take_along_axis(biased, experts, axis=-1)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * router.config.routed_scaling_factor
+
+    patch.setattr(moe.Router, "__call__", route)
+
+
+def shared_experts_dropped(patch: Patch) -> None:
+    right = moe.MoE.__call__
+
+    def mix(layer: moe.MoE, x):
+        shared = layer.shared_experts
+        layer.shared_experts = None
+        y = right(layer, x)
+        layer.shared_experts = shared
+        return y
+
+    patch.setattr(moe.MoE, "__call__", mix)
+
+
+def fp8_blocks_of_equal_size(patch: Patch) -> None:
+    right = checkpoint.dequantise
+
+    def divide_evenly(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+        rows, columns = (-(-n // blocks) for n, blocks in zip(weight.shape, scale.shape, strict=True))
+        return right(weight, scale, (rows, columns))
+
+    patch.setattr(checkpoint, "dequantise", divide_evenly)
+
+
+def attention_norms_use_rms_norm_eps(patch: Patch) -> None:
+    patch.setattr(mla, "INNER_NORM_EPS", 5e-3)
+
+
+right_dequantise = checkpoint.dequantise
+ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
+
+MISTAKES: dict[str, Callable[[Patch], None]] = {
+    "softmax_mscale_dropped": replaced(YarnConfig, "score_scale", 1.0),
+    "rotary_mscale_dropped": replaced(YarnConfig, "rotary_scale", 1.0),
+    "yarn_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
+    "yarn_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),
+    "rope_in_halves": reconfigured(rope_interleave=False),
+    "attention_norms_use_rms_norm_eps": attention_norms_use_rms_norm_eps,
+    "groups_ignored": groups_ignored,
+    "group_score_is_the_best": group_score_counts("group_limited_greedy"),
+    "group_score_is_the_sum_of_two": group_score_counts("noaux_tc"),
+    "masked_groups_score_zero": masked_groups_score_zero,
+    "bias_dropped": bias_dropped,
+    "bias_in_weights": bias_in_weights,
+    "topk_not_normalised": reconfigured(norm_topk_prob=False),
+    "topk_normalised": reconfigured(norm_topk_prob=True),
+    "routed_scale_dropped": reconfigured(routed_scaling_factor=1.0),
+    "shared_experts_dropped": shared_experts_dropped,
+    "fp8_scales_dropped": replaced(checkpoint, "dequantise", lambda weight, scale, block: weight.astype(np.float32)),
+    "fp8_scales_divide": replaced(checkpoint, "dequantise", lambda w, s, block: right_dequantise(w, 1 / s, block)),
+    "fp8_blocks_of_equal_size": fp8_blocks_of_equal_size,
+}
+
+
+def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ours and the golden's, computed without jit: operations compile once for all mistakes, whole models do not."""
+    expected = golden(name)
+    prompt, wanted = max(zip(expected.prompts, expected["logits"], strict=True), key=lambda pair: len(pair[0]))
+    model = load_model(GOLDENS / name, jnp.float32, AttentionSettings(mla="absorb", implementation="reference"))
+    pages = Pages.scatter(1, -(-len(prompt) // PAGE_SIZE))
+    metadata = step(pages, prefill=[(0, 0, len(prompt))])
+    logits, _ = model(jnp.asarray(prompt, jnp.int32), pages.allocate(model), metadata)
+    return np.asarray(logits), wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_model_passes_and_every_mistake_shows(name: str):
+    assert_parity(*longest_prompt_logits(name))
+    unseen = []
+    for mistake in golden(name).mutations:
+        with pytest.MonkeyPatch.context() as patch:
+            MISTAKES[mistake](patch)
+            logits, wanted = longest_prompt_logits(name)
+        try:
+            assert_parity(logits, wanted)
+        except AssertionError:
+            continue
+        unseen.append(mistake)
+    assert not unseen
+
+
+def test_every_mistake_of_the_table_is_made_somewhere():
+    assert {mistake for name in NAMES for mistake in golden(name).mutations} == MISTAKES.keys()

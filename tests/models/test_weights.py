@@ -1,0 +1,324 @@
+"""Checkpoints: every tensor finds its place, and what does not fit is named before a byte of a tensor is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models import weights
+from models.checkpoint import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
+from models.config import ModelConfig
+from models.mla import AttentionSettings
+from models.model import DeepSeek
+from models.moe import MoE
+from models.presets import PRESETS
+
+V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
+CONFIGS = {
+    "v3": V3,
+    "v2": dataclasses.replace(PRESETS["v2-lite-tiny"], vocab_size=48),
+    "biased, tied, nothing shared": dataclasses.replace(
+        V3, attention_bias=True, tie_word_embeddings=True, n_shared_experts=0
+    ),
+    "dense, biased, no q_lora": dataclasses.replace(V3, q_lora_rank=None, first_k_dense_replace=9, attention_bias=True),
+}
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def parameters(model: DeepSeek) -> dict[str, np.ndarray]:
+    return {".".join(map(str, path)): np.asarray(p[...]) for path, p in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    weights.save_random_checkpoint(tmp_path / "model", V3, seed=3)
+    return tmp_path / "model"
+
+
+def rewrite(directory: Path, **changes: np.ndarray | None) -> None:
+    """Adds, replaces or (None) removes tensors."""
+    tensors = {**load_file(directory / "model.safetensors"), **changes}
+    save_file({n: t for n, t in tensors.items() if t is not None}, directory / "model.safetensors")
+
+
+def reconfigure(directory: Path, **entries: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_parameter_has_one_source(config: ModelConfig):
+    model = nnx.eval_shape(lambda: DeepSeek(config, AttentionSettings(), jnp.float32))
+    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+    assert paths == weights.weight_sources(config).keys()
+    shapes = weights.checkpoint_shapes(config)
+    read = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for path, parameter in nnx.to_flat_state(nnx.state(model)):
+        source = weights.weight_sources(config)[".".join(map(str, path))]
+        assert source.pack(read[name] for name in source.tensors).shape == parameter.shape, path
+
+
+def test_loads_what_it_saved(directory: Path):
+    loaded, made = parameters(weights.load_model(directory)), parameters(weights.random_model(V3, seed=3))
+    assert loaded.keys() == made.keys()
+    for path, value in made.items():
+        np.testing.assert_array_equal(loaded[path], value, err_msg=path)
+
+
+def test_seeds_differ():
+    first, second = (weights.random_tensor(ROUTER, (4, 8), seed) for seed in (0, 1))
+    assert np.all(first != second)
+    assert np.all(first != weights.random_tensor("another", (4, 8), 0))
+
+
+def test_loads_shards(directory: Path, tmp_path: Path):
+    tensors = load_file(directory / "model.safetensors")
+    parts = {f"model-{i}.safetensors": sorted(tensors)[i::3] for i in range(3)}
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_text((directory / "config.json").read_text())
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, sharded / file)
+    places = {name: file for file, names in parts.items() for name in names}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        parameters(weights.load_model(sharded)),
+        parameters(weights.load_model(directory)),
+    )
+
+
+def test_layouts(directory: Path):
+    """Spot checks against the file, element by element: the transposes, the halves, the cut of kv_b_proj."""
+    ours = parameters(weights.load_model(directory))
+    file = load_file(directory / "model.safetensors")
+    attention, name = "layers.1.self_attn", "model.layers.1.self_attn"
+    heads, nope, value = V3.num_attention_heads, V3.qk_nope_head_dim, V3.v_head_dim
+    for head in range(heads):
+        first = head * (nope + value)
+        expand = file[f"{name}.kv_b_proj.weight"]
+        np.testing.assert_array_equal(ours[f"{attention}.w_uk"][head], expand[first : first + nope])
+        np.testing.assert_array_equal(ours[f"{attention}.w_uv"][head], expand[first + nope : first + nope + value])
+        q, first = file[f"{name}.q_b_proj.weight"], head * V3.qk_head_dim
+        rope = q[first + nope : first + V3.qk_head_dim]
+        wanted = np.concatenate([q[first : first + nope], rope[0::2], rope[1::2]])
+        np.testing.assert_array_equal(ours[f"{attention}.q_b_proj.weight"][:, first : first + V3.qk_head_dim], wanted.T)
+    key = file[f"{name}.kv_a_proj_with_mqa.weight"][V3.kv_lora_rank :]
+    np.testing.assert_array_equal(
+        ours[f"{attention}.kv_a_proj_with_mqa.weight"][:, V3.kv_lora_rank :], np.concatenate([key[0::2], key[1::2]]).T
+    )
+    experts = "model.layers.1.mlp.experts"
+    np.testing.assert_array_equal(
+        ours["layers.1.mlp.gate_up_proj"][5],
+        np.concatenate([file[f"{experts}.5.gate_proj.weight"], file[f"{experts}.5.up_proj.weight"]]).T,
+    )
+
+
+def test_dtype_is_the_checkpoints_unless_told_and_the_router_keeps_float32(directory: Path):
+    reconfigure(directory, torch_dtype="bfloat16")
+    for dtype, wanted in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        model = weights.load_model(directory, dtype)
+        assert model.embed_tokens.dtype == wanted
+        mixture = model.layers[1].mlp
+        assert isinstance(mixture, MoE)
+        assert mixture.gate.weight.dtype == jnp.float32
+        assert parameters(model)["layers.1.mlp.gate.e_score_correction_bias"].dtype == jnp.float32
+    with pytest.raises(ValueError, match="dtype: expected float32 or bfloat16, got float16"):
+        weights.load_model(directory, jnp.float16)
+
+
+def test_a_16_bit_checkpoint_is_widened_exactly(directory: Path):
+    tensors = load_file(directory / "model.safetensors")
+    rewrite(directory, **{name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()})
+    norm = "model.layers.0.input_layernorm.weight"
+    loaded = parameters(weights.load_model(directory, jnp.float32))["layers.0.input_layernorm.weight"]
+    np.testing.assert_array_equal(loaded, tensors[norm].astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_everything_wrong_is_named_before_a_tensor_is_read(directory: Path, monkeypatch):
+    rewrite(
+        directory,
+        **{
+            "lm_head.weight": None,
+            "model.norm.weight": np.ones(31, np.float32),
+            "model.layers.0.self_attn.indexer.weight": np.ones(3, np.float32),
+            ROUTER: np.ones((16, 32), np.int32),
+        },
+    )
+    monkeypatch.setattr(StoredTensor, "read", lambda self: pytest.fail("read a tensor"))
+    with pytest.raises(CheckpointError) as raised:
+        weights.load_model(directory)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "1 missing: lm_head.weight" in message
+    assert "1 not part of the model: model.layers.0.self_attn.indexer.weight" in message
+    assert "1 misshaped: model.norm.weight [31] for [32]" in message
+    assert f"1 of an unsupported dtype: {ROUTER} I32" in message
+
+
+def test_long_lists_are_cut(directory: Path):
+    reconfigure(directory, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"not part of the model: .* and \d+ more$"):
+        weights.load_model(directory)
+
+
+def test_says_what_it_leaves_unread(directory: Path, caplog):
+    reconfigure(directory, num_nextn_predict_layers=1, tie_word_embeddings=True)
+    extra = {
+        "model.layers.2.eh_proj.weight": "belongs to a multi-token prediction layer",
+        "model.layers.0.self_attn.rotary_emb.inv_freq": "follows from the rope parameters",
+        "lm_head.weight": "is tied to the embeddings",
+    }
+    rewrite(directory, **{name: np.ones(3, np.float64) for name in extra})
+    with caplog.at_level("INFO"):
+        weights.load_model(directory)
+    assert sorted(caplog.messages) == sorted(f"{name} is not loaded: it {why}" for name, why in extra.items())
+
+
+def test_prediction_layers_beyond_those_announced_are_extra(directory: Path):
+    rewrite(directory, **{"model.layers.2.eh_proj.weight": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match=r"not part of the model: model.layers.2.eh_proj.weight"):
+        weights.load_model(directory)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_refuses_pickles(directory: Path, name: str):
+    (directory / "model.safetensors").rename(directory / name)
+    with pytest.raises(CheckpointError, match=f"{name} may run code when read; convert"):
+        weights.load_model(directory)
+
+
+def test_never_reads_a_pickle_beside_safetensors(directory: Path):
+    (directory / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    weights.load_model(directory)
+
+
+def test_says_which_file_is_not_there(directory: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"nowhere: there is no config.json"):
+        weights.load_model(tmp_path / "nowhere")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json is there"):
+        weights.load_model(directory)
+
+
+def header(**tensor: object) -> bytes:
+    text = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **tensor}}).encode()
+    return len(text).to_bytes(8, "little") + text + b"\0" * 8
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "its header would be 0 bytes of 0"),
+        (b"\xff" * 40, "its header would be"),
+        ((5).to_bytes(8, "little") + b"hello", "not a safetensors file: Expecting value"),
+        ((2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
+        (header(data_offsets=[0, 80]), "lies outside the file"),
+        (header(data_offsets=[8, 0]), "lies outside the file"),
+        (header(data_offsets=[-8, 0]), "lies outside the file"),
+        (header(shape=[3]), "has 8 bytes"),
+        (header(shape=["2"]), "not a safetensors file"),
+        (header(data_offsets=[0]), "not a safetensors file"),
+    ],
+)
+def test_refuses_malformed_files(directory: Path, content: bytes, message: str):
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {"a": 3}}', "no weight_map"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not safetensors files of the directory"),
+        ('{"weight_map": {"a": "shard.bin"}}', "not safetensors files of the directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors: there is no such file"),
+        ('{"weight_map": {"a": "shard.safetensors", "b": "shard.safetensors"}}', "do not hold: b"),
+        ('{"weight_map": {}}', "missing: lm_head.weight"),
+    ],
+)
+def test_refuses_malformed_indices(directory: Path, index: str, message: str):
+    (directory / "model.safetensors").unlink()
+    save_file({"a": np.ones(2, np.float32)}, directory / "shard.safetensors")
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        weights.load_model(directory)
+
+
+def test_refuses_tensors_the_index_does_not_list(directory: Path):
+    (directory / "model.safetensors").rename(directory / "shard.safetensors")
+    places = {"lm_head.weight": "shard.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match="files hold tensors the index does not list"):
+        weights.load_model(directory)
+
+
+def test_generation_config_names_the_end_of_sequence(directory: Path):
+    reconfigure(directory, eos_token_id=1)
+    assert load_config(directory).eos_token_ids == (1,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_config(directory).eos_token_ids == (5, 6)
+
+
+def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """FP8 blocks and scales, one block at a time."""
+    grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
+    scale, stored = np.zeros(grid, np.float32), np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scale[i, j] = np.abs(weight[part]).max() / 448
+            stored[part] = (weight[part] / scale[i, j]).astype(stored.dtype)
+    return stored, scale
+
+
+def test_dequantises_blocks_smaller_ones_at_the_edges(rng):
+    weight = rng.standard_normal((7, 10)).astype(np.float32) * np.arange(1, 8)[:, None]
+    stored, scale = quantise(weight.astype(np.float32), (3, 4))
+    wanted = [[float(stored[r, c]) * scale[r // 3, c // 4] for c in range(10)] for r in range(7)]
+    result = dequantise(stored, scale, (3, 4))
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, np.array(wanted, np.float32))
+
+
+def test_fp8_loads_as_its_dequantised_twin(directory: Path):
+    block = (5, 12)
+    tensors = load_file(directory / "model.safetensors")
+    pairs = {n: quantise(t, block) for n, t in tensors.items() if "_proj" in n}
+    rewrite(directory, **{name: dequantise(*pair, block) for name, pair in pairs.items()})
+    twin = parameters(weights.load_model(directory))
+    rewrite(
+        directory,
+        **{name: stored for name, (stored, _) in pairs.items()},
+        **{scale_name(name): scale for name, (_, scale) in pairs.items()},
+    )
+    reconfigure(directory, quantization_config={"quant_method": "fp8", "weight_block_size": list(block)})
+    jax.tree.map(np.testing.assert_array_equal, parameters(weights.load_model(directory)), twin)
+
+
+def test_fp8_needs_its_scales_and_its_configuration(directory: Path):
+    name, path = "model.layers.0.self_attn.o_proj.weight", directory / "model.safetensors"
+    tensors = load_file(path)
+    stored, scale = quantise(tensors[name], (128, 128))
+    save_file({**tensors, name: stored}, path)
+    with pytest.raises(CheckpointError, match=f"of an unsupported dtype: {name} F8_E4M3"):
+        weights.load_model(directory)
+    reconfigure(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(CheckpointError, match=f"1 missing: {scale_name(name)}"):
+        weights.load_model(directory)
+    save_file({**tensors, name: stored, scale_name(name): np.repeat(scale, 2, axis=0)}, path)
+    with pytest.raises(CheckpointError, match=r"misshaped: .*_scale_inv \[2, 1\] for \[1, 1\]"):
+        weights.load_model(directory)
