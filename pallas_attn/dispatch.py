@@ -95,6 +95,15 @@ def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implement
     return names
 
 
+def _load(op: str, loaders: Mapping[str, Loader], name: str) -> Callable[..., Any]:
+    if name not in loaders:
+        raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
+    try:
+        return loaders[name]()
+    except ImportError as missing:  # its file, or an optional dependency of it
+        raise NotImplementedError(f"{op}'s {name!r} implementation cannot be imported: {missing}") from missing
+
+
 def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, *args: Any, **kwargs: Any) -> Any:
     """Runs `op` with the first candidate that supports the call.
 
@@ -113,9 +122,7 @@ def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, 
     with jax.named_scope(op):
         for name in names:
             try:
-                if name not in loaders:
-                    raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
-                return loaders[name]()(*args, **kwargs)
+                return _load(op, loaders, name)(*args, **kwargs)
             except NotImplementedError as refusal:
                 refusals.append(refusal)
     if len(refusals) == 1:
