@@ -187,8 +187,6 @@ class Scheduler:
         """At most as many rows as the budget: a request is only admitted if the others leave a token for it."""
         rows = []
         for request in tuple(self._running):
-            if not request.is_running:  # preempted to make room, and so are all after it
-                break
             if request.is_prefilling or self._is_full_length(request, request.num_tokens):
                 continue
             if self._make_room(request):
@@ -242,8 +240,8 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request) -> bool:
-        """Allocates room for one more token, preempting the youngest running requests until there is, or until the
-        request itself was the youngest: False then."""
+        """Allocates room for one more token, preempting the youngest running requests until there is. False if the
+        request was preempted itself, now or to make room for an older one."""
         while request.is_running and not self._allocate(request, 1):
             self._requeue(self._running[-1])
             self._num_preemptions += 1
