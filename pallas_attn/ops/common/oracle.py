@@ -63,14 +63,14 @@ def attention(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
     # Not exp(scores - lse): where scores are large, the LSE is rounded by more than exp can take.
-    highest = jnp.max(scores, axis=-1, keepdims=True)  # [B, Hkv, G, Q, 1]
+    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # [B, Hkv, G, Q, 1]
     shift = jnp.where(highest == -jnp.inf, 0.0, highest)
     weights = jnp.exp(scores - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     lse = jnp.where(highest == -jnp.inf, -jnp.inf, shift + jnp.log(total))
     if sinks is not None:
         total = total + jnp.exp(sinks.reshape(1, num_kv_heads, -1, 1, 1) - shift)
-    weights = jnp.where(visible & (highest > -jnp.inf), weights / total, 0.0)
+    weights = jnp.where(visible & (highest != -jnp.inf), weights / total, 0.0)
     v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
     return (
