@@ -1,0 +1,157 @@
+"""Inputs of `mla_decode`, the awkward ones as flags, and what must come out, in plain numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import PagedLatent
+from tests.ops import harness, naive
+
+SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
+HALF_SCALE = 0.25
+"""Of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however small
+their sum is; the absolute tolerance, FlashMLA's, is for values of this size.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaCase:
+    """One call of `mla_decode`.
+
+    Attributes:
+      kv_lens: tokens each sequence holds.
+      q_lens: queries of each sequence; None for `queries` each.
+      queries: Q.
+      cache_dtype: of the cache; None for q's.
+      absent_pages: some pages are missing in the middle of what a query would see.
+      tree: a draft mask that is neither causal nor always shows the first column.
+      exact: integer inputs whose dot products are exact and near +5e5 in some rows, near -5e5 in others.
+    """
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] | None = None
+    queries: int = 1
+    heads: int = 3
+    latent_dim: int = 128
+    rope_dim: int = 32
+    page_size: int = 8
+    pages_per_row: int = 6
+    num_pages: int = 64
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    absent_pages: bool = False
+    tree: bool = False
+    exact: bool = False
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return (self.queries,) * len(self.kv_lens) if self.q_lens is None else self.q_lens
+
+    @property
+    def value_scale(self) -> float:
+        return 1.0 if self.dtype == "float32" else HALF_SCALE
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case with values.
+
+    Attributes:
+      q: [B, Q, Hq, L + R].
+      pages: [N, ps, L + R], every slot filled.
+      visible: bool [B, Q, K], which token each query sees; K = P·ps.
+      dead: bool [N, ps], slots without a visible token.
+    """
+
+    case: MlaCase
+    rng: np.random.Generator
+    q: np.ndarray
+    pages: np.ndarray
+    tables: np.ndarray
+    visible: np.ndarray
+    dead: np.ndarray
+    draft_mask: np.ndarray | None
+
+    @staticmethod
+    def draw(case: MlaCase, rng: np.random.Generator) -> Inputs:
+        batch = len(case.kv_lens)
+        mask = rng.random((batch, case.queries, case.queries)) < 0.6 if case.tree else None
+        if mask is not None:
+            mask[:, :, 0] = rng.random((batch, case.queries)) < 0.3
+        absent = rng.random((batch, 1, case.pages_per_row)) < (0.25 if case.absent_pages else 0.0)
+        visible = _visible(case, mask) & ~np.repeat(absent, case.page_size, axis=2)
+        seen = visible.any(axis=1)[:, None]
+        size = {"page_size": case.page_size, "num_pages": case.num_pages}
+        tables = harness.paginate(rng, seen, **size, absent=absent if case.absent_pages else None)
+        dead = harness.dead_slots(tables, seen, **size)[:, 0]
+        q, pages = (_draw_exact if case.exact else _draw_normal)(case, rng)
+        return Inputs(case, rng, q, pages, tables, visible, dead, mask)
+
+    def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments of `mla_decode`; what must not matter is poison or 0."""
+        case, fill = self.case, harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
+        unused = np.arange(case.queries) >= np.array(case.query_lens)[:, None]
+        q = fill(self.rng, self.q, unused)
+        arguments = {
+            "q_latent": q[..., : case.latent_dim],
+            "q_rope": q[..., case.latent_dim :],
+            "cache": PagedLatent(jnp.asarray(fill(self.rng, self.pages, self.dead))),
+            "block_tables": self.tables,
+            "kv_lens": np.array(case.kv_lens, np.int32),
+        }
+        if case.q_lens is not None:
+            arguments["q_lens"] = np.array(case.q_lens, np.int32)
+        if self.draft_mask is not None:
+            arguments["draft_mask"] = self.draft_mask
+        return arguments
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output [B, Q, Hq, L] and LSE in float64."""
+        case = self.case
+        out = np.zeros((*self.q.shape[:-1], case.latent_dim))
+        lse = np.full(self.q.shape[:-1], -np.inf)
+        for b, i in np.ndindex(self.q.shape[:2]):
+            token = np.flatnonzero(self.visible[b, i])
+            keys = self.pages[self.tables[b, token // case.page_size], token % case.page_size][:, None]
+            out[b, i], lse[b, i] = naive.attend(self.q[b, i], keys, keys[..., : case.latent_dim], SM_SCALE)
+        return out, lse
+
+
+def _visible(case: MlaCase, mask: np.ndarray | None) -> np.ndarray:
+    t = np.arange(case.pages_per_row * case.page_size)
+    visible = np.zeros((len(case.kv_lens), case.queries, t.size), bool)
+    for b, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
+        for i in range(q_len):
+            shown = t <= kv_len - q_len + i
+            if mask is not None:
+                column = t - (kv_len - q_len)
+                shown = (column < 0) | mask[b, i, np.clip(column, 0, case.queries - 1)]
+            visible[b, i] = shown & (t < kv_len)
+    return visible
+
+
+def _draw_normal(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    width = case.latent_dim + case.rope_dim
+    q = rng.standard_normal((len(case.kv_lens), case.queries, case.heads, width)) / case.value_scale
+    pages = rng.standard_normal((case.num_pages, case.page_size, width)) * case.value_scale
+    return q.astype(case.dtype), pages.astype(case.cache_dtype or case.dtype)
+
+
+def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Keys are one vector of integers with a square near 5e5, queries are that or its negative, but for the last
+    column, which decides among keys, and the first half of the latent, which q is 0 for and so is only a value.
+    """
+    width, values = case.latent_dim + case.rope_dim, case.latent_dim // 2
+    u = rng.integers(0, 5, width) + int((5e5 / (width - values)) ** 0.5)
+    pages = np.tile(u, (case.num_pages, case.page_size, 1)).astype(np.float64)
+    pages[..., :values] = rng.standard_normal((*pages.shape[:2], values)) * case.value_scale
+    pages[..., -1] = rng.integers(-8, 9, pages.shape[:2])
+    q = np.tile(u, (len(case.kv_lens), case.queries, case.heads, 1))
+    q[1::2] *= -1
+    q[..., :values] = 0
+    q[..., -1] = rng.integers(1, 4, q.shape[:-1])
+    return q.astype(case.dtype), pages.astype(case.cache_dtype or case.dtype)
