@@ -1,0 +1,419 @@
+"""The contract of `ragged_attention`: every implementation, every awkward input."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import replace
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import ragged_attention
+from pallas_attn.ops.ragged_attention import IMPLEMENTATIONS
+from tests.ops import harness, naive, transformations
+from tests.ops.harness import Variant
+
+every_variant = harness.variants(IMPLEMENTATIONS)
+bounded_variant = harness.variants(name for name in IMPLEMENTATIONS if name != "reference")
+both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCase:
+    """One call of `ragged_attention`.
+
+    Attributes:
+      q_lens, kv_lens: of each sequence.
+      tokens, keys: T and U; what the sequences leave of them is padding.
+      value_scale: of keys and values, queries are divided by it; below 1 for 16-bit inputs, see `mla_case`.
+      exact: integer inputs whose dot products are exact and near +5e5 in some sequences, near -5e5 in others.
+    """
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    tokens: int = 40
+    keys: int = 56
+    q_heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 24
+    value_dim: int = 16
+    causal: bool = True
+    dtype: str = "float32"
+    value_scale: float = 1.0
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case with values; `visible`, bool [T, U], says which key each query sees."""
+
+    case: RaggedCase
+    rng: np.random.Generator
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    visible: np.ndarray
+
+    @staticmethod
+    def draw(case: RaggedCase, rng: np.random.Generator) -> Inputs:
+        visible = np.zeros((case.tokens, case.keys), bool)
+        q_start = kv_start = 0
+        for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+            for i in range(q_len):
+                seen = max(0, kv_len - (q_len - 1 - i)) if case.causal else kv_len
+                visible[q_start + i, kv_start : kv_start + seen] = True
+            q_start, kv_start = q_start + q_len, kv_start + kv_len
+        assert q_start <= case.tokens
+        assert kv_start <= case.keys
+        q = rng.standard_normal((case.tokens, case.q_heads, case.key_dim)) / case.value_scale
+        k = rng.standard_normal((case.keys, case.kv_heads, case.key_dim)) * case.value_scale
+        v = rng.standard_normal((case.keys, case.kv_heads, case.value_dim)) * case.value_scale
+        if case.exact:
+            q, k = _exact(case, rng)
+        return Inputs(case, rng, q.astype(case.dtype), k.astype(case.dtype), v.astype(case.dtype), visible)
+
+    def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments; padding, and keys no query sees, are poison or 0."""
+        fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
+        padding, unseen = np.arange(self.case.tokens) >= sum(self.case.q_lens), ~self.visible.any(axis=0)
+        return {
+            "q": fill(self.rng, self.q, padding),
+            "k": fill(self.rng, self.k, unseen),
+            "v": fill(self.rng, self.v, unseen),
+            "cu_q_lens": np.cumsum((0, *self.case.q_lens), dtype=np.int32),
+            "cu_kv_lens": np.cumsum((0, *self.case.kv_lens), dtype=np.int32),
+        }
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        return naive.attend_all(self.q, self.k, self.v, self.visible, self.case.key_dim**-0.5)
+
+
+def _exact(case: RaggedCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Keys are one vector of integers with a square near 5e5, queries are that or, in every other sequence, its
+    negative, but for the last column, which decides among keys.
+    """
+    u = rng.integers(0, 5, case.key_dim) + int((5e5 / case.key_dim) ** 0.5)
+    q = np.tile(u, (case.tokens, case.q_heads, 1))
+    sequence = np.searchsorted(np.cumsum(case.q_lens), np.arange(case.tokens), side="right")
+    q[sequence % 2 == 1] *= -1
+    k = np.tile(u, (case.keys, case.kv_heads, 1))
+    q[..., -1] = rng.integers(1, 4, q.shape[:-1])
+    k[..., -1] = rng.integers(-8, 9, k.shape[:-1])
+    return q, k
+
+
+def attend(variant: Variant, causal: bool, **static: Any) -> harness.Jitted:
+    return harness.compiled(ragged_attention, variant, causal=causal, **static)
+
+
+def run(variant: Variant, case: RaggedCase, arguments: dict[str, Any], **static: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = attend(variant, case.causal, return_lse=True, **static)(**arguments)
+    return np.asarray(out), np.asarray(lse)
+
+
+def check(variant: Variant, case: RaggedCase) -> None:
+    """Poison changes no bit, and the result is the one spelt out in numpy."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    exact = {"out_dtype": "float32"} if variant.implementation == "reference" else {}
+    got = run(variant, case, inputs.arguments(), **exact)
+    harness.assert_same_bits(got, run(variant, case, inputs.arguments(poisoned=False), **exact))
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance("float32" if exact else case.dtype))
+
+
+LENGTHS = {
+    "new tokens of a cached prefix": ((3, 1, 8, 5), (20, 1, 9, 17)),
+    "as many queries as keys": ((5, 16, 1, 10), (5, 16, 1, 10)),
+    "more queries than keys": ((9, 4, 12, 7), (2, 3, 11, 1)),
+    "no queries, no keys, neither": ((0, 6, 0, 5), (13, 0, 0, 7)),
+    "the last sequence has no queries": ((7, 0, 3, 0), (7, 9, 21, 16)),
+    "the first sequence has no keys": ((7, 2, 3, 1), (0, 9, 21, 16)),
+    "all idle": ((0, 0, 0, 0), (0, 0, 0, 0)),
+    "no padding": ((10, 10, 1, 19), (17, 16, 15, 8)),
+    "one sequence has it all": ((0, 40, 0, 0), (0, 56, 0, 0)),
+}
+BASE = RaggedCase(*LENGTHS["new tokens of a cached prefix"])
+
+
+@both_masks
+@pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
+@every_variant
+def test_lengths(variant: Variant, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool) -> None:
+    check(variant, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
+
+
+@both_masks
+@every_variant
+def test_any_lengths(variant: Variant, causal: bool) -> None:
+    rng = harness.fresh_rng()
+    for _ in range(20):
+        q_lens = rng.multinomial(rng.integers(41), [0.25] * 4)
+        kv_lens = rng.multinomial(rng.integers(57), rng.dirichlet([1.0] * 4))
+        check(variant, replace(BASE, q_lens=tuple(q_lens.tolist()), kv_lens=tuple(kv_lens.tolist()), causal=causal))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@every_variant
+def test_large_scores_of_either_sign(variant: Variant, causal: bool) -> None:
+    """A mask of -1e5 in place of -inf shows here: all that a query of an odd sequence sees scores below it."""
+    check(variant, replace(BASE, key_dim=16, exact=True, causal=causal))
+
+
+WIDTHS = {  # (Dk, Dv, Hq, Hkv)
+    "DeepSeek": (192, 128, 4, 4),
+    "GQA of 4": (128, 128, 8, 2),
+    "GQA of 14": (64, 64, 14, 1),
+    "GQA of 2": (256, 256, 4, 2),
+    "MHA of odd heads": (64, 64, 5, 5),
+    "GQA of 3": (64, 64, 9, 3),
+    "GQA of 16": (128, 64, 16, 1),
+    "one head": (64, 128, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
+@every_variant
+def test_widths_and_heads(variant: Variant, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
+    few = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19, key_dim=key_dim, value_dim=value_dim)
+    check(variant, replace(few, q_heads=q_heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_variant
+def test_dtypes(variant: Variant, dtype: str) -> None:
+    check(variant, replace(BASE, dtype=dtype, value_scale=0.25))
+
+
+@bounded_variant
+def test_the_configuration_a_user_gets(variant: Variant) -> None:
+    check(Variant(variant.implementation), replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 56, 0, 0)))
+    check(Variant(variant.implementation), BASE)
+
+
+@every_variant
+def test_scale_output_dtype_and_lse_are_as_asked(variant: Variant) -> None:
+    arguments = Inputs.draw(replace(BASE, dtype="bfloat16"), harness.fresh_rng()).arguments()
+    out, lse = attend(variant, True, return_lse=True)(**arguments)
+    alone = attend(variant, True)(**arguments)
+    wide = attend(variant, True, out_dtype="float32")(**arguments)
+    chex.assert_type([out, alone, wide, lse], [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32])
+    harness.assert_same_bits([alone, wide.astype(jnp.bfloat16)], [out, out])
+    harness.assert_same_bits(attend(variant, True, sm_scale=24**-0.5)(**arguments), out)
+    halved = attend(variant, True, sm_scale=24**-0.5 / 2)(**(arguments | {"q": 2 * arguments["q"]}))
+    harness.assert_same_bits(halved, out)
+
+
+# --- what must not leak
+
+
+@every_variant
+def test_later_keys_change_no_bit_of_earlier_queries(variant: Variant) -> None:
+    inputs = Inputs.draw(replace(BASE, q_lens=(16, 0, 8, 0), kv_lens=(30, 0, 11, 0)), harness.fresh_rng())
+    arguments = inputs.arguments()
+    want = run(variant, inputs.case, arguments)
+    for key in (29, 25, 20, 40, 33):
+        changed = {name: arguments[name].copy() for name in ("k", "v")}
+        for array in changed.values():
+            array[key] = 1e3 * inputs.rng.standard_normal(array[key].shape)
+        got = run(variant, inputs.case, arguments | changed)
+        blind = ~inputs.visible[:, key]
+        harness.assert_same_bits([x[blind] for x in got], [x[blind] for x in want])
+        assert (got[0][~blind] != want[0][~blind]).any(axis=(1, 2)).all()
+
+
+@both_masks
+@every_variant
+def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant, causal: bool) -> None:
+    case = replace(BASE, causal=causal)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    want = run(variant, case, inputs.arguments())
+    inputs.k[22, :, 3] = np.nan  # the second key of the third sequence
+    got = run(variant, case, inputs.arguments())
+    third = np.isin(np.arange(case.tokens), range(4, 12))
+    for g, w in zip(got, want, strict=True):
+        assert np.isnan(g[inputs.visible[:, 22]]).all()
+        harness.assert_same_bits(g[~third], w[~third])
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(0, 7), (7, 0), (0, 0)])
+@every_variant
+def test_empty_arrays(variant: Variant, tokens: int, keys: int) -> None:
+    case = replace(BASE, q_lens=(0, tokens), kv_lens=(keys, 0), tokens=tokens, keys=keys)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    out, lse = run(variant, case, inputs.arguments())
+    chex.assert_shape([out, lse], [(tokens, 4, 16), (tokens, 4)])
+    harness.assert_attention_close((out, lse), inputs.expected(), variant.tolerance("float32"))
+
+
+@bounded_variant
+def test_more_query_tokens_than_a_grid_axis_holds(variant: Variant) -> None:
+    """70,000 of them, in one sequence and in many."""
+    rng = harness.fresh_rng()
+    q = harness.normal(rng, (70_000, 1, 4), "float32")
+    k, v = (harness.normal(rng, (140, 1, 4), "float32") for _ in range(2))
+    for lens in ([69_000, 0, 900], [500] * 139 + [400]):
+        cu_q_lens = np.cumsum([0, *lens], dtype=np.int32)
+        kv_lens = np.array([100, 10, 30] if len(lens) == 3 else [1] * 140)
+        arguments = {"q": q, "k": k, "v": v, "cu_q_lens": cu_q_lens}
+        arguments["cu_kv_lens"] = np.cumsum([0, *kv_lens], dtype=np.int32)
+        got = attend(Variant(variant.implementation), False, return_lse=True)(**arguments)
+        sequence_of_key = np.repeat(np.arange(len(lens)), kv_lens)
+        sequence = np.searchsorted(cu_q_lens[1:], np.arange(70_000), side="right")
+        scores = np.einsum("tc,uc->tu", q[:, 0], k[:, 0], dtype=np.float64) / 2
+        weights = np.where(sequence[:, None] == sequence_of_key, np.exp(scores), 0)
+        total = weights.sum(axis=1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            want = weights @ v[:, 0] / np.where(total > 0, total, 1), np.log(total)
+        harness.assert_attention_close(got, (want[0][:, None], want[1]), variant.tolerance("float32"))
+
+
+@both_masks
+@bounded_variant
+def test_memory_grows_with_the_tokens_not_with_their_square(variant: Variant, causal: bool) -> None:
+    call = attend(Variant(variant.implementation), causal)
+
+    def temp_bytes(tokens: int) -> int:
+        array = jax.ShapeDtypeStruct((tokens, 2, 16), jnp.float32)
+        lens = jax.ShapeDtypeStruct((5,), jnp.int32)
+        return harness.temp_bytes(call, q=array, k=array, v=array, cu_q_lens=lens, cu_kv_lens=lens)
+
+    small, large = temp_bytes(4096), temp_bytes(16384)
+    assert large < 5 * small
+    assert large < 16384 * 16384  # not one byte for each pair
+
+
+# --- rows and batches, transformations, and what is compiled
+
+
+@every_variant
+def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
+    inputs = Inputs.draw(BASE, harness.fresh_rng())
+    case, arguments = inputs.case, inputs.arguments()
+    want = run(variant, case, arguments)
+    q_starts, kv_starts = arguments["cu_q_lens"], arguments["cu_kv_lens"]
+    order = inputs.rng.permutation(4)
+    tokens, keys = (
+        np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order]) for starts in (q_starts, kv_starts)
+    )
+    rest = np.arange(tokens.size, case.tokens), np.arange(keys.size, case.keys)
+    shuffled = {
+        "q": arguments["q"][np.concatenate([tokens, rest[0]])],
+        "k": arguments["k"][np.concatenate([keys, rest[1]])],
+        "v": arguments["v"][np.concatenate([keys, rest[1]])],
+        "cu_q_lens": np.cumsum([0, *np.diff(q_starts)[order]], dtype=np.int32),
+        "cu_kv_lens": np.cumsum([0, *np.diff(kv_starts)[order]], dtype=np.int32),
+    }
+    got = run(variant, case, shuffled)
+    tolerances = variant.tolerance("float32")
+    harness.assert_attention_close(
+        (got[0][: tokens.size], got[1][: tokens.size]), (want[0][tokens], want[1][tokens]), tolerances
+    )
+    for s in range(4):
+        alone = arguments | {
+            "cu_q_lens": np.array([0, *[q_starts[s + 1] - q_starts[s]] * 4], np.int32),
+            "cu_kv_lens": np.array([0, *[kv_starts[s + 1] - kv_starts[s]] * 4], np.int32),
+        }
+        alone |= {"q": np.roll(alone["q"], -q_starts[s], axis=0)}
+        alone |= {name: np.roll(alone[name], -kv_starts[s], axis=0) for name in ("k", "v")}
+        got, size = run(variant, case, alone), case.q_lens[s]
+        of_s = slice(q_starts[s], q_starts[s + 1])
+        harness.assert_attention_close((got[0][:size], got[1][:size]), (want[0][of_s], want[1][of_s]), tolerances)
+
+
+@every_variant
+def test_repeats_are_equal_bit_for_bit(variant: Variant) -> None:
+    arguments = Inputs.draw(BASE, harness.fresh_rng()).arguments()
+    transformations.assert_repeats(attend(variant, True, return_lse=True), arguments)
+
+
+@every_variant
+def test_under_vmap(variant: Variant) -> None:
+    rng = harness.fresh_rng()
+    other = replace(BASE, q_lens=(0, 9, 4, 2), kv_lens=(1, 9, 30, 16))
+    # Finite throughout: queries that pad one call are mapped over with the lengths of the other.
+    calls = [Inputs.draw(case, rng).arguments(poisoned=False) for case in (BASE, other)]
+    call = attend(variant, True, return_lse=True)
+    transformations.assert_vmaps(call, calls, variant.tolerance("float32"), over="q")
+
+
+@every_variant
+def test_exported(variant: Variant) -> None:
+    arguments = Inputs.draw(BASE, harness.fresh_rng()).arguments()
+    transformations.assert_exports(attend(variant, True, return_lse=True), arguments)
+
+
+@every_variant
+def test_inside_a_scan(variant: Variant) -> None:
+    """Layers of one model: the lengths are theirs in common, the rest their own."""
+    inputs = [Inputs.draw(BASE, harness.fresh_rng()) for _ in range(3)]
+    calls = [i.arguments() for i in inputs]
+    layers = {name: jnp.stack([call[name] for call in calls]) for name in ("q", "k", "v")}
+    lens = {name: jnp.asarray(calls[0][name]) for name in ("cu_q_lens", "cu_kv_lens")}
+    call = attend(variant, True, return_lse=True)
+    _, (out, lse) = jax.jit(lambda layers: jax.lax.scan(lambda _, layer: (None, call(**layer, **lens)), None, layers))(
+        layers
+    )
+    for i in range(3):
+        harness.assert_attention_close((out[i], lse[i]), inputs[i].expected(), variant.tolerance("float32"))
+
+
+@every_variant
+def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
+    rng = harness.fresh_rng()
+    calls = [Inputs.draw(replace(BASE, q_lens=q, kv_lens=kv), rng).arguments() for q, kv in LENGTHS.values()]
+    transformations.assert_traced_once(ragged_attention, variant, calls)
+    harness.assert_no_host_callbacks(attend(variant, True), **calls[0])
+    assert "ragged_attention" in harness.scope_names(attend(variant, True), **calls[0])
+
+
+# --- bad arguments
+
+ZEROS, LENS = functools.partial(jnp.zeros, dtype=jnp.float32), functools.partial(jnp.zeros, dtype=jnp.int32)
+GOOD: dict[str, Any] = {
+    "q": ZEROS((6, 4, 24)),
+    "k": ZEROS((9, 2, 24)),
+    "v": ZEROS((9, 2, 16)),
+    "cu_q_lens": LENS((3,)),
+    "cu_kv_lens": LENS((3,)),
+}
+BAD = {
+    "q of rank 4": ("q", {"q": ZEROS((1, 6, 4, 24))}),
+    "an integer q": ("q", {"q": LENS((6, 4, 24))}),
+    "k of another width": ("k", {"k": ZEROS((9, 2, 16))}),
+    "k of another dtype": ("k", {"k": ZEROS((9, 2, 24)).astype(jnp.bfloat16)}),
+    "v of other keys": ("v", {"v": ZEROS((8, 2, 16))}),
+    "v of other heads": ("v", {"v": ZEROS((9, 4, 16))}),
+    "v of another dtype": ("v", {"v": ZEROS((9, 2, 16)).astype(jnp.float16)}),
+    "heads that do not divide": ("q", {"q": ZEROS((6, 3, 24))}),
+    "fewer query heads than KV heads": ("q", {"q": ZEROS((6, 1, 24))}),
+    "no KV heads": ("k", {"k": ZEROS((9, 0, 24)), "v": ZEROS((9, 0, 16))}),
+    "cu_q_lens of rank 2": ("cu_q_lens", {"cu_q_lens": LENS((1, 3))}),
+    "no sequences": ("cu_q_lens", {"cu_q_lens": LENS((1,))}),
+    "float cu_q_lens": ("cu_q_lens", {"cu_q_lens": ZEROS((3,))}),
+    "cu_kv_lens of another batch": ("cu_kv_lens", {"cu_kv_lens": LENS((4,))}),
+    "float cu_kv_lens": ("cu_kv_lens", {"cu_kv_lens": ZEROS((3,))}),
+    "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
+    "infinite sm_scale": ("sm_scale", {"sm_scale": float("inf")}),
+    "an unknown implementation": ("implementation", {"implementation": "cuda"}),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
+    jax.eval_shape(ragged_attention, **GOOD)
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        ragged_attention(**(GOOD | change))
+
+
+def test_an_implementation_that_is_not_there_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="triton"):
+        ragged_attention(**GOOD, implementation="triton")
