@@ -1,0 +1,325 @@
+"""Who may import whom, and what the project does without, read off the syntax tree of every file."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pallas_attn", "models", "scripts", "tests")
+OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
+IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(?!common\b)(\w+)\.(?!config\b)(\w+)$")
+"""Any module in the folder of an operation but its configuration."""
+
+
+# --- reading
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` as in `import module`, or as in `from module import name`."""
+
+    line: int
+    module: str
+    name: str | None
+    in_function: bool
+
+    def reaches(self, *modules: str) -> bool:
+        """Whether it imports one of these modules or something inside one."""
+        return any(self.target == m or self.target.startswith(f"{m}.") for m in modules)
+
+    @property
+    def target(self) -> str:
+        """The imported module, or the dotted name that may be one."""
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
+def read_imports(tree: ast.Module) -> Iterator[Import]:
+    """All imports of a file, at its top and within functions."""
+    in_function = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, None, id(node) in in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield from (Import(node.lineno, module, alias.name, id(node) in in_function) for alias in node.names)
+
+
+@cache
+def public_names(package: str) -> frozenset[str]:
+    """What the `__init__` of a package re-exports: `from x import y as y`, and `__all__`."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            names |= set(ast.literal_eval(node.value))
+    return frozenset(names)
+
+
+# --- rules: each yields (line, what is wrong)
+
+type Found = Iterator[tuple[int, str]]
+
+
+def types_and_checks_stand_below(module: str, imports: list[Import]) -> Found:
+    allowed = {"pallas_attn.types": (), "pallas_attn.checks": ("pallas_attn.types",)}.get(module)
+    for i in imports:
+        if allowed is not None and OURS.match(i.module) and not i.reaches(*allowed):
+            yield i.line, f"imports {i.target}, above it"
+
+
+def references_need_only_the_oracle(module: str, imports: list[Import]) -> Found:
+    if not re.fullmatch(r"pallas_attn\.ops\.\w+\.reference", module):
+        return
+    for i in imports:
+        if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.ops.common"):
+            yield i.line, f"imports {i.target}; a reference has types and ops.common"
+
+
+def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
+    """Only the operation's own `__init__` imports one, and only within functions."""
+    if module.startswith("tests."):
+        return
+    for i in imports:
+        for target in {i.module, i.target}:
+            match = IMPLEMENTATION.fullmatch(target)
+            if not match or not is_module(target):
+                continue
+            if module != f"pallas_attn.ops.{match[1]}":
+                yield i.line, f"imports the implementation {target}"
+            elif not i.in_function:
+                yield i.line, f"imports {target} when it is itself imported"
+
+
+def is_module(target: str) -> bool:
+    """Whether a dotted name is a module; what an operation's package defines itself is not."""
+    path = ROOT / target.replace(".", "/")
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
+    for i in imports:
+        match = re.match(r"pallas_attn\.ops\.(\w+)\.config\b", i.target)
+        if match and not module.startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
+            yield i.line, f"imports {i.target}, of another operation"
+
+
+def operations_do_not_know_the_cache_management(module: str, imports: list[Import]) -> Found:
+    for i in imports:
+        if module.startswith("pallas_attn.ops") and i.reaches("pallas_attn.cache"):
+            yield i.line, f"imports {i.target}; tables and lengths are all an operation gets"
+        if module.startswith("pallas_attn.cache") and OURS.match(i.module) and not i.reaches("pallas_attn.cache"):
+            yield i.line, f"imports {i.target}, which imports jax"
+
+
+def host_side_is_plain_python(module: str, imports: list[Import]) -> Found:
+    for i in imports:
+        if module.startswith(("pallas_attn.cache", "models.scheduler")) and i.reaches("jax", "jaxlib", "flax"):
+            yield i.line, f"imports {i.target} on the host side"
+
+
+def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
+    if not module.startswith(("models", "scripts")):
+        return
+    for i in imports:
+        if not i.reaches("pallas_attn"):
+            continue
+        if i.module not in ("pallas_attn", "pallas_attn.cache"):
+            yield i.line, f"imports {i.module}; only pallas_attn and pallas_attn.cache are public"
+        elif i.name is not None and i.name not in public_names(i.module) | {"cache"}:
+            yield i.line, f"imports {i.target}, which is not public"
+
+
+def the_library_stands_below(module: str, imports: list[Import]) -> Found:
+    for i in imports:
+        if module.startswith("pallas_attn") and i.reaches("models", "flax"):
+            yield i.line, f"imports {i.target}; the library is used by models, not the other way round"
+
+
+def nothing_imports_scripts_or_tests(module: str, imports: list[Import]) -> Found:
+    """But scripts their neighbours, benchmarks the shapes they share with the tests, and tests what they test."""
+    for i in imports:
+        if i.reaches("scripts") and not module.startswith(("scripts", "tests")):
+            yield i.line, f"imports {i.target}"
+        shared = module.startswith("scripts.bench") and i.reaches("tests.cases")
+        if i.reaches("tests") and not module.startswith("tests") and not shared:
+            yield i.line, f"imports {i.target}"
+
+
+def torch_is_for_writing_goldens(module: str, imports: list[Import]) -> Found:
+    for i in imports:
+        if i.reaches("torch", "transformers") and not module.startswith("scripts."):
+            yield i.line, f"imports {i.target}"
+
+
+IMPORT_RULES = (
+    types_and_checks_stand_below,
+    references_need_only_the_oracle,
+    implementations_stand_alone,
+    configurations_belong_to_their_operation,
+    operations_do_not_know_the_cache_management,
+    host_side_is_plain_python,
+    users_use_what_is_public,
+    the_library_stands_below,
+    nothing_imports_scripts_or_tests,
+    torch_is_for_writing_goldens,
+)
+BANNED = {
+    "custom_vjp": "this is for inference only",
+    "custom_jvp": "this is for inference only",
+    "pallas_call": "on a GPU that is the Triton lowering, which jax deprecates",
+}
+
+
+def banned_constructs(module: str, tree: ast.Module) -> Found:
+    """Names that must not occur, private ways into the library, relative imports, and `assert` as validation."""
+    public = public_names("pallas_attn") | {"cache"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if not module.startswith("tests."):
+                word = name.rpartition(".")[2]
+                if word in BANNED:
+                    yield node.lineno, f"uses {word}: {BANNED[word]}"
+            case ast.Assert() if module.startswith(("pallas_attn", "models")):
+                yield node.lineno, "asserts; raise a typed exception"
+            case ast.ImportFrom(level=level) if level:
+                yield node.lineno, "imports relatively; say from where"
+        match node:
+            case ast.Attribute(value=ast.Name(id="pallas_attn"), attr=name) if name not in public:
+                if module.startswith(("models", "scripts")):
+                    yield node.lineno, f"uses pallas_attn.{name}, which is not public"
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What a file of this module name does against the rules."""
+    tree = ast.parse(source)
+    imports = list(read_imports(tree))
+    found = [*banned_constructs(module, tree), *(wrong for rule in IMPORT_RULES for wrong in rule(module, imports))]
+    return [f"{module}:{line} {what}" for line, what in sorted(set(found))]
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_keeps_to_the_rules(package: str) -> None:
+    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
+    assert files
+    assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
+
+
+# --- the rules themselves
+
+XLA = "pallas_attn.ops.paged_decode.xla"
+REFERENCE = "pallas_attn.ops.paged_decode.reference"
+OP = "pallas_attn.ops.paged_decode"
+
+BAD = [
+    ("pallas_attn.types", "from pallas_attn import dispatch"),
+    ("pallas_attn.types", "import pallas_attn.checks"),
+    ("pallas_attn.checks", "from pallas_attn.ops.common import merge"),
+    ("pallas_attn.checks", "from pallas_attn import tuning"),
+    (REFERENCE, "from pallas_attn import checks"),
+    (REFERENCE, "from pallas_attn.ops.paged_decode import config"),
+    (REFERENCE, "from pallas_attn.ops.paged_prefill import paged_prefill"),
+    (REFERENCE, "from . import xla"),
+    ("models.mla", "from .rope import rotate"),
+    (XLA, "from pallas_attn.ops.paged_decode import reference"),
+    (XLA, "from pallas_attn.ops.paged_decode.reference import paged_decode"),
+    (XLA, "def f():\n    from pallas_attn.ops.paged_prefill import xla"),
+    (XLA, "from ..paged_prefill.xla import paged_prefill"),
+    (XLA, "import pallas_attn.ops.mla_decode.xla as other"),
+    (XLA, "from pallas_attn.ops.mla_decode import config"),
+    (XLA, "from pallas_attn.ops.mla_decode.config import xla_config"),
+    (OP, "from pallas_attn.ops.paged_decode import xla"),
+    (OP, "from pallas_attn.ops.paged_decode.xla import paged_decode"),
+    (OP, "if True:\n    import pallas_attn.ops.paged_decode.xla"),
+    (OP, "def f():\n    from pallas_attn.ops.mla_decode import xla"),
+    ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import xla"),
+    ("pallas_attn.ops.mla_prefill", "def f():\n    from pallas_attn.ops.ragged_attention import xla"),
+    ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention.reference import ragged_attention"),
+    ("pallas_attn.ops.common.plan", "from pallas_attn.cache import PagePool"),
+    ("pallas_attn.ops.common.plan", "import pallas_attn.cache.page_pool"),
+    ("pallas_attn.cache.page_pool", "import jax"),
+    ("pallas_attn.cache.page_pool", "from jax import numpy as jnp"),
+    ("pallas_attn.cache.page_pool", "from pallas_attn import PAGE_NONE"),
+    ("pallas_attn.cache.page_pool", "def f():\n    import jax.numpy"),
+    ("models.scheduler", "import jax.numpy as jnp"),
+    ("models.scheduler", "from flax import nnx"),
+    ("models.mla", "from pallas_attn.types import PagedLatent"),
+    ("models.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
+    ("models.mla", "from pallas_attn import dispatch"),
+    ("models.mla", "from pallas_attn.cache.page_pool import PagePool"),
+    ("models.mla", "from pallas_attn.cache import digest"),
+    ("models.mla", "import pallas_attn.tuning"),
+    ("models.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
+    ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
+    ("pallas_attn.convert", "from models.config import ModelConfig"),
+    ("pallas_attn.convert", "from flax import nnx"),
+    ("models.engine", "from scripts.run_decode import main"),
+    ("pallas_attn.explain", "import tests.cases"),
+    ("models.engine", "from tests import cases"),
+    ("scripts.run_decode", "from tests.cases import DECODE"),
+    ("scripts.bench_ops", "from tests.ops import harness"),
+    ("tests.models.test_parity", "import torch"),
+    ("tests.models.test_parity", "def f():\n    from transformers import AutoModel"),
+    ("models.weights", "import torch.nn as nn"),
+    (XLA, "import jax\n@jax.custom_vjp\ndef f(x): return x"),
+    (XLA, "from jax import custom_jvp"),
+    ("models.moe", "from jax import custom_vjp as rule"),
+    (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
+    ("scripts.tune", "from jax.experimental.pallas import pallas_call"),
+    ("pallas_attn.checks", "def f(x):\n    assert x"),
+    ("models.engine", "assert True"),
+]
+GOOD = [
+    ("pallas_attn.types", "import jax\nfrom collections.abc import Sequence"),
+    ("pallas_attn.checks", "from pallas_attn.types import QMAX"),
+    (REFERENCE, "from pallas_attn.ops.common import oracle\nfrom pallas_attn.types import PagedKV"),
+    (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
+    (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
+    (OP, "from pallas_attn import checks\ndef f():\n    from pallas_attn.ops.paged_decode import xla"),
+    ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),
+    ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention import IMPLEMENTATIONS"),
+    ("pallas_attn.cache.prefix_cache", "from pallas_attn.cache.errors import CacheError\nimport numpy"),
+    ("models.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
+    ("models.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
+    ("models.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
+    ("scripts.bench_ops", "from tests.cases import DECODE\nfrom scripts.tables import table"),
+    ("scripts.make_goldens", "import torch"),
+    (
+        "tests.models.test_engine",
+        "from scripts.run_decode import main\nfrom pallas_attn.types import QMAX\nassert main",
+    ),
+    ("tests.ops.test_dispatch", "from pallas_attn.ops.paged_decode import xla"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), BAD)
+def test_the_rules_see(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(("module", "source"), GOOD)
+def test_the_rules_let_pass(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_public_names_are_read() -> None:
+    assert {"paged_decode", "PagedKV", "explain"} <= public_names("pallas_attn")
+    assert {"PagePool", "PrefixCache"} <= public_names("pallas_attn.cache")
