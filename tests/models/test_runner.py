@@ -1,0 +1,118 @@
+"""The runner: what travels to the device, how steps are padded, and that caches stay where they are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.request import Request, SamplingParams
+from models.runner import Bucket, PackedStep, Runner, RunnerConfig
+from models.step_plan import ScheduledRow, StepPlan
+from tests.models.engine_case import model
+
+SIZES = RunnerConfig(
+    num_pages=24,
+    page_size=4,
+    table_pages=6,
+    max_num_seqs=4,
+    max_prefill_seqs=2,
+    decode_buckets=(1, 4),
+    prefill_buckets=(8, 16),
+)
+
+
+def row(slot, start, num_tokens, pages, *, samples=True, params=SamplingParams(), prompt=tuple(range(20))):
+    request = Request(slot, prompt, params)
+    request.pages = list(pages)
+    return ScheduledRow(request, slot, start, num_tokens, samples)
+
+
+MIXED = StepPlan(
+    decode=(row(2, 9, 1, [5, 1, 7], params=SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=2**32 - 1)),),
+    prefill=(row(0, 4, 5, [3, 9, 2]), row(3, 0, 2, [11], samples=False)),
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner(model(), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "prefill", "bucket"),
+    [
+        (1, [], Bucket(1, 0)),
+        (2, [], Bucket(4, 0)),
+        (0, [3], Bucket(0, 8)),
+        (0, [8, 1], Bucket(0, 16)),
+        (1, [2], Bucket(4, 8)),
+        (4, [16], Bucket(4, 16)),
+    ],
+)
+def test_a_step_takes_the_smallest_bucket_that_holds_it(runner, num_decode, prefill, bucket):
+    decode = tuple(row(i, 3, 1, [i]) for i in range(num_decode))
+    plan = StepPlan(decode, tuple(row(i, 0, n, [i]) for i, n in enumerate(prefill)))
+    assert runner.bucket_of(plan) == bucket
+    assert bucket in runner.buckets()
+
+
+def test_a_packed_step_unpacks_to_what_was_planned():
+    bucket = Bucket(4, 8)
+    packed = PackedStep.pack(SIZES, bucket, MIXED)
+    assert packed.dtype == np.int32
+    assert packed.shape == (PackedStep.size(SIZES, bucket),)
+    step = PackedStep.of(SIZES, bucket, jnp.asarray(packed))
+    np.testing.assert_array_equal(step.decode_slots, [2, -1, -1, -1])
+    np.testing.assert_array_equal(step.decode_kv_lens, [10, 0, 0, 0])
+    np.testing.assert_array_equal(step.decode_tables[0], [5, 1, 7, -1, -1, -1])
+    np.testing.assert_array_equal(step.prefill_ids[:7], [4, 5, 6, 7, 8, 0, 1])
+    np.testing.assert_array_equal(step.cu_q_lens, [0, 5, 7])
+    np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
+    np.testing.assert_array_equal(step.prefill_slots, [0, -1])
+    rows = step.sampling_rows()
+    np.testing.assert_array_equal(rows.temperature, np.float32([0.5, 0, 0, 0, 0, 0]))
+    np.testing.assert_array_equal(rows.top_p, np.float32([0.25, 0, 0, 0, 1, 1]))
+    assert int(rows.seed[0]) == 2**32 - 1
+    np.testing.assert_array_equal(rows.position, [10, 0, 0, 0, 9, 2])
+
+
+def test_positions_and_slots_are_those_of_the_plan():
+    step = PackedStep.of(SIZES, Bucket(4, 8), jnp.asarray(PackedStep.pack(SIZES, Bucket(4, 8), MIXED)))
+    metadata = step.metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32))
+    np.testing.assert_array_equal(metadata.positions, [9, 0, 0, 0, 4, 5, 6, 7, 8, 0, 1, 0])
+    decode_slots = [7 * 4 + 1, -1, -1, -1]
+    np.testing.assert_array_equal(metadata.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
+
+
+@pytest.mark.parametrize("bucket", [Bucket(4, 0), Bucket(0, 16), Bucket(4, 16)], ids=str)
+def test_a_compiled_step_copies_no_cache(runner, bucket):
+    """Donated caches are the outputs' memory, and nothing of a cache's shape is copied on the way."""
+    runner.compile(bucket)
+    compiled = runner._compiled[bucket]
+    assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
+    shape = ",".join(map(str, (SIZES.num_pages, SIZES.page_size, model().config.latent_width)))
+    copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
+    assert not copies
+
+
+def test_a_failed_step_leaves_a_runner_that_can_start_over(runner):
+    before = runner.launch(MIXED).sampled()
+    for cache in runner._caches:
+        cache.pages.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        runner.launch(MIXED)
+    runner.reset()
+    assert runner.launch(MIXED).sampled()[1:] == before[1:]  # the decode row's last token was on the device
+    assert all(bool(jnp.all(jnp.isfinite(cache.pages))) for cache in runner._caches)
+
+
+def test_padding_writes_nothing(runner):
+    runner.reset()
+    runner.launch(MIXED)
+    written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
+    for page, offset in [(7, 1), (9, 0), (9, 1), (9, 2), (9, 3), (2, 0), (11, 0), (11, 1)]:
+        written[page, offset] = True
+    for cache in jax.device_get(runner._caches):
+        np.testing.assert_array_equal(np.any(cache.pages != 0, axis=-1), written)

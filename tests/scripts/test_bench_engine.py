@@ -1,0 +1,39 @@
+"""The engine's benchmark: it runs, and what it writes adds up. What it measures is nobody's promise."""
+
+import json
+
+import pytest
+
+from scripts import bench_engine
+from tests.models.engine_case import CONFIG
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", CONFIG)
+
+
+def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
+    out = tmp_path / "engine.json"
+    work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1"]
+    assert bench_engine.main(["--config", "v3-tiny", "--batch", "2", *work, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["versions"].keys() == {"python", "jax"}
+    (result,) = report["results"]
+    (batch,) = result["batches"]
+    assert batch["batch"] == 2
+    assert batch["prefill_tokens_per_s"] == pytest.approx(2 * 16 / batch["prefill_s"])
+    assert batch["decode_tokens_per_s"] == pytest.approx(2 * 2 / (batch["total_s"] - batch["prefill_s"]))
+    cache = result["prefix_cache"]
+    assert cache["prefix_hit_rate_off"] == 0
+    assert 0 < cache["prefix_hit_rate_on"] < 1
+    assert cache["speedup"] == pytest.approx(cache["total_s_off"] / cache["total_s_on"])
+    assert "prefix cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite"]])
+def test_wrong_sizes_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as raised:
+        bench_engine.main(wrong)
+    assert raised.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
