@@ -219,9 +219,10 @@ _ROUTING = {
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
 
-# Entries without which two readers of one config.json could build two models: they must be there, even as null.
-_EXPERTS = ("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-_EXPLICIT = ("q_lora_rank", "first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor", *_EXPERTS)
+# Entries without which two readers of one config.json could build two models. The nullable ones may say that there is
+# none of something, but they must say it.
+_EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
+_NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
 
 
@@ -229,7 +230,7 @@ def _from_hf(config: Json) -> ModelConfig:
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError("config.json: model_type is missing")
-    if model_type not in _ROUTING:
+    if str(model_type) not in _ROUTING:
         raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(_ROUTING)}")
     routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
@@ -238,6 +239,8 @@ def _from_hf(config: Json) -> ModelConfig:
     if model_type == "deepseek_v2":
         # Older checkpoints of this family carry them, and its models apply neither.
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
+    else:
+        entries.setdefault("num_nextn_predict_layers", 1)
     theta, yarn = _rope(config)
     special: dict[str, Any] = {
         "model_type": model_type,
@@ -245,7 +248,7 @@ def _from_hf(config: Json) -> ModelConfig:
         "yarn": yarn,
         "dtype": _dtype(config),
         "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
-        "fp8_block": _fp8_block(config.get("quantization_config")),
+        "fp8_block": _fp8_block(_object(config, "quantization_config")),
     }
     return ModelConfig(**{**entries, **routing, **special})
 
@@ -284,18 +287,18 @@ def _flag(name: str, value: Any) -> bool:
 
 def _routing(config: Json, name: str) -> str:
     supported = _ROUTING[config["model_type"]][name]
-    value = config.get(name) or supported[0]
+    value = str(config.get(name) or supported[0])
     if value not in supported:
         raise NotImplementedError(f"{name} {value!r} of a {config['model_type']}: expected {' or '.join(supported)}")
     return value
 
 
 def _require(config: Json, topk_method: str) -> None:
-    sized = [f.name for f in dataclasses.fields(ModelConfig) if f.type == "int" and f.default is dataclasses.MISSING]
-    explicit = [*_EXPLICIT, *(_GROUPS if topk_method != "greedy" else ())]
+    names = [f.name for f in dataclasses.fields(ModelConfig) if f.type == "int" and f.default is dataclasses.MISSING]
+    names += [*_EXPLICIT, *(_GROUPS if topk_method != "greedy" else ())]
     if config["model_type"] == "deepseek_v3":
-        explicit.append("norm_topk_prob")
-    missing = [n for n in sized if config.get(n) is None] + [n for n in explicit if n not in config]
+        names.append("norm_topk_prob")
+    missing = [n for n in names if config.get(n) is None] + [n for n in _NULLABLE if n not in config]
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} missing")
 
@@ -338,8 +341,15 @@ def _dtype(config: Json) -> str:
     return name
 
 
-def _fp8_block(quantization: Json | None) -> tuple[int, int] | None:
-    if quantization is None:
+def _object(config: Json, name: str) -> Json:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: expected an object, got {value!r}")
+    return value
+
+
+def _fp8_block(quantization: Json) -> tuple[int, int] | None:
+    if not quantization:
         return None
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or block is None or quantization.get("fmt", "e4m3") != "e4m3":
@@ -353,14 +363,14 @@ def _fp8_block(quantization: Json | None) -> tuple[int, int] | None:
 
 def _rope(config: Json) -> tuple[float, YarnConfig | None]:
     """Base and YaRN parameters, from `rope_parameters` or the older `rope_scaling` and `rope_theta`."""
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    old, new = _object(config, "rope_scaling"), _object(config, "rope_parameters")
     if clashes := [k for k in old.keys() & new.keys() if old[k] != new[k]]:
         raise ValueError(f"rope_scaling and rope_parameters contradict each other in {', '.join(sorted(clashes))}")
     rope = {**old, **new}
     thetas = {_number("rope_theta", r["rope_theta"]) for r in (config, rope) if r.get("rope_theta") is not None}
     if len(thetas) > 1:
         raise ValueError(f"rope_theta: config.json gives {' and '.join(map(str, sorted(thetas)))}")
-    kinds = {rope[key] for key in ("type", "rope_type") if rope.get(key)} or {"default"}
+    kinds = {str(rope[key]) for key in ("type", "rope_type") if rope.get(key)} or {"default"}
     if len(kinds) > 1:
         raise ValueError(f"rope type and rope_type contradict each other: {', '.join(sorted(kinds))}")
     kind = kinds.pop()

@@ -195,6 +195,27 @@ def test_says_what_is_wrong(entries: dict, message: str):
         ModelConfig.from_hf({**V3, **entries})
 
 
+def is_read_or_refused(config: dict) -> bool:
+    try:
+        read = ModelConfig.from_hf(config)
+    except (ValueError, NotImplementedError):
+        return True
+    return ModelConfig.from_hf(read.to_hf()) == read
+
+
+JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})
+
+
+@pytest.mark.parametrize("name", V3)
+def test_no_entry_ends_in_another_error(name: str):
+    assert all(is_read_or_refused({**V3, name: junk}) for junk in JUNK)
+
+
+@pytest.mark.parametrize("name", V3["rope_scaling"])
+def test_no_rope_entry_ends_in_another_error(name: str):
+    assert all(is_read_or_refused({**V3, "rope_scaling": {**V3["rope_scaling"], name: junk}}) for junk in JUNK)
+
+
 @pytest.mark.parametrize(
     ("entries", "feature"),
     [
