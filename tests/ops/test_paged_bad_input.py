@@ -1,0 +1,149 @@
+"""Calls of `paged_decode` and `paged_prefill` that fit together badly: the error names the argument, and nothing runs.
+
+Arguments are shapes, so nothing could.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, paged_decode, paged_prefill
+
+B, Q, T, HQ, HKV, D, N, PS, P = 3, 2, 7, 4, 2, 16, 9, 8, 5
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
+def of(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ints(*shape: int) -> Any:
+    return of(*shape, dtype=jnp.int32)
+
+
+def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
+    return PagedKV(of(N, HKV, PS, D, dtype=dtype), of(N, HKV, PS, D, dtype=dtype), scale, scale)
+
+
+def plan(rows: int = B * HKV, page_size: int = PS) -> DecodePlan:
+    return DecodePlan(ints(rows), ints(rows), ints(rows), ints(rows + 1), ints(5), ints(5), page_size, 0)
+
+
+KV = cache()
+INT8 = cache(jnp.int8, of(HKV))
+SHARED = {"kv": KV, "block_tables": ints(B, P), "kv_lens": ints(B)}
+DECODE = {"q": of(B, Q, HQ, D), **SHARED}
+PREFILL = {"q": of(T, HQ, D), "cu_q_lens": ints(B + 1), **SHARED}
+
+
+# What is wrong, the arguments that make it so, and what the message must say.
+BOTH: list[tuple[str, dict[str, Any], str]] = [
+    ("cache rank", {"kv": PagedKV(of(N, PS, D), KV.v)}, r"kv.k: expected shape \[N, Hkv, ps, D=16\], got \[9, 8, 16\]"),
+    ("cache width", {"kv": PagedKV(of(N, HKV, PS, 8), KV.v)}, r"kv.k: expected shape .*D=16\], got \[9, 2, 8, 8\]"),
+    ("cache dtype", {"kv": cache(jnp.int16)}, "kv.k: expected dtype .*int8.*, got int16"),
+    ("v unlike k", {"kv": replace(KV, v=of(N, HKV, PS, 8))}, r"kv.v: expected shape \[N=9, Hkv=2, ps=8, D=16\]"),
+    ("v of another dtype", {"kv": replace(KV, v=of(N, HKV, PS, D, dtype=jnp.bfloat16))}, "kv.v: expected dtype"),
+    ("head ratio", {"kv": PagedKV(*[of(N, 3, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 3 KV heads"),
+    ("more KV heads", {"kv": PagedKV(*[of(N, 8, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 8 KV heads"),
+    ("no k_scale", {"kv": replace(INT8, k_scale=None)}, "kv.k_scale: a int8 cache needs scales, got None"),
+    ("no v_scale", {"kv": replace(INT8, v_scale=None)}, "kv.v_scale: a int8 cache needs scales, got None"),
+    ("scales of floats", {"kv": cache(scale=of(HKV))}, r"kv.k_scale: a float32 cache has no scales, got .*\[2\]"),
+    ("scale dtype", {"kv": cache(jnp.int8, of(HKV, dtype=jnp.bfloat16))}, "kv.k_scale: expected dtype float32"),
+    ("scale heads", {"kv": cache(jnp.int8, of(3))}, r"kv.k_scale: expected shape \[Hkv=2\], .*got \[3\]"),
+    ("scale groups", {"kv": cache(jnp.int8, of(N, HKV, 3))}, "kv.k_scale: .*g dividing ps=8, got .9, 2, 3."),
+    ("scale pages", {"kv": cache(jnp.int8, of(N + 1, HKV, 4))}, r"kv.k_scale: .*N=9, .*got \[10, 2, 4\]"),
+    ("no scale groups", {"kv": cache(jnp.int8, of(N, HKV, 0))}, r"kv.k_scale: .*got \[9, 2, 0\]"),
+    ("scale layouts", {"kv": replace(INT8, v_scale=of(HKV, D))}, "kv.v_scale: expected the layout of kv.k_scale"),
+    ("table rank", {"block_tables": ints(B)}, "block_tables: expected shape"),
+    ("table rank 4", {"block_tables": ints(B, HKV, P, 1)}, "block_tables: expected shape"),
+    ("table batch", {"block_tables": ints(B + 1, P)}, "(block_tables|cu_q_lens): expected shape"),
+    ("table heads", {"block_tables": ints(B, HQ, P)}, r"block_tables: expected shape .*Hkv=2, P\], got \[3, 4, 5\]"),
+    ("table dtype", {"block_tables": of(B, P, dtype=jnp.uint32)}, "block_tables: expected dtype int32, got uint32"),
+    ("no table", {"block_tables": ints(B, 0)}, "block_tables: expected P of at least 1"),
+    ("lengths", {"kv_lens": ints(B - 1)}, r"kv_lens: expected shape \[.=3\], got \[2\]"),
+    ("lengths dtype", {"kv_lens": of(B)}, "kv_lens: expected dtype int32, got float32"),
+    ("window 0", {"window": 0}, "window: expected an int from 1 .*, got 0"),
+    ("negative window", {"window": -1}, "window: expected an int from 1 .*, got -1"),
+    ("window too large", {"window": 2**31}, "window: expected an int from 1 to 2"),
+    ("float window", {"window": 3.0}, "window: expected None, an int of at least 1 or a HeadWindow, got 3.0"),
+    ("bool window", {"window": True}, "window: expected None, an int of at least 1 or a HeadWindow, got True"),
+    ("window of query heads", {"window": HeadWindow(ints(HQ), ints(HKV))}, r"window.window: expected shape \[Hkv=2\]"),
+    ("window dtype", {"window": HeadWindow(of(HKV), ints(HKV))}, "window.window: expected dtype int32, got float32"),
+    (
+        "sink tokens",
+        {"window": HeadWindow(ints(HKV), ints(1))},
+        r"window.sink_tokens: expected .*\[1\]",
+    ),
+    ("sinks of KV heads", {"sinks": of(HKV)}, r"sinks: expected shape \[Hq=4\], got \[2\]"),
+    ("sinks dtype", {"sinks": of(HQ, dtype=jnp.bfloat16)}, "sinks: expected dtype float32, got bfloat16"),
+    ("scale 0", {"sm_scale": 0.0}, "sm_scale: expected a positive finite number, got 0.0"),
+    ("scale NaN", {"sm_scale": float("nan")}, "sm_scale: expected a positive finite number, got nan"),
+    ("scale inf", {"sm_scale": float("inf")}, "sm_scale: expected a positive finite number, got inf"),
+    ("cap", {"soft_cap": -2.0}, "soft_cap: expected a positive finite number, got -2.0"),
+    ("out dtype", {"out_dtype": jnp.int32}, "out_dtype: expected bfloat16 or float16 or float32, got int32"),
+    ("fp8 output", {"out_dtype": "float8_e4m3fn"}, "out_dtype: expected .*, got float8_e4m3fn"),
+    ("implementation", {"implementation": "cuda"}, "implementation: expected None or names among .*, got 'cuda'"),
+    ("no implementation", {"implementation": ()}, "implementation: expected None or names among"),
+]
+ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
+    ("q rank", {"q": of(B, HQ, D)}, r"q: expected shape \[B, Q, Hq, D\], got \[3, 4, 16\]"),
+    ("q dtype", {"q": of(B, Q, HQ, D, dtype=jnp.int8)}, "q: expected dtype bfloat16 or float16 or float32, got int8"),
+    ("no queries", {"q": of(B, 0, HQ, D)}, "q: expected Q of at least 1"),
+    ("no sequences", {"q": of(0, Q, HQ, D)}, "q: expected B of at least 1"),
+    ("batches", {"q": of(B + 1, Q, HQ, D)}, r"block_tables: expected shape \[B=4, P\], got \[3, 5\]"),
+    ("q_lens", {"q_lens": ints(B, Q)}, r"q_lens: expected shape \[B=3\], got \[3, 2\]"),
+    ("q_lens dtype", {"q_lens": of(B)}, "q_lens: expected dtype int32, got float32"),
+    ("mask rank", {"draft_mask": of(Q, Q, dtype=bool)}, r"draft_mask: expected shape \[B=3, Q=2, Q=2\], got \[2, 2\]"),
+    ("mask width", {"draft_mask": of(B, Q, 3, dtype=bool)}, r"draft_mask: expected shape .* got \[3, 2, 3\]"),
+    ("mask dtype", {"draft_mask": ints(B, Q, Q)}, "draft_mask: expected dtype bool, got int32"),
+    ("plan rows", {"plan": plan(rows=B)}, "plan: expected one of B·Hkv = 6 rows, got 3 rows"),
+    ("plan pages", {"plan": plan(page_size=16)}, "plan: expected one for pages of 8 tokens, got one for 16"),
+]
+ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
+    ("q rank", {"q": of(B, Q, HQ, D)}, r"q: expected shape \[T, Hq, D\], got \[3, 2, 4, 16\]"),
+    ("q dtype", {"q": of(T, HQ, D, dtype=jnp.float8_e4m3fn)}, "q: expected dtype bfloat16 or float16 or float32"),
+    ("no sequences", {"block_tables": ints(0, P)}, "block_tables: expected S of at least 1"),
+    ("prefix sums", {"cu_q_lens": ints(B)}, r"cu_q_lens: expected shape \[S\+1=4\], got \[3\]"),
+    ("prefix sums' rank", {"cu_q_lens": ints(B + 1, 1)}, "cu_q_lens: expected shape"),
+    ("prefix sums' dtype", {"cu_q_lens": of(B + 1)}, "cu_q_lens: expected dtype int32, got float32"),
+]
+
+
+def rows(op: Callable[..., Any], call: dict[str, Any], table: list[tuple[str, dict[str, Any], str]]) -> list[Any]:
+    return [pytest.param(op, call, changes, message, id=f"{op.__name__}, {what}") for what, changes, message in table]
+
+
+@pytest.mark.parametrize(
+    ("op", "call", "changes", "message"),
+    rows(paged_decode, DECODE, BOTH + ONLY_DECODE) + rows(paged_prefill, PREFILL, BOTH + ONLY_PREFILL),
+)
+def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        op(**call | changes)
+
+
+@pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
+def test_an_implementation_that_is_not_there(op: Callable[..., Any], call: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"{op.__name__} has no 'triton' implementation"):
+        op(**call, implementation="triton")
+
+
+@pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
+@pytest.mark.parametrize(
+    "kv",
+    [KV, INT8, cache(jnp.float8_e4m3fn, of(HKV, D)), cache(jnp.int8, of(N, HKV, 4))],
+    ids=["float32", "int8 per head", "fp8 per channel", "int8 in groups"],
+)
+def test_right_arguments(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
+    """What the tables above change was right before."""
+    optional = {"kv": kv, "window": HeadWindow(ints(HKV), ints(HKV)), "sinks": of(HQ)}
+    if op is paged_decode:
+        optional |= {"q_lens": ints(B), "draft_mask": of(B, Q, Q, dtype=bool), "plan": plan()}
+    static = {"sm_scale": 1.0, "soft_cap": 2.0, "out_dtype": jnp.float16, "implementation": ("mosaic", "xla")}
+    out = jax.eval_shape(lambda arrays: op(**arrays, **static), call | optional)
+    assert (out.shape, out.dtype) == (call["q"].shape, jnp.float16)
