@@ -1,0 +1,67 @@
+"""Named argument shapes of real models, for the tests on real sizes and for the benchmarks.
+
+Nothing here needs a test framework, so that benchmarks can import it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One layer's decode step.
+
+    Attributes:
+      batch: B sequences of at most `context` tokens.
+      queries: Q tokens each, drafts included.
+      window: the newest keys seen, or None for all.
+      learned_sinks: whether the model has a sink logit per query head.
+    """
+
+    batch: int
+    context: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int = 1
+    page_size: int = 64
+    window: int | None = None
+    learned_sinks: bool = False
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One layer's prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
+
+    sequences: int
+    new_tokens: int
+    cached_tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int = 64
+    window: int | None = None
+    learned_sinks: bool = False
+    soft_cap: float | None = None
+
+
+DECODE = {
+    "llama-3-8b": Decode(32, 8192, 32, 8, 128),
+    "llama-3-70b": Decode(16, 8192, 64, 8, 128),
+    "qwen3-32b, 3 drafts": Decode(16, 8192, 64, 8, 128, queries=4),
+    "gemma-2-27b, local": Decode(32, 8192, 32, 16, 128, window=4096, soft_cap=50.0),
+    "gemma-3-4b, local": Decode(64, 8192, 8, 4, 256, window=1024),
+    "gpt-oss-120b, local": Decode(64, 8192, 64, 8, 64, window=128, learned_sinks=True),
+    "gpt-oss-120b, full": Decode(64, 8192, 64, 8, 64, learned_sinks=True),
+    "long context": Decode(1, 131072, 32, 8, 128),
+}
+"""Decode steps by model and what is particular about the step."""
+
+PREFILL = {
+    "llama-3-8b, first chunk": Prefill(4, 2048, 0, 32, 8, 128),
+    "llama-3-8b, later chunk": Prefill(1, 2048, 30720, 32, 8, 128),
+    "llama-3-8b, many short": Prefill(64, 64, 1024, 32, 8, 128),
+    "gpt-oss-120b, local": Prefill(1, 4096, 4096, 64, 8, 64, window=128, learned_sinks=True),
+    "gemma-2-27b, local": Prefill(1, 4096, 4096, 32, 16, 128, window=4096, soft_cap=50.0),
+}
+"""Prefill chunks by model and what is particular about the chunk."""

@@ -1,0 +1,170 @@
+"""The shapes of real models: that every implementation takes them, and on a GPU that their numbers are right."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import PagedKV, kv_cache_spec, paged_decode, paged_prefill
+from pallas_attn.ops import paged_decode as decode_module
+from pallas_attn.ops import paged_prefill as prefill_module
+from tests import cases
+from tests.ops import harness
+from tests.ops.harness import VARIANTS, Variant
+
+
+def lean(implementations: Iterable[str]) -> pytest.MarkDecorator:
+    """What is dense takes more memory than there is. Configurations are those that users get."""
+    names = set(implementations) - {"reference"}
+    return pytest.mark.parametrize("variant", [pytest.param(Variant(name), id=name) for name in sorted(names)])
+
+
+every_decode = pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE)
+every_prefill = pytest.mark.parametrize("case", cases.PREFILL.values(), ids=cases.PREFILL)
+
+type Case = cases.Decode | cases.Prefill
+
+
+def static(case: Case) -> dict[str, Any]:
+    options = {"window": case.window, "soft_cap": case.soft_cap}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], size: float = 1.0) -> jax.Array:
+    return size * jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def paged(case: Case, sequences: int, longest: int, key: jax.Array, table: jax.Array) -> dict[str, Any]:
+    """Every page of every sequence somewhere in the pool, and sinks if the model has some."""
+    pages_per_row = -(-longest // case.page_size)
+    spec = kv_cache_spec(
+        num_pages=1 + sequences * pages_per_row,
+        page_size=case.page_size,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=jnp.bfloat16,
+    )
+    shape = spec.arrays["k"].shape
+    k, v, sinks = jax.random.split(key, 3)
+    # Values of the size that the tolerances, FlashMLA's, are meant for.
+    kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
+    ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
+    arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}
+    return arrays | ({"sinks": jax.random.normal(sinks, (case.q_heads,))} if case.learned_sinks else {})
+
+
+def decode_arrays(case: cases.Decode, key: jax.Array) -> dict[str, Any]:
+    q, lens, pool, table = jax.random.split(key, 4)
+    kv_lens = jax.random.randint(lens, (case.batch,), case.queries, case.context + 1, jnp.int32)
+    q = normal(q, (case.batch, case.queries, case.q_heads, case.head_dim))
+    return {"q": q, "kv_lens": kv_lens, **paged(case, case.batch, case.context, pool, table)}
+
+
+def prefill_arrays(case: cases.Prefill, key: jax.Array) -> dict[str, Any]:
+    q, pool, table = jax.random.split(key, 3)
+    length = case.cached_tokens + case.new_tokens
+    return {
+        "q": normal(q, (case.sequences * case.new_tokens, case.q_heads, case.head_dim)),
+        "cu_q_lens": jnp.arange(case.sequences + 1, dtype=jnp.int32) * case.new_tokens,
+        "kv_lens": jnp.full((case.sequences,), length, jnp.int32),
+        **paged(case, case.sequences, length, pool, table),
+    }
+
+
+def fresh_key() -> jax.Array:
+    return jax.random.key(int(harness.fresh_rng().integers(2**32)))
+
+
+# --- anywhere
+
+
+@lean(decode_module.IMPLEMENTATIONS)
+@every_decode
+def test_decode_shapes_are_supported(variant: Variant, case: cases.Decode) -> None:
+    shapes = jax.eval_shape(lambda: decode_arrays(case, jax.random.key(0)))
+    call = harness.compiled(paged_decode, variant, return_lse=True, **static(case))
+    out, lse = jax.eval_shape(call, **shapes)
+    assert (out.shape, out.dtype) == (shapes["q"].shape, jnp.bfloat16)
+    assert lse.shape == shapes["q"].shape[:-1]
+
+
+@lean(prefill_module.IMPLEMENTATIONS)
+@every_prefill
+def test_prefill_shapes_are_supported(variant: Variant, case: cases.Prefill) -> None:
+    shapes = jax.eval_shape(lambda: prefill_arrays(case, jax.random.key(0)))
+    call = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))
+    out, lse = jax.eval_shape(call, **shapes)
+    assert (out.shape, out.dtype) == (shapes["q"].shape, jnp.bfloat16)
+    assert lse.shape == shapes["q"].shape[:-1]
+
+
+# --- on a GPU
+
+
+def reference(case: Case, arrays: dict[str, Any]) -> Any:
+    call = harness.compiled(paged_decode, VARIANTS["reference"], return_lse=True, out_dtype="float32", **static(case))
+    return call(**arrays)
+
+
+@pytest.mark.gpu
+@lean(decode_module.IMPLEMENTATIONS)
+@every_decode
+def test_decode_numbers(variant: Variant, case: cases.Decode) -> None:
+    arrays = jax.jit(decode_arrays, static_argnums=0)(case, fresh_key())
+    got = harness.compiled(paged_decode, variant, return_lse=True, **static(case))(**arrays)
+    harness.assert_attention_close(got, reference(case, arrays), variant.tolerance(jnp.bfloat16))
+
+
+@pytest.mark.gpu
+@lean(prefill_module.IMPLEMENTATIONS)
+@every_prefill
+def test_prefill_numbers(variant: Variant, case: cases.Prefill) -> None:
+    """A sample of the chunk's tokens, each compared with the decode step it would have been."""
+    key = fresh_key()
+    arrays = jax.jit(prefill_arrays, static_argnums=0)(case, key)
+    out, lse = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))(**arrays)
+    token = jnp.sort(jax.random.choice(key, arrays["q"].shape[0], (32,), replace=False))
+    sequence, index = jnp.divmod(token, case.new_tokens)
+    steps = {
+        "q": arrays["q"][token][:, None],
+        "kv_lens": (case.cached_tokens + index + 1).astype(jnp.int32),
+        "block_tables": arrays["block_tables"][sequence],
+        "kv": arrays["kv"],
+        "sinks": arrays.get("sinks"),
+    }
+    want_out, want_lse = reference(case, steps)
+    want = want_out[:, 0], want_lse[:, 0]
+    harness.assert_attention_close((out[token], lse[token]), want, variant.tolerance(jnp.bfloat16))
+
+
+@pytest.mark.gpu
+@lean(decode_module.IMPLEMENTATIONS)
+@pytest.mark.parametrize("head_wise", [False, True])
+def test_a_pool_beyond_32_bit_offsets(variant: Variant, head_wise: bool) -> None:
+    """Pages at the end of a pool of more than 2**32 elements, and the same pages in a small one."""
+    num_pages, num_kv_heads, page_size, head_dim, pages = 2**16 + 512, 8, 64, 128, 16
+    k, v, q = jax.random.split(fresh_key(), 3)
+    small = PagedKV(*[normal(x, (2 * pages, num_kv_heads, page_size, head_dim)) for x in (k, v)])
+    assert num_pages * num_kv_heads * page_size * head_dim > 2**32
+
+    @jax.jit
+    def at_the_end(small: jax.Array) -> jax.Array:
+        large = jnp.zeros((num_pages, *small.shape[1:]), small.dtype)
+        return jax.lax.dynamic_update_slice(large, small, (num_pages - 2 * pages, 0, 0, 0))
+
+    large = jax.tree.map(at_the_end, small)
+    table = jnp.arange(2 * pages, dtype=jnp.int32).reshape(2, pages)
+    offset = num_pages - 2 * pages
+    if head_wise:
+        table = table[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+        offset *= num_kv_heads
+    rest = {
+        "q": normal(q, (2, 1, 32, head_dim)),
+        "kv_lens": jnp.array([pages * page_size, 700], jnp.int32),
+    }
+    call = harness.compiled(paged_decode, variant, return_lse=True)
+    want = call(kv=small, block_tables=table, **rest)
+    got = call(kv=large, block_tables=table + offset, **rest)
+    harness.assert_attention_close(got, want, variant.tolerance(jnp.bfloat16))
