@@ -84,14 +84,15 @@ def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implement
     Raises:
       ValueError: a name that no operation has.
     """
+    source = "implementation"
     if implementation is None and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
-        implementation = [name.strip() for name in named.split(",")]
+        source, implementation = ENVIRONMENT_VARIABLE, [name.strip() for name in named.split(",")]
     if implementation is None:
         return [name for name in NAMES if name in loaders and name != "reference"]
     names = [implementation] if isinstance(implementation, str) else list(implementation)
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
-        raise ValueError(f"implementation: expected None or names among {', '.join(NAMES)}, got {implementation!r}")
+        raise ValueError(f"{source}: expected None or names among {', '.join(NAMES)}, got {implementation!r}")
     return names
 
 
