@@ -107,10 +107,10 @@ def attend_rows(
         return group(jnp.arange(rows, dtype=jnp.int32))
     # Neighbours in this order have about equally many tiles, so few members of a group idle while its longest walks.
     order = jnp.argsort(-num_tiles).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
     groups = -(-rows // group_rows)
     order = jnp.concatenate([order, jnp.broadcast_to(order[-1:], (groups * group_rows - rows,))])
     out, lse = lax.map(group, order.reshape(groups, group_rows))
-    place = jnp.zeros((rows,), jnp.int32).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
     return out.reshape(-1, *out.shape[2:])[place], lse.reshape(-1, *lse.shape[2:])[place]
 
 
