@@ -1,0 +1,393 @@
+"""The contract of `mla_prefill`: attention over keys expanded all at once, in whatever pieces it was computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import PagedLatent, mla_decode, mla_prefill, write_latent
+from pallas_attn.ops import latent_gather, ragged_attention
+from tests.ops import harness, naive, transformations
+from tests.ops.harness import Variant
+
+IMPLEMENTATIONS = [name for name in ragged_attention.IMPLEMENTATIONS if name in latent_gather.IMPLEMENTATIONS]
+every_variant = harness.variants(IMPLEMENTATIONS)
+bounded_variant = harness.variants(name for name in IMPLEMENTATIONS if name != "reference")
+
+SM_SCALE = 0.2
+PS, TABLE_WIDTH, NUM_PAGES = 4, 8, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCase:
+    """One call of `mla_prefill`.
+
+    Attributes:
+      cached, new: tokens of each sequence.
+      tokens: T; what the new tokens leave of it is padding.
+      value_scale: of the latents, queries are divided by it; below 1 for 16-bit inputs, see `mla_case`.
+    """
+
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    tokens: int = 24
+    heads: int = 3
+    nope_dim: int = 16
+    rope_dim: int = 8
+    value_dim: int = 12
+    latent_dim: int = 32
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    value_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case with values. `pages` hold the prefix only: every other slot, and every table entry past it, is dead."""
+
+    case: PrefillCase
+    rng: np.random.Generator
+    q: np.ndarray
+    latent_new: np.ndarray
+    pages: np.ndarray
+    w_uk: np.ndarray
+    w_uv: np.ndarray
+    tables: np.ndarray
+    dead: np.ndarray
+
+    @staticmethod
+    def draw(case: PrefillCase, rng: np.random.Generator) -> Inputs:
+        width = case.latent_dim + case.rope_dim
+        q = rng.standard_normal((case.tokens, case.heads, case.nope_dim + case.rope_dim)) / case.value_scale
+        latent_new = rng.standard_normal((case.tokens, width)) * case.value_scale
+        pages = rng.standard_normal((NUM_PAGES, PS, width)) * case.value_scale
+        w_uk, w_uv = (
+            (rng.standard_normal((case.heads, rows, case.latent_dim)) * case.latent_dim**-0.5).astype(case.dtype)
+            for rows in (case.nope_dim, case.value_dim)
+        )
+        prefix = np.arange(TABLE_WIDTH * PS) < np.array(case.cached)[:, None, None]
+        size = {"page_size": PS, "num_pages": NUM_PAGES}
+        tables = harness.paginate(rng, prefix, **size)
+        dead = harness.dead_slots(tables, prefix, **size)[:, 0]
+        cache_dtype = case.cache_dtype or case.dtype
+        latents = latent_new.astype(cache_dtype), pages.astype(cache_dtype)
+        return Inputs(case, rng, q.astype(case.dtype), *latents, w_uk, w_uv, tables, dead)
+
+    def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments; what must not matter is poison or 0."""
+        fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
+        padding = np.arange(self.case.tokens) >= sum(self.case.new)
+        q = fill(self.rng, self.q, padding)
+        return {
+            "q_nope": q[..., : self.case.nope_dim],
+            "q_rope": q[..., self.case.nope_dim :],
+            "latent_new": fill(self.rng, self.latent_new, padding),
+            "cache": PagedLatent(jnp.asarray(fill(self.rng, self.pages, self.dead))),
+            "w_uk": self.w_uk,
+            "w_uv": self.w_uv,
+            "block_tables": self.tables,
+            "cu_q_lens": np.cumsum((0, *self.case.new), dtype=np.int32),
+            "kv_lens": np.array(self.case.cached, np.int32) + np.array(self.case.new, np.int32),
+        }
+
+    def expected(self) -> np.ndarray:
+        """[T, Hq, v] in float64, over keys and values rounded to the queries' dtype, as storing them would."""
+        case = self.case
+        out, start = np.zeros((*self.q.shape[:2], case.value_dim)), 0
+        for s, (cached, new) in enumerate(zip(case.cached, case.new, strict=True)):
+            token = np.arange(cached)
+            prefix = self.pages[self.tables[s, token // PS], token % PS]
+            latent = np.concatenate([prefix, self.latent_new[start : start + new]]).astype(np.float64)
+            normed, rotated = latent[:, : case.latent_dim], latent[:, None, case.latent_dim :]
+            k_nope = np.einsum("ul,hnl->uhn", normed, self.w_uk.astype(np.float64))
+            k = np.concatenate([k_nope, np.repeat(rotated, case.heads, axis=1)], axis=2)
+            v = np.einsum("ul,hvl->uhv", normed, self.w_uv.astype(np.float64))
+            k, v = (x.astype(case.dtype).astype(np.float64) for x in (k, v))
+            for i in range(new):
+                seen = cached + i + 1
+                out[start + i], _ = naive.attend(self.q[start + i], k[:seen], v[:seen], SM_SCALE)
+            start += new
+        return out
+
+
+def prefill(variant: Variant, piece_tokens: int | None = None) -> harness.Jitted:
+    return harness.compiled(mla_prefill, variant, sm_scale=SM_SCALE, piece_tokens=piece_tokens)
+
+
+def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> None:
+    harness.assert_close("output", got, want, variant.tolerance(case.dtype)[0])
+
+
+def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None) -> None:
+    """Poison changes no bit, padding is 0, and the result is the one spelt out in numpy."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    got = prefill(variant, piece_tokens)(**inputs.arguments())
+    harness.assert_same_bits(got, prefill(variant, piece_tokens)(**inputs.arguments(poisoned=False)))
+    assert not np.asarray(got)[sum(case.new) :].any()
+    assert got.dtype == case.dtype
+    assert_close(variant, case, got, inputs.expected())
+
+
+LENGTHS = {
+    "nothing cached": ((0, 0, 0, 0), (7, 1, 4, 9)),
+    "whole pages": ((4, 8, 0, 12), (5, 4, 1, 8)),
+    "parts of pages": ((1, PS - 1, PS + 1, 10), (2, 3, 6, 1)),
+    "one long prefix": ((TABLE_WIDTH * PS, 0, 3, 1), (2, 5, 1, 3)),
+    "every table full": ((TABLE_WIDTH * PS,) * 4, (6, 6, 6, 6)),
+    "one new token each": ((7, 8, 9, 0), (1, 1, 1, 1)),
+    "idle between": ((0, 9, 0, 6), (0, 3, 0, 2)),
+    "prefixes without new tokens": ((9, 4, 0, 8), (0, 3, 0, 2)),
+    "all idle": ((0, 0, 0, 0), (0, 0, 0, 0)),
+}
+BASE = PrefillCase(*LENGTHS["parts of pages"])
+PIECES = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
+
+
+@pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("piece_tokens", PIECES.values(), ids=PIECES)
+@every_variant
+def test_lengths_and_pieces(variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
+    check(variant, replace(BASE, cached=cached, new=new), piece_tokens)
+
+
+@every_variant
+def test_any_lengths(variant: Variant) -> None:
+    rng = harness.fresh_rng()
+    for _ in range(15):
+        cached = rng.integers(0, TABLE_WIDTH * PS + 1, 4) * rng.integers(0, 2, 4)
+        new = rng.multinomial(rng.integers(25), [0.25] * 4)
+        check(variant, replace(BASE, cached=tuple(cached.tolist()), new=tuple(new.tolist())), PS)
+
+
+DTYPES = {
+    "bfloat16": replace(BASE, dtype="bfloat16", value_scale=0.25),
+    "bfloat16 cache, float32 queries": replace(BASE, cache_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
+@every_variant
+def test_dtypes(variant: Variant, case: PrefillCase) -> None:
+    check(variant, case, PS)
+
+
+@every_variant
+def test_widths_of_deepseek_as_a_user_gets_them(variant: Variant) -> None:
+    """With the tuned or heuristic configuration and piece size."""
+    widths = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512}
+    check(Variant(variant.implementation), replace(BASE, heads=2, value_scale=0.5, **widths))
+
+
+# --- what makes no difference
+
+
+@every_variant
+def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
+    inputs = Inputs.draw(replace(BASE, cached=(0, 3, 4, 17), new=(4, 6, 1, 9)), harness.fresh_rng())
+    own_pages = 1 + inputs.rng.permutation(NUM_PAGES - 1)[: inputs.tables.size].reshape(inputs.tables.shape)
+    inputs = replace(inputs, tables=own_pages.astype(np.int32))
+    arguments = inputs.arguments(poisoned=False) | {"cache": PagedLatent(jnp.asarray(inputs.pages))}
+    position = np.concatenate([c + np.arange(n) for c, n in zip(inputs.case.cached, inputs.case.new, strict=True)])
+    sequence = np.repeat(np.arange(4), inputs.case.new)
+    slots = np.full(inputs.case.tokens, -1, np.int32)
+    slots[: position.size] = inputs.tables[sequence, position // PS] * PS + position % PS
+    written = write_latent(arguments["cache"], jnp.asarray(inputs.latent_new), jnp.asarray(slots))
+    got = prefill(variant, PS)(**(arguments | {"cache": written}))
+    harness.assert_same_bits(got, prefill(variant, PS)(**arguments))
+    assert_close(variant, inputs.case, got, inputs.expected())
+
+
+@every_variant
+def test_chunk_by_chunk_is_all_at_once(variant: Variant) -> None:
+    """Each chunk is written once it was attended, as an engine does."""
+    whole = Inputs.draw(replace(BASE, cached=(0, 0, 0, 0), new=(5, 1, 8, 10)), harness.fresh_rng())
+    tables = 1 + whole.rng.permutation(NUM_PAGES - 1)[: whole.tables.size].reshape(whole.tables.shape)
+    arguments = whole.arguments() | {"block_tables": tables.astype(np.int32)}
+    want = prefill(variant, PS)(**arguments)
+    starts = arguments["cu_q_lens"][:-1]
+    cached, got = np.zeros(4, int), np.zeros(want.shape)
+    for new in ((2, 1, 4, 3), (3, 0, 1, 0), (0, 0, 3, 7)):
+        token = np.concatenate([starts[s] + cached[s] + np.arange(n) for s, n in enumerate(new)])
+        packed = np.concatenate([token, np.zeros(24 - token.size, int)])
+        chunk = {name: np.asarray(arguments[name])[packed] for name in ("q_nope", "q_rope", "latent_new")}
+        chunk["cu_q_lens"] = np.cumsum((0, *new), dtype=np.int32)
+        chunk["kv_lens"] = (cached + new).astype(np.int32)
+        got[token] = prefill(variant, PS)(**(arguments | chunk))[: token.size]
+        position = token - np.repeat(starts, new)
+        slots = np.full(24, -1, np.int32)
+        slots[: token.size] = tables[np.repeat(np.arange(4), new), position // PS] * PS + position % PS
+        cache = write_latent(arguments["cache"], jnp.asarray(chunk["latent_new"]), jnp.asarray(slots))
+        arguments, cached = arguments | {"cache": cache}, cached + new
+    assert cached.tolist() == [5, 1, 8, 10]
+    assert_close(variant, whole.case, got, want)
+
+
+@every_variant
+def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
+    inputs = Inputs.draw(BASE, harness.fresh_rng())
+    arguments = inputs.arguments()
+    want = np.asarray(prefill(variant, PS)(**arguments))
+    starts = arguments["cu_q_lens"]
+    for s in range(4):
+        alone = {name: np.roll(arguments[name], -starts[s], axis=0) for name in ("q_nope", "q_rope", "latent_new")}
+        alone["cu_q_lens"] = np.array([0, 0, *[inputs.case.new[s]] * 3], np.int32)
+        alone["kv_lens"] = np.array([0, arguments["kv_lens"][s], 0, 0], np.int32)
+        alone["block_tables"] = np.roll(inputs.tables, 1 - s, axis=0)
+        got = np.asarray(prefill(variant, PS)(**(arguments | alone)))
+        assert_close(variant, inputs.case, got[: inputs.case.new[s]], want[starts[s] : starts[s + 1]])
+        assert not got[inputs.case.new[s] :].any()
+
+
+@every_variant
+def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant) -> None:
+    inputs = Inputs.draw(replace(BASE, cached=(6, 9, 5, 0), new=(4, 3, 5, 2)), harness.fresh_rng())
+    tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)  # no page is shared
+    arguments = inputs.arguments(poisoned=False) | {"block_tables": tables}
+    pages = inputs.pages.copy()
+    want = np.asarray(prefill(variant, PS)(**(arguments | {"cache": PagedLatent(jnp.asarray(pages))})))
+    pages[tables[1, 1], 2, -1] = np.nan  # in the rotated key, not in the value
+    got = np.asarray(prefill(variant, PS)(**(arguments | {"cache": PagedLatent(jnp.asarray(pages))})))
+    assert np.isnan(got[4:7]).all()
+    harness.assert_same_bits(np.delete(got, range(4, 7), axis=0), np.delete(want, range(4, 7), axis=0))
+
+
+@every_variant
+def test_one_new_token_is_absorbed_decode(variant: Variant) -> None:
+    """q·(W_UK c) = (W_UKᵀ q)·c and Σ p W_UV c = W_UV Σ p c: the identity behind absorption."""
+    inputs = Inputs.draw(replace(BASE, cached=(7, 8, 9, 0), new=(1, 1, 1, 1)), harness.fresh_rng())
+    arguments = inputs.arguments(poisoned=False)
+    tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)
+    position = np.array(inputs.case.cached)
+    slots = (tables[np.arange(4), position // PS] * PS + position % PS).astype(np.int32)
+    cache = write_latent(PagedLatent(jnp.asarray(inputs.pages)), jnp.asarray(inputs.latent_new[:4]), jnp.asarray(slots))
+    out = harness.compiled(mla_decode, variant, sm_scale=SM_SCALE)(
+        q_latent=np.einsum("bhn,hnl->bhl", arguments["q_nope"][:4], inputs.w_uk)[:, None],
+        q_rope=arguments["q_rope"][:4, None],
+        cache=cache,
+        block_tables=tables,
+        kv_lens=arguments["kv_lens"],
+    )
+    absorbed = np.einsum("bhl,hvl->bhv", np.asarray(out)[:, 0], inputs.w_uv)
+    got = prefill(variant, PS)(**(arguments | {"cache": cache, "block_tables": tables}))
+    assert_close(variant, inputs.case, got[:4], absorbed)
+    assert_close(variant, inputs.case, got, replace(inputs, tables=tables).expected())
+
+
+# --- transformations, and what is compiled
+
+
+@every_variant
+def test_repeats_are_equal_bit_for_bit(variant: Variant) -> None:
+    transformations.assert_repeats(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())
+
+
+@every_variant
+def test_under_vmap(variant: Variant) -> None:
+    """Batches of different lengths, so of different numbers of pieces."""
+    rng = harness.fresh_rng()
+    inputs = [Inputs.draw(replace(BASE, cached=c, new=n), rng) for c, n in list(LENGTHS.values())[:4]]
+    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *(i.arguments() for i in inputs))
+    call = prefill(variant, PS)
+    for got, i in zip(jax.jit(jax.vmap(lambda arrays: call(**arrays)))(stacked), inputs, strict=True):
+        assert_close(variant, BASE, got, i.expected())
+
+
+@every_variant
+def test_exported(variant: Variant) -> None:
+    transformations.assert_exports(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())
+
+
+@every_variant
+def test_inside_a_scan(variant: Variant) -> None:
+    """Layers with weights of their own; all else is theirs in common."""
+    inputs = Inputs.draw(BASE, harness.fresh_rng())
+    arguments = {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.arguments().items()}
+    layers = {name: jnp.stack([w, w[::-1]]) for name in ("w_uk", "w_uv") for w in [arguments.pop(name)]}
+    call = prefill(variant, PS)
+    _, got = jax.jit(lambda layers: jax.lax.scan(lambda _, w: (None, call(**w, **arguments)), None, layers))(layers)
+    assert_close(variant, BASE, got[0], inputs.expected())
+    assert_close(variant, BASE, got[1], replace(inputs, w_uk=inputs.w_uk[::-1], w_uv=inputs.w_uv[::-1]).expected())
+
+
+@every_variant
+def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
+    rng = harness.fresh_rng()
+    calls = [Inputs.draw(replace(BASE, cached=c, new=n), rng).arguments() for c, n in LENGTHS.values()]
+    op = functools.partial(mla_prefill, sm_scale=SM_SCALE, piece_tokens=PS)
+    transformations.assert_traced_once(op, variant, calls)
+    harness.assert_no_host_callbacks(prefill(variant, PS), **calls[0])
+    assert "mla_prefill" in harness.scope_names(prefill(variant, PS), **calls[0])
+
+
+def shapes(table_width: int) -> dict[str, Any]:
+    """A call by its shapes alone, of 64 new tokens of 4 sequences over a pool of 65,536 cached ones."""
+    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
+    return {
+        "q_nope": f32((64, 4, 32)),
+        "q_rope": f32((64, 4, 16)),
+        "latent_new": f32((64, 80)),
+        "cache": jax.eval_shape(lambda: PagedLatent(jnp.zeros((4096, 16, 80), jnp.float32))),
+        "w_uk": f32((4, 32, 64)),
+        "w_uv": f32((4, 32, 64)),
+        "block_tables": i32((4, table_width)),
+        "cu_q_lens": i32((5,)),
+        "kv_lens": i32((4,)),
+    }
+
+
+@bounded_variant
+def test_memory_does_not_grow_with_the_table(variant: Variant) -> None:
+    call = prefill(Variant(variant.implementation), 256)
+    narrow, wide = (harness.temp_bytes(call, **shapes(width)) for width in (64, 4096))
+    assert wide <= narrow + 4096
+    expanded_row = 4096 * 16 * 4 * (32 + 16 + 32) * 4  # bytes of a full row's keys and values
+    assert wide < expanded_row / 16
+
+
+# --- bad arguments
+
+GOOD = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes(6))
+ZEROS, LENS = functools.partial(jnp.zeros, dtype=jnp.float32), functools.partial(jnp.zeros, dtype=jnp.int32)
+BAD = {
+    "q_nope of rank 4": ("q_nope", {"q_nope": ZEROS((1, 64, 4, 32))}),
+    "an integer q_nope": ("q_nope", {"q_nope": LENS((64, 4, 32))}),
+    "q_rope of other tokens": ("q_rope", {"q_rope": ZEROS((63, 4, 16))}),
+    "q_rope of another dtype": ("q_rope", {"q_rope": ZEROS((64, 4, 16)).astype(jnp.bfloat16)}),
+    "w_uk of other heads": ("w_uk", {"w_uk": ZEROS((3, 32, 64))}),
+    "w_uk of another width": ("w_uk", {"w_uk": ZEROS((4, 16, 64))}),
+    "w_uk of another dtype": ("w_uk", {"w_uk": ZEROS((4, 32, 64)).astype(jnp.float16)}),
+    "w_uv of another latent": ("w_uv", {"w_uv": ZEROS((4, 32, 32))}),
+    "w_uv of rank 2": ("w_uv", {"w_uv": ZEROS((128, 64))}),
+    "pages of another width": ("cache.pages", {"cache": PagedLatent(ZEROS((8, 16, 64)))}),
+    "pages of rank 4": ("cache.pages", {"cache": PagedLatent(ZEROS((8, 1, 16, 80)))}),
+    "latent_new of another width": ("latent_new", {"latent_new": ZEROS((64, 64))}),
+    "latent_new of another dtype": ("latent_new", {"latent_new": ZEROS((64, 80)).astype(jnp.bfloat16)}),
+    "head-wise tables": ("block_tables", {"block_tables": LENS((4, 1, 6))}),
+    "float tables": ("block_tables", {"block_tables": ZEROS((4, 6))}),
+    "lengths in place of their sums": ("cu_q_lens", {"cu_q_lens": LENS((4,))}),
+    "kv_lens of another batch": ("kv_lens", {"kv_lens": LENS((5,))}),
+    "float kv_lens": ("kv_lens", {"kv_lens": ZEROS((4,))}),
+    "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
+    "no piece": ("piece_tokens", {"piece_tokens": 0}),
+    "an unknown implementation": ("implementation", {"implementation": "cuda"}),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
+    jax.eval_shape(functools.partial(mla_prefill, sm_scale=SM_SCALE), **GOOD)
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        mla_prefill(**(GOOD | {"sm_scale": SM_SCALE} | change))
+
+
+def test_an_implementation_that_is_not_there_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="triton"):
+        mla_prefill(**GOOD, sm_scale=SM_SCALE, implementation="triton")
