@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import ModelConfig
 from models.layers import MLP, project, swiglu
+from pallas_attn import capability
 
 
 class Router(nnx.Module):
@@ -94,9 +95,8 @@ def routed_experts(
 
 def hopper_takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
     """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
-    device = jax.config.jax_default_device or jax.devices()[0]
     tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 128 == 0 for w in (gate_up, down))
-    return getattr(device, "compute_capability", None) == "9.0" and gate_up.dtype.itemsize == 2 and tiled
+    return capability().compute_capability == (9, 0) and gate_up.dtype.itemsize == 2 and tiled
 
 
 def hopper_groups(

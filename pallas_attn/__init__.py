@@ -4,7 +4,9 @@ from pallas_attn.convert import from_nhd as from_nhd
 from pallas_attn.convert import join_kv as join_kv
 from pallas_attn.convert import split_kv as split_kv
 from pallas_attn.convert import to_nhd as to_nhd
+from pallas_attn.dispatch import Capability as Capability
 from pallas_attn.dispatch import Explanation as Explanation
+from pallas_attn.dispatch import capability as capability
 from pallas_attn.explain import explain as explain
 from pallas_attn.ops.common.merge import merge_states as merge_states
 from pallas_attn.ops.common.metadata import cumulative_lens as cumulative_lens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from models import moe
 from models.config import ModelConfig
 from models.presets import PRESETS
+from pallas_attn import Capability
 from tests.models import oracle
 
 V3 = PRESETS["v3-tiny"]
@@ -127,15 +127,15 @@ def test_hopper_multiplies_the_same_groups(rng):
 
 
 @pytest.mark.parametrize(
-    ("capability", "width", "dtype", "takes"),
+    ("version", "width", "dtype", "takes"),
     [
-        ("9.0", 128, jnp.bfloat16, True),
-        ("8.0", 128, jnp.bfloat16, False),
-        ("9.0", 128, jnp.float32, False),
-        ("9.0", 96, jnp.bfloat16, False),
+        ((9, 0), 128, jnp.bfloat16, True),
+        ((8, 0), 128, jnp.bfloat16, False),
+        ((9, 0), 128, jnp.float32, False),
+        ((9, 0), 96, jnp.bfloat16, False),
     ],
 )
-def test_hopper_is_asked_only_where_it_can(monkeypatch, capability: str, width: int, dtype, takes: bool):
+def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int], width: int, dtype, takes: bool):
     weights = [jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width))]
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", version))
     assert moe.hopper_takes(*weights) == takes
