@@ -52,11 +52,13 @@ def plan_decode(
     dims.check("kv_lens", kv_lens, "B", checks.INT)
     q_lens = jnp.ones_like(kv_lens) if q_lens is None else q_lens
     dims.check("q_lens", q_lens, "B", checks.INT)
-    checks.check_heads(num_q_heads, num_kv_heads)
-    checks.check_window(window, num_kv_heads)
-    for name, value in (("page_size", page_size), ("num_programs", num_programs)):
+    sizes = {"page_size": page_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+    for name, value in (sizes | {"num_programs": num_programs}).items():
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
+    checks.check_window(window, num_kv_heads)
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
     windows = head_windows(window, num_kv_heads)
