@@ -1,0 +1,324 @@
+"""`plan_decode` covers every visible page once, shares the cost evenly, and cuts no more than its mode asks for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_attn import FULL, DecodePlan, HeadWindow, plan_decode
+from pallas_attn.ops.common.plan import FIXED_PIECE_TOKENS, ROW_OVERHEAD_PAGES
+from tests.ops import harness
+
+BATCH, KV_HEADS, PS = 6, 2, 16
+PIECE = FIXED_PIECE_TOKENS // PS
+modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
+
+
+@functools.cache
+def planner(mode: str, num_programs: int, window: int | None = None, page_size: int = PS) -> harness.Jitted:
+    """`plan_decode` jitted; lengths and a `HeadWindow` go to the result as arrays."""
+
+    @jax.jit
+    def plan(kv_lens: jax.Array, q_lens: jax.Array | None, windows: HeadWindow | None) -> DecodePlan:
+        return plan_decode(
+            kv_lens,
+            q_lens=q_lens,
+            window=window if windows is None else windows,
+            page_size=page_size,
+            num_q_heads=4 * KV_HEADS,
+            num_kv_heads=KV_HEADS,
+            num_programs=num_programs,
+            mode=mode,  # pyrefly: ignore[bad-argument-type]
+        )
+
+    return plan
+
+
+class Piece(NamedTuple):
+    """Pages [start, stop) of a row's walk."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
+    """What each program takes, by the words of `DecodePlan`."""
+    num_pages = np.asarray(plan.num_pages).tolist()
+    starts = list(zip(np.asarray(plan.program_row).tolist(), np.asarray(plan.program_page).tolist(), strict=True))
+    assert starts[-1] == (len(num_pages), 0), "the last program leaves something over"
+    assert starts == sorted(starts), "programs do not follow one another"
+    return [
+        [
+            piece
+            for row in range(begin[0], min(end[0], len(num_pages) - 1) + 1)
+            for piece in cut(row, begin[1] if row == begin[0] else 0, end[1] if row == end[0] else num_pages[row], plan)
+        ]
+        for begin, end in itertools.pairwise(starts)
+    ]
+
+
+def cut(row: int, start: int, stop: int, plan: DecodePlan) -> list[Piece]:
+    """A stretch of a row, cut where `fixed` mode cuts all rows."""
+    size = plan.piece_pages or max(stop, 1)
+    edges = [start, *(p for p in range(size, stop, size) if p > start), stop]
+    return [Piece(row, a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+def walked_entries(plan: DecodePlan, row: int) -> list[int]:
+    """Table entries of a row's pages, in the order it numbers them."""
+    sink_pages, first_page, num_pages = (int(x[row]) for x in (plan.sink_pages, plan.first_page, plan.num_pages))
+    return [*range(sink_pages), *range(first_page, first_page + num_pages - sink_pages)]
+
+
+def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: int = 0) -> list[int]:
+    """Entries that hold a token some query sees, token by token."""
+    seen = set()
+    for position in range(max(kv_len - q_len, 0), kv_len):
+        seen |= {t // PS for t in range(position + 1) if t < sink_tokens or t > position - window}
+    return sorted(seen)
+
+
+def check(plan: DecodePlan) -> list[list[Piece]]:
+    """Every page of every row is in exactly one piece, and the counts of pieces are right."""
+    programs = pieces_of_programs(plan)
+    pieces = [piece for program in programs for piece in program]
+    pages = [(row, page) for row, start, stop in pieces for page in range(start, stop)]
+    assert pages == [(row, page) for row, n in enumerate(np.asarray(plan.num_pages)) for page in range(n)]
+    counts = np.bincount([piece.row for piece in pieces], minlength=plan.num_pages.shape[0])
+    np.testing.assert_array_equal(plan.piece_offsets, np.cumsum([0, *counts]))
+    return programs
+
+
+def cost(program: list[Piece]) -> int:
+    return sum(stop - start + ROW_OVERHEAD_PAGES for _, start, stop in program)
+
+
+def as_lens(lens: Any) -> jax.Array:
+    return jnp.asarray(lens, jnp.int32)
+
+
+# Short ones to see every page boundary, long ones to be cut.
+LENS = st.lists(
+    st.one_of(st.sampled_from([0, 1, PS - 1, PS, PS + 1]), st.integers(0, 300), st.integers(0, 20_000)),
+    min_size=BATCH,
+    max_size=BATCH,
+)
+PROGRAMS = st.sampled_from([1, 5, 132])
+
+
+@modes
+@settings(deadline=None)
+@given(lens=LENS, num_programs=PROGRAMS)
+def test_every_page_is_in_one_piece(mode: str, lens: list[int], num_programs: int) -> None:
+    plan = planner(mode, num_programs)(as_lens(lens), None, None)
+    check(plan)
+    np.testing.assert_array_equal(plan.num_pages, np.repeat(-(-np.array(lens) // PS), KV_HEADS))
+    assert plan.page_size == PS
+    assert plan.piece_pages == (PIECE if mode == "fixed" else 0)
+
+
+WINDOWS = st.one_of(st.sampled_from([1, PS - 1, PS, PS + 1, FULL]), st.integers(1, 400))
+SINKS = st.one_of(st.sampled_from([0, 1, PS, PS + 1]), st.integers(0, 400))
+
+
+@modes
+@settings(deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 300), min_size=BATCH, max_size=BATCH),
+    q_lens=st.lists(st.integers(0, 20), min_size=BATCH, max_size=BATCH),
+    windows=st.lists(st.tuples(WINDOWS, SINKS), min_size=KV_HEADS, max_size=KV_HEADS),
+)
+def test_rows_walk_the_pages_their_window_shows(
+    mode: str, lens: list[int], q_lens: list[int], windows: list[tuple[int, int]]
+) -> None:
+    per_head = HeadWindow(*(as_lens(x) for x in zip(*windows, strict=True)))
+    plan = planner(mode, 5)(as_lens(lens), as_lens(q_lens), per_head)
+    check(plan)
+    for row, (b, h) in enumerate(np.ndindex(BATCH, KV_HEADS)):
+        assert walked_entries(plan, row) == visible_entries(lens[b], q_lens[b], *windows[h])
+
+
+@modes
+@pytest.mark.parametrize("window", [1, PS, PS + 1, 100, FULL])
+def test_one_window_for_all_heads(mode: str, window: int) -> None:
+    lens = [0, 1, PS, PS + 1, 100, 300]
+    plan = planner(mode, 5, window)(as_lens(lens), None, None)
+    check(plan)
+    for row, (b, _) in enumerate(np.ndindex(BATCH, KV_HEADS)):
+        assert walked_entries(plan, row) == visible_entries(lens[b], 1, window)
+    chex.assert_trees_all_equal(plan, planner(mode, 5, window)(as_lens(lens), as_lens([1] * BATCH), None))
+
+
+@settings(deadline=None)
+@given(lens=LENS, num_programs=PROGRAMS)
+def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], num_programs: int) -> None:
+    """Whatever one program has above the mean, beyond rounding, is the price of one cut."""
+    plan = planner("balanced", num_programs)(as_lens(lens), None, None)
+    costs = [cost(program) for program in check(plan)]
+    total = sum(n + ROW_OVERHEAD_PAGES for n in np.asarray(plan.num_pages).tolist() if n)
+    share = max(-(-total // num_programs), ROW_OVERHEAD_PAGES + 1)
+    assert max(costs) <= share + ROW_OVERHEAD_PAGES
+    busy = -(-total // share)
+    assert all(c >= share - ROW_OVERHEAD_PAGES for c in costs[: busy - 1])
+    assert not any(costs[busy:])
+
+
+@settings(deadline=None)
+@given(lens=LENS, num_programs=PROGRAMS)
+def test_balanced_cuts_at_most_once_a_program(lens: list[int], num_programs: int) -> None:
+    plan = planner("balanced", num_programs)(as_lens(lens), None, None)
+    rows_with_pages = np.count_nonzero(plan.num_pages)
+    assert rows_with_pages <= plan.piece_offsets[-1] <= rows_with_pages + num_programs - 1
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_programs"),
+    [
+        ([1000] * BATCH, 1),
+        ([7, 0, 30_000, 16, 1, 500], 1),
+        ([1000] * BATCH, 2),
+        ([1000] * BATCH, 4),
+        ([1000] * BATCH, BATCH * KV_HEADS),
+        ([1000, 0, 1000, 0, 0, 1000], 3),
+        ([3, 9, 16, 1, 15, 2], 132),
+    ],
+)
+def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -> None:
+    """Where whole rows make equal shares, or are too short to be worth two programs."""
+    plan = planner("balanced", num_programs)(as_lens(lens), None, None)
+    check(plan)
+    assert np.diff(plan.piece_offsets).max() == 1
+
+
+def test_balanced_cuts_a_long_row_among_all_programs() -> None:
+    plan = planner("balanced", 132)(as_lens([0, 0, 0, 100_000, 0, 1]), None, None)
+    programs = check(plan)
+    assert sum(bool(program) for program in programs) >= 130
+    assert max(map(cost, programs)) < 1.05 * sum(map(cost, programs)) / 132 + ROW_OVERHEAD_PAGES
+
+
+@settings(deadline=None)
+@given(lens=LENS, num_programs=PROGRAMS)
+def test_fixed_cuts_depend_on_the_rows_own_length(lens: list[int], num_programs: int) -> None:
+    plan = planner("fixed", num_programs)(as_lens(lens), None, None)
+    in_batch = [piece for program in check(plan) for piece in program]
+    for b, length in enumerate(lens):
+        alone = planner("fixed", 5)(as_lens([0, 0, 0, 0, 0, length]), None, None)
+        own = [piece[1:] for program in check(alone) for piece in program if piece.row == (BATCH - 1) * KV_HEADS]
+        assert own == [piece[1:] for piece in in_batch if piece.row == b * KV_HEADS]
+        assert all(start % PIECE == 0 for start, _ in own)
+
+
+@settings(deadline=None)
+@given(lens=LENS, num_programs=PROGRAMS)
+def test_fixed_shares_are_equal_numbers_of_whole_pieces(lens: list[int], num_programs: int) -> None:
+    plan = planner("fixed", num_programs)(as_lens(lens), None, None)
+    counts = [len(program) for program in check(plan)]
+    assert max(counts) <= -(-sum(counts) // num_programs)
+    assert (np.asarray(plan.program_page) % PIECE == 0).all()
+
+
+@modes
+def test_all_idle(mode: str) -> None:
+    plan = planner(mode, 5)(as_lens([0] * BATCH), None, None)
+    assert not any(check(plan))
+    assert not np.asarray(plan.piece_offsets).any()
+    no_queries = planner(mode, 5)(as_lens([100] * BATCH), as_lens([0] * BATCH), None)
+    assert not any(check(no_queries))
+
+
+@modes
+def test_pages_larger_than_a_fixed_piece(mode: str) -> None:
+    plan = planner(mode, 5, page_size=2 * FIXED_PIECE_TOKENS)(as_lens([0, 1, 5000, 4096, 20_000, 9]), None, None)
+    programs = check(plan)
+    assert mode == "balanced" or all(stop - start == 1 for p in programs for _, start, stop in p)
+
+
+@modes
+def test_lengths_do_not_overflow(mode: str) -> None:
+    """The longest sequence int32 can count, on several rows."""
+    plan = planner(mode, 132)(as_lens([2**31 - 1, 0, 0, 2**31 - 1, 0, 0]), None, None)
+    assert np.asarray(plan.num_pages).tolist() == [2**27, 2**27, 0, 0, 0, 0] * 2
+    rows, pages = np.asarray(plan.program_row), np.asarray(plan.program_page)
+    assert (np.diff(rows) >= 0).all()
+    assert (pages >= 0).all()
+    share = np.diff(np.where(rows >= 6, 2**28, 0) + np.where((rows % 6 == 1) & (rows < 12), 2**27, 0) + pages)
+    assert share[:-1].min() > 0.9 * 2**29 / 132
+
+
+@modes
+def test_planned_inside_jit_without_a_retrace_or_the_host(mode: str) -> None:
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(kv_lens: jax.Array, q_lens: jax.Array, window: HeadWindow) -> DecodePlan:
+        return plan_decode(
+            kv_lens,
+            q_lens=q_lens,
+            window=window,
+            page_size=PS,
+            num_q_heads=8,
+            num_kv_heads=KV_HEADS,
+            num_programs=5,
+            mode=mode,  # pyrefly: ignore[bad-argument-type]
+        )
+
+    rng = harness.fresh_rng()
+    for _ in range(5):
+        lens, q_lens = as_lens(rng.integers(0, 9999, BATCH)), as_lens(rng.integers(0, 5, BATCH))
+        window = HeadWindow(as_lens(rng.integers(1, 999, KV_HEADS)), as_lens(rng.integers(0, 99, KV_HEADS)))
+        check(step(lens, q_lens, window))
+    harness.assert_no_host_callbacks(step, lens, q_lens, window)
+
+
+@modes
+def test_under_vmap(mode: str) -> None:
+    lens = as_lens(harness.fresh_rng().integers(0, 9999, (3, BATCH)))
+    plans = jax.vmap(lambda lens: planner(mode, 5)(lens, None, None))(lens)
+    for i in range(3):
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], plans), planner(mode, 5)(lens[i], None, None))
+
+
+GOOD: dict[str, Any] = {
+    "kv_lens": jnp.zeros((BATCH,), jnp.int32),
+    "page_size": PS,
+    "num_q_heads": 8,
+    "num_kv_heads": KV_HEADS,
+    "num_programs": 5,
+}
+BAD = {
+    "kv_lens of rank 2": ("kv_lens", {"kv_lens": jnp.zeros((BATCH, 1), jnp.int32)}),
+    "float kv_lens": ("kv_lens", {"kv_lens": jnp.zeros((BATCH,))}),
+    "q_lens of another batch": ("q_lens", {"q_lens": jnp.zeros((BATCH - 1,), jnp.int32)}),
+    "unsigned q_lens": ("q_lens", {"q_lens": jnp.zeros((BATCH,), jnp.uint32)}),
+    "no window": ("window", {"window": 0}),
+    "a window that is no integer": ("window", {"window": 2.5}),
+    "a window of other heads": (
+        "window.window",
+        {"window": HeadWindow(jnp.ones((3,), jnp.int32), jnp.zeros((3,), jnp.int32))},
+    ),
+    "no pages": ("page_size", {"page_size": 0}),
+    "no programs": ("num_programs", {"num_programs": 0}),
+    "heads that do not divide": ("num_q_heads", {"num_q_heads": 7}),
+    "no KV heads": ("num_kv_heads", {"num_kv_heads": 0}),
+    "an unknown mode": ("mode", {"mode": "fair"}),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
+    plan_decode(**GOOD)
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        plan_decode(**(GOOD | change))
