@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import DecodePlan, PagedLatent, mla_decode, plan_decode, write_latent
+from pallas_attn import (
+    DecodePlan,
+    PagedLatent,
+    gather_latent,
+    latent_cache_spec,
+    mla_decode,
+    plan_decode,
+    write_latent,
+)
 from pallas_attn.ops.mla_decode import IMPLEMENTATIONS
 from tests.ops import harness, transformations
 from tests.ops.harness import Variant
@@ -298,6 +306,33 @@ def test_memory_does_not_grow_with_the_table(variant: Variant, dtype: Any) -> No
     assert wide <= narrow + 4096
     one_row = 64 * 16 * 576 * jnp.dtype(dtype).itemsize  # the narrow table's tokens of one row of 32
     assert wide < 16 * one_row
+
+
+@pytest.mark.gpu
+@bounded_variant
+def test_a_pool_of_more_than_2_to_the_32_elements(variant: Variant) -> None:
+    """Written, gathered and attended where a 32-bit offset would wrap around to other pages."""
+    small = {"page_size": 64, "pages_per_row": 5, "num_pages": 64}
+    case = MlaCase((300, 64, 0, 101), heads=16, latent_dim=512, rope_dim=64, dtype="bfloat16", **small)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    arguments = jax.tree.map(jnp.asarray, inputs.arguments())
+    spec = {"num_pages": 2**32 // (64 * 576) + 1000, "page_size": 64, "latent_dim": 512, "rope_dim": 64}
+    far = inputs.rng.choice(1000, 64, replace=False) + spec["num_pages"] - 1000  # where the small pool's pages lie
+    far[::2] -= spec["num_pages"] - 1000
+    slots = jnp.asarray(far[:, None] * 64 + np.arange(64), jnp.int32).reshape(-1)
+    write = jax.jit(functools.partial(write_latent, implementation=variant.implementation), donate_argnums=0)
+    cache = PagedLatent.allocate(latent_cache_spec(**spec, dtype=jnp.bfloat16))
+    cache = write(cache, arguments["cache"].pages.reshape(-1, 576), slots)
+    tables = inputs.tables.copy()
+    tables[inputs.visible.any(1)[:, ::64]] = far[tables[inputs.visible.any(1)[:, ::64]]]
+    lens = {"cu_q_lens": jnp.zeros(5, jnp.int32), "kv_lens": arguments["kv_lens"], "length": 512}
+    empty = jnp.zeros((0, 576), jnp.bfloat16)
+    harness.assert_same_bits(
+        gather_latent(cache, empty, jnp.asarray(tables), **lens),
+        gather_latent(arguments["cache"], empty, arguments["block_tables"], **lens),
+    )
+    got = run(Variant(variant.implementation), arguments | {"cache": cache, "block_tables": tables})
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance("bfloat16"))
 
 
 # --- bad arguments
