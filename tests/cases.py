@@ -65,3 +65,48 @@ PREFILL = {
     "gemma-2-27b, local": Prefill(1, 4096, 4096, 32, 16, 128, window=4096, soft_cap=50.0),
 }
 """Prefill chunks by model and what is particular about the chunk."""
+
+
+@dataclass(frozen=True)
+class MlaDecode:
+    """One layer's absorbed decode step; `batch` sequences of at most `context` tokens."""
+
+    batch: int
+    context: int
+    heads: int
+    queries: int = 1
+    latent_dim: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+
+
+@dataclass(frozen=True)
+class MlaPrefill:
+    """One layer's expanded prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
+
+    sequences: int
+    new_tokens: int
+    cached_tokens: int
+    heads: int
+    nope_dim: int = 128
+    value_dim: int = 128
+    latent_dim: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+
+
+MLA_DECODE = {
+    "deepseek-v2-lite": MlaDecode(64, 8192, 16),
+    "deepseek-v3": MlaDecode(32, 8192, 128),
+    "deepseek-v3, 1 draft": MlaDecode(32, 8192, 128, queries=2),
+    "deepseek-v3, an eighth of its heads": MlaDecode(64, 8192, 16, queries=2),
+    "long context": MlaDecode(1, 131072, 128),
+}
+"""Absorbed decode steps by model and what is particular about the step."""
+
+MLA_PREFILL = {
+    "deepseek-v2-lite, first chunk": MlaPrefill(2, 2048, 0, 16),
+    "deepseek-v2-lite, many short": MlaPrefill(32, 64, 1024, 16),
+    "deepseek-v3, later chunk": MlaPrefill(1, 2048, 14336, 128),
+}
+"""Expanded prefill chunks by model and what is particular about the chunk."""
