@@ -63,6 +63,11 @@ class EngineConfig:
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_pages * self.page_size >= 2**31:
+            raise ValueError(
+                f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
+                f" pages of {self.page_size}"
+            )
         if self.max_num_seqs > self.max_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected at most max_batched_tokens={self.max_batched_tokens}, so that every running"
