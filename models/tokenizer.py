@@ -1,0 +1,152 @@
+"""Text to token ids and back, with what a Hugging Face directory says about it: tokenizer.json and its chat template.
+
+Templates are untrusted input. They are rendered in jinja2's immutable sandbox, with the settings and helpers that
+Hugging Face transformers gives them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TokenizerError(ValueError):
+    """What is wrong with a directory's tokenizer or chat template, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer.json, and what goes around a prompt.
+
+    Attributes:
+      core: the tokenizers library's part.
+      special_tokens: name to text of those that chat templates may ask for: bos_token, eos_token, ...
+      add_bos: whether plain text starts with the bos_token even where tokenizer.json does not say so.
+      chat_template: None for a model that takes plain text.
+    """
+
+    core: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]
+    add_bos: bool
+    chat_template: jinja2.Template | None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """What a model is given for a user's text: the only message of a chat where there is a template, else the text
+        itself after whatever special tokens start a sequence.
+
+        Raises:
+          TokenizerError: the template refuses the chat.
+        """
+        if self.chat_template is not None:
+            return self.encode(self._render([{"role": "user", "content": text}]), add_special_tokens=False)
+        ids = self.encode(text)
+        bos = self.core.token_to_id(self.special_tokens.get("bos_token", "")) if self.add_bos else None
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Special tokens that are spelled out in it are recognised."""
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens; ids the tokenizer does not know say nothing."""
+        return self.core.decode(list(token_ids), skip_special_tokens=True)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        assumed = {"messages": messages, "add_generation_prompt": True, **self.special_tokens}
+        try:
+            return self.chat_template.render(assumed)  # pyrefly: ignore[missing-attribute]
+        except Exception as error:  # whatever a template may do
+            raise TokenizerError(f"the chat template cannot render a user's message: {error}") from error
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
+
+    The chat template is that of chat_template.jinja, else of tokenizer_config.json (of several, the one named
+    "default").
+
+    Raises:
+      TokenizerError: a file is malformed.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    config_path = directory / "tokenizer_config.json"
+    config = _read_json(config_path) if config_path.is_file() else {}
+    return Tokenizer(
+        core=_load_core(path),
+        special_tokens=_special_tokens(config),
+        add_bos=config.get("add_bos_token") is True,
+        chat_template=_load_template(directory / "chat_template.jinja", config),
+    )
+
+
+def _load_core(path: Path) -> tokenizers.Tokenizer:
+    _read_json(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(f"{path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path}: expected a JSON object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens come as their text, or as an object with it as its content."""
+    given = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str | None)]:
+        raise TokenizerError(f"tokenizer_config.json: expected {wrong[0]} to be a text, got {given[wrong[0]]!r}")
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _load_template(path: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if not isinstance(source, str | None):
+        raise TokenizerError(f"tokenizer_config.json: expected chat_template to be a text, got {type(source).__name__}")
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else source
+        return None if source is None else _environment().from_string(source)
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"the chat template is malformed: {error}") from error
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    helpers: dict[str, Any] = environment.globals
+    helpers["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
+    """In place of jinja2's own, which escapes what means something in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)

@@ -1,0 +1,147 @@
+"""Tokenizer directories made here with the tokenizers library: what is read of them, and what is refused."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from models.tokenizer import TokenizerError, load_tokenizer
+
+BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<user>", "<assistant>"
+SPECIAL = [BOS, EOS, USER, ASSISTANT]
+WORDS = ["[UNK]", *SPECIAL, "a", "page", "of", "the", "cache"]
+IDS = {word: i for i, word in enumerate(WORDS)}
+
+CHAT = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '<user>' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<assistant>' }}
+{%- endif %}
+"""
+
+
+def words(ids):
+    return [WORDS[i] for i in ids]
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Writes a directory with a word tokenizer in it, and loads it."""
+
+    def save(config=None, *, starts_with_bos=True, template_file=None):
+        core = Core(models.WordLevel(IDS, unk_token="[UNK]"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        core.decoder = decoders.Fuse()
+        core.add_special_tokens(SPECIAL)
+        if starts_with_bos:
+            core.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, IDS[BOS])])
+        core.save(str(tmp_path / "tokenizer.json"))
+        if config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        if template_file is not None:
+            (tmp_path / "chat_template.jinja").write_text(template_file)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        return tokenizer
+
+    return save
+
+
+def test_a_directory_without_one_has_none(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_plain_text_starts_as_the_post_processor_says(save):
+    tokenizer = save()
+    assert tokenizer.chat_template is None
+    assert words(tokenizer.encode_prompt("the cache")) == [BOS, "the", "cache"]
+
+
+def test_add_bos_token_is_kept_where_the_post_processor_says_nothing(save):
+    plain = save({"bos_token": BOS}, starts_with_bos=False)
+    assert words(plain.encode_prompt("the cache")) == ["the", "cache"]
+    added = save({"bos_token": BOS, "add_bos_token": True}, starts_with_bos=False)
+    assert words(added.encode_prompt("the cache")) == [BOS, "the", "cache"]
+
+
+def test_add_bos_token_adds_no_second_one(save):
+    tokenizer = save({"bos_token": {"content": BOS}, "add_bos_token": True})
+    assert words(tokenizer.encode_prompt("cache")) == [BOS, "cache"]
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_chat_template_wraps_the_prompt(save, as_object):
+    def token(text):
+        return {"__type": "AddedToken", "content": text, "special": True} if as_object else text
+
+    tokenizer = save({"bos_token": token(BOS), "eos_token": token(EOS), "chat_template": CHAT})
+    ids = tokenizer.encode_prompt("a page of the cache")
+    assert words(ids) == [BOS, USER, "a", "page", "of", "the", "cache", EOS, ASSISTANT]
+
+
+def test_of_several_templates_the_default_is_taken(save):
+    several = [{"name": "tool_use", "template": "cache"}, {"name": "default", "template": "a {{ bos_token }}"}]
+    assert words(save({"bos_token": BOS, "chat_template": several}).encode_prompt("x")) == ["a", BOS]
+
+
+def test_a_template_file_comes_before_the_configured_one(save):
+    tokenizer = save({"chat_template": "cache"}, template_file="page of")
+    assert words(tokenizer.encode_prompt("x")) == ["page", "of"]
+
+
+def test_templates_have_the_helpers_they_expect(save):
+    template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
+    tokenizer = save({"chat_template": template})
+    assert tokenizer.chat_template.render() == '"a"{"<&é": 1}'
+
+
+def test_decoding_leaves_out_special_tokens_and_unknown_ids(save):
+    assert save().decode([IDS[BOS], IDS["page"], IDS["of"], 10**6, IDS[EOS]]) == "pageof"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only system messages') }}", "only system messages"),
+        ("{{ messages.append(1) }}", "cannot render"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 // 0 }}", "cannot render"),
+    ],
+)
+def test_what_a_template_may_not_do(save, template, message):
+    with pytest.raises(TokenizerError, match=message):
+        save({"chat_template": template}).encode_prompt("x")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"chat_template": "{% if %}"}, "malformed"),
+        ({"chat_template": 3}, "expected chat_template to be a text, got int"),
+        ({"bos_token": ["<s>"]}, "expected bos_token to be a text"),
+    ],
+)
+def test_malformed_configurations_are_refused(save, config, message):
+    with pytest.raises(TokenizerError, match=message):
+        save(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "not JSON"), ("[]", "expected a JSON object"), ("{}", "tokenizer.json: ")]
+)
+def test_malformed_tokenizers_are_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_file_that_is_no_text_is_refused(save, tmp_path):
+    save()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TokenizerError, match="malformed"):
+        load_tokenizer(tmp_path)
