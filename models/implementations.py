@@ -1,0 +1,114 @@
+"""Which implementations a model's attention would run on, found without allocating anything."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models.config import ModelConfig
+from models.mla import AttentionSettings
+from models.runner import RunnerConfig
+from pallas_attn import Explanation, PagedLatent, explain, latent_cache_spec
+
+
+def explain_attention(
+    config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike
+) -> dict[str, Explanation]:
+    """What `pallas_attn.explain` says of every operation the model calls, in the shapes of its largest step.
+
+    Args:
+      config: the model.
+      settings: how it attends.
+      sizes: of the engine's steps and cache.
+      dtype: of the weights; also of the cache unless `sizes` says otherwise.
+
+    Returns:
+      Operation to explanation; one whose `chosen` is None makes every step fail.
+
+    Raises:
+      ValueError: an implementation that no operation has, or a dtype or size that they refuse.
+    """
+    shapes = _Shapes(config, settings, sizes, dtype)
+    explained = {"write_latent": shapes.write_latent()}
+    if settings.mla != "expand":
+        explained["mla_decode"] = shapes.mla_decode()
+    if settings.mla != "absorb":
+        explained["gather_latent"] = shapes.gather_latent()
+        explained["ragged_attention"] = shapes.ragged_attention()
+    return explained
+
+
+class _Shapes:
+    """The calls of one layer, by their shapes."""
+
+    def __init__(self, config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike):
+        self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
+        spec = latent_cache_spec(
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            latent_dim=config.kv_lora_rank,
+            rope_dim=config.qk_rope_head_dim,
+            dtype=sizes.cache_dtype or dtype,
+        )
+        self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        piece_tokens = settings.piece_tokens or sizes.prefill_buckets[-1]
+        self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
+
+    def write_latent(self) -> Explanation:
+        tokens = self._sizes.decode_buckets[-1] + self._sizes.prefill_buckets[-1]
+        return self._explain("write_latent", self._cache, self._latent(tokens), _ints(tokens))
+
+    def mla_decode(self) -> Explanation:
+        config, sizes = self._config, self._sizes
+        absorbs_prefill = self._settings.mla == "absorb"
+        rows = max(sizes.decode_buckets[-1], sizes.prefill_buckets[-1] if absorbs_prefill else 0)
+        q_latent = self._array(rows, 1, config.num_attention_heads, config.kv_lora_rank)
+        q_rope = self._array(rows, 1, config.num_attention_heads, config.qk_rope_head_dim)
+        tables = _ints(rows, sizes.table_pages)
+        return self._explain("mla_decode", q_latent, q_rope, self._cache, tables, _ints(rows), sm_scale=config.sm_scale)
+
+    def gather_latent(self) -> Explanation:
+        rows = self._sizes.max_prefill_seqs
+        tables = _ints(rows, min(self._piece_tokens // self._sizes.page_size, self._sizes.table_pages))
+        return self._explain(
+            "gather_latent",
+            self._cache,
+            self._latent(0),
+            tables,
+            _ints(rows + 1),
+            _ints(rows),
+            length=self._piece_tokens,
+        )
+
+    def ragged_attention(self) -> Explanation:
+        config, heads = self._config, self._config.num_attention_heads
+        q = self._array(self._sizes.prefill_buckets[-1], heads, config.qk_head_dim)
+        k = self._array(self._piece_tokens, heads, config.qk_head_dim)
+        v = self._array(self._piece_tokens, heads, config.v_head_dim)
+        offsets = _ints(self._sizes.max_prefill_seqs + 1)
+        return self._explain(
+            "ragged_attention",
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            causal=False,
+            sm_scale=config.sm_scale,
+            return_lse=True,
+            out_dtype=jnp.float32,
+        )
+
+    def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
+        return explain(op, *args, **kwargs, implementation=self._settings.implementation)
+
+    def _array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, self._dtype)
+
+    def _latent(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, self._config.latent_width), self._cache.pages.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,48 @@
+"""Which implementations a model would run on, by its settings."""
+
+import pytest
+
+from models.engine import EngineConfig
+from models.implementations import explain_attention
+from models.mla import AttentionSettings
+from models.presets import PRESETS
+
+CONFIG = PRESETS["v3-tiny"]
+SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64)
+
+
+def chosen(dtype="float32", **settings):
+    explained = explain_attention(CONFIG, AttentionSettings(**settings), SIZES, dtype)
+    return {op: explanation.chosen for op, explanation in explained.items()}
+
+
+@pytest.mark.parametrize(
+    ("mla", "ops"),
+    [
+        ("auto", ["write_latent", "mla_decode", "gather_latent", "ragged_attention"]),
+        ("absorb", ["write_latent", "mla_decode"]),
+        ("expand", ["write_latent", "gather_latent", "ragged_attention"]),
+    ],
+)
+def test_the_way_to_attend_decides_the_operations(mla, ops):
+    assert list(chosen(mla=mla)) == ops
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_every_operation_runs_on_the_implementation_named(name, dtype):
+    assert set(chosen(dtype, implementation=name).values()) == {name}
+
+
+def test_names_are_tried_in_order():
+    assert set(chosen(implementation=("reference", "xla")).values()) == {"reference"}
+
+
+def test_what_cannot_run_says_why():
+    explained = explain_attention(CONFIG, AttentionSettings(implementation="triton"), SIZES, "float32")
+    assert all(explanation.chosen is None and "triton" in explanation.refused for explanation in explained.values())
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="implementation"):
+        chosen(implementation="cuda")
