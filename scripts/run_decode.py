@@ -1,0 +1,262 @@
+"""Decode a batch of prompts, and tell what it took: `python scripts/run_decode.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from models.checkpoint import load_config
+from models.config import ModelConfig
+from models.engine import Engine, EngineConfig
+from models.implementations import explain_attention
+from models.mla import AttentionSettings
+from models.model import DeepSeek
+from models.outputs import RequestOutput
+from models.presets import PRESETS
+from models.tokenizer import Tokenizer, load_tokenizer
+from models.verify import Decoded, Verification, verify
+from models.weights import load_model, random_model
+from scripts.decode_options import PROG, UsageError, parse_options
+from scripts.decode_plot import plot_run
+from scripts.decode_progress import Display
+from scripts.decode_prompts import demo_ids, demo_texts, encode_texts, read_ids
+from scripts.decode_report import Report, device_name, differences
+
+DIFFERENT, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    try:
+        return run(parse_options(argv))
+    except UsageError as error:
+        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(options: argparse.Namespace) -> int:
+    """Decodes, verifies and reports what the options ask for; returns the exit status.
+
+    Raises:
+      UsageError: the options, or a file they name, are wrong.
+    """
+    display = Display(shown=sys.stderr.isatty() and not options.no_progress)
+    with _as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
+        device_name()
+    with _as_usage_error(ValueError, NotImplementedError, OSError):
+        config = PRESETS[options.random] if options.model is None else load_config(options.model)
+        tokenizer = None if options.model is None else load_tokenizer(options.model)
+        prompts = _prompts(options, config, tokenizer)
+        sizes = _engine_config(options, config, prompts)
+        implementation = _implementation(options, config, sizes)
+        with display.doing("loading the model"):
+            model = _load(options, config)
+    engine = _engine(options, model, sizes, prompts, display)
+    run_s, interrupted = _drive(options, engine, len(prompts), display)
+    outputs = [engine.output(i) for i in range(len(prompts))]
+    verification = None
+    if options.verify and not interrupted:
+        try:
+            with display.doing("verifying"):
+                verification = _verify(options, model, engine, prompts, outputs)
+        except KeyboardInterrupt:
+            interrupted = True
+    report = Report(
+        model=options.random if options.model is None else options.model.resolve().name,
+        outputs=outputs,
+        texts=None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs],
+        stats=engine.stats(),
+        page_size=options.page_size,
+        run_s=run_s,
+        implementation=implementation,
+        verification=verification,
+    )
+    report.print(Console())
+    _write_files(options, report, engine)
+    if interrupted:
+        raise KeyboardInterrupt
+    return _status(verification)
+
+
+def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
+    if options.prompt_ids is not None:
+        return read_ids(options.prompt_ids)
+    if options.prompt is None and tokenizer is None:
+        return demo_ids(config.vocab_size, options.page_size)
+    if tokenizer is None:
+        raise UsageError(f"--prompt: {options.model} has no tokenizer.json; give token ids with --prompt-ids")
+    return encode_texts(demo_texts() if options.prompt is None else options.prompt, tokenizer)
+
+
+def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
+    """What the options say, and for what they leave open sizes that suit the prompts and each other."""
+    lengths = sorted(len(prompt) for prompt in prompts)
+    num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
+    if num_seqs is None:
+        num_seqs = 4 if num_tokens is None else max(1, min(4, num_tokens))
+    if num_tokens is None:
+        num_tokens = max(64, num_seqs, 0 if options.chunked_prefill else lengths[-1])
+    if num_pages is None:
+        most = [min(length + options.max_tokens, config.max_position_embeddings) for length in lengths[-num_seqs:]]
+        num_pages = sum(-(-length // max(1, options.page_size)) for length in most)
+    sizes = EngineConfig(
+        num_pages=num_pages,
+        page_size=options.page_size,
+        max_batched_tokens=num_tokens,
+        max_num_seqs=num_seqs,
+        chunked_prefill=options.chunked_prefill,
+        prefix_caching=options.prefix_caching,
+    )
+    # A step is never larger than the whole batch: larger buckets would only take time to compile.
+    num_seqs = min(num_seqs, len(prompts))
+    num_tokens = min(num_tokens, sum(lengths) + len(prompts) * options.max_tokens)
+    return dataclasses.replace(
+        sizes,
+        max_batched_tokens=num_tokens,
+        max_num_seqs=num_seqs,
+        decode_buckets=_buckets(num_seqs),
+        prefill_buckets=_buckets(num_tokens),
+    )
+
+
+def _buckets(size: int) -> tuple[int, ...] | None:
+    """One bucket where padding costs less than compiling; else None, the engine's choice."""
+    return (size,) if size <= 64 else None
+
+
+def _implementation(options: argparse.Namespace, config: ModelConfig, sizes: EngineConfig) -> dict[str, str]:
+    """Operation to the name of what it will run on.
+
+    Raises:
+      NotImplementedError: there is nothing that an operation could run on.
+      ValueError: a name that no operation has.
+    """
+    explained = explain_attention(
+        config, _settings(options), sizes.runner_config(config.max_position_embeddings), _dtype(options, config)
+    )
+    for op, explanation in explained.items():
+        if explanation.chosen is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in explanation.refused.items())
+            raise NotImplementedError(f"--implementation: {op} cannot run here: {reasons}")
+    return {op: explanation.chosen for op, explanation in explained.items() if explanation.chosen is not None}
+
+
+def _settings(options: argparse.Namespace) -> AttentionSettings:
+    return AttentionSettings(mla=options.mla, implementation=options.implementation)
+
+
+def _dtype(options: argparse.Namespace, config: ModelConfig) -> str:
+    return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
+
+
+def _load(options: argparse.Namespace, config: ModelConfig) -> DeepSeek:
+    if options.model is None:
+        return random_model(config, dtype=_dtype(options, config), settings=_settings(options))
+    return load_model(options.model, _dtype(options, config), _settings(options))
+
+
+def _engine(
+    options: argparse.Namespace,
+    model: DeepSeek,
+    sizes: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    display: Display,
+) -> Engine:
+    """An engine, warmed up, with the prompts as its requests 0, 1, ...
+
+    Raises:
+      UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
+    """
+    with _as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+        engine = Engine(model, sizes, capture_logits=options.dump_logits is not None)
+    for i, prompt in enumerate(prompts):
+        with _as_usage_error(ValueError, prefix=f"prompt {i}: "):
+            engine.add_request(prompt, options.params, request_id=i)
+        if refusal := engine.output(i).refusal:
+            raise UsageError(f"prompt {i}: {refusal}")
+    with (
+        display.doing("compiling"),
+        _as_usage_error(NotImplementedError, ExceptionGroup, jax.errors.JaxRuntimeError),
+    ):
+        engine.warmup()
+    return engine
+
+
+def _drive(options: argparse.Namespace, engine: Engine, num_requests: int, display: Display) -> tuple[float, bool]:
+    """Steps until all is done or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
+    profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
+    interrupted = False
+    with profile, display.tokens(num_requests * options.max_tokens) as advance:
+        began = time.perf_counter()
+        try:
+            while engine.has_unfinished:
+                advance(len(engine.step()))
+        except KeyboardInterrupt:
+            interrupted = True
+            for i in range(num_requests):
+                engine.abort(i)
+        return time.perf_counter() - began, interrupted
+
+
+def _verify(
+    options: argparse.Namespace,
+    model: DeepSeek,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[RequestOutput],
+) -> Verification:
+    decoded = [
+        Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    in_pool = engine.stats().num_pages * options.page_size + 1  # a sequence's last token is never cached
+    return verify(model, decoded, max_len=min(engine.max_model_len, in_pool))
+
+
+def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
+    with _as_usage_error(OSError):
+        if options.json is not None:
+            options.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        if options.dump_logits is not None:
+            logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
+            with options.dump_logits.open("wb") as file:
+                np.savez(file, allow_pickle=False, **logits)
+        if options.plot is not None:
+            plot_run(options.plot, report)
+
+
+def _status(verification: Verification | None) -> int:
+    if verification is None or verification.passed:
+        return 0
+    for sentence in differences(verification):
+        print(f"{PROG}: not verified: {sentence}", file=sys.stderr)
+    return DIFFERENT
+
+
+@contextlib.contextmanager
+def _as_usage_error(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Turns errors that the input is to blame for into a UsageError."""
+    try:
+        yield
+    except errors as error:
+        reasons = [error.message, *map(str, error.exceptions)] if isinstance(error, ExceptionGroup) else [str(error)]
+        raise UsageError(prefix + "; ".join(reasons)) from error
+
+
+def _one_line(error: UsageError) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
