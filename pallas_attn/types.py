@@ -215,12 +215,15 @@ class DecodePlan:
     of its table: first `sink_pages[row]` from entry 0, then the window's from entry `first_page[row]`. Program i takes
     the rows and pages from (program_row[i], program_page[i]) up to where program i + 1 starts, and in `fixed` mode also
     cuts every row at multiples of `piece_pages`. A row cut in n pieces has piece_offsets[row + 1] - piece_offsets[row]
-    = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row.
+    = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row. Pieces are numbered in the order of rows
+    and pages.
 
     Attributes:
       sink_pages, first_page, num_pages: int32 [B·Hkv].
-      piece_offsets: int32 [B·Hkv + 1].
+      next_row: int32 [B·Hkv], the next row that is not idle; B·Hkv after the last.
+      piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
       program_row, program_page: int32 [num_programs + 1].
+      program_piece: int32 [num_programs + 1], number of each program's first piece.
       page_size: ps the plan counts in.
       piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
     """
@@ -228,9 +231,11 @@ class DecodePlan:
     sink_pages: Int32[Array, "rows"]
     first_page: Int32[Array, "rows"]
     num_pages: Int32[Array, "rows"]
+    next_row: Int32[Array, "rows"]
     piece_offsets: Int32[Array, "rows_plus_1"]
     program_row: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]
+    program_piece: Int32[Array, "programs_plus_1"]
     page_size: int = dataclasses.field(metadata={"static": True})
     piece_pages: int = dataclasses.field(metadata={"static": True})
 

@@ -31,7 +31,8 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
 
 
 def plan(rows: int = B * HKV, page_size: int = PS) -> DecodePlan:
-    return DecodePlan(ints(rows), ints(rows), ints(rows), ints(rows + 1), ints(5), ints(5), page_size, 0)
+    of_rows, of_programs = ints(rows), ints(5)
+    return DecodePlan(*(of_rows,) * 4, ints(rows + 1), *(of_programs,) * 3, page_size, 0)
 
 
 KV = cache()

@@ -96,6 +96,10 @@ def check(plan: DecodePlan) -> list[list[Piece]]:
     assert pages == [(row, page) for row, n in enumerate(np.asarray(plan.num_pages)) for page in range(n)]
     counts = np.bincount([piece.row for piece in pieces], minlength=plan.num_pages.shape[0])
     np.testing.assert_array_equal(plan.piece_offsets, np.cumsum([0, *counts]))
+    np.testing.assert_array_equal(plan.program_piece, np.cumsum([0, *map(len, programs)]))
+    busy = np.flatnonzero(plan.num_pages).tolist()
+    next_busy = [next((b for b in busy if b > row), len(counts)) for row in range(len(counts))]
+    np.testing.assert_array_equal(plan.next_row, next_busy)
     return programs
 
 

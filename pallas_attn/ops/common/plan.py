@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from pallas_attn import checks
 from pallas_attn.ops.common.visibility import head_windows, page_walk
@@ -67,46 +69,61 @@ def plan_decode(
     walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
     sink_pages, first_page, num_pages = (x.reshape(-1) for x in walk)
     piece_pages = max(1, FIXED_PIECE_TOKENS // page_size) if mode == "fixed" else 0
-    share = _fixed_shares if mode == "fixed" else _balanced_shares
-    program_row, program_page, pieces = share(num_pages, num_programs, piece_pages)
+    share = functools.partial(_fixed_shares, piece_pages=piece_pages) if mode == "fixed" else _balanced_shares
+    shares = share(num_pages, num_programs)
     return DecodePlan(
         sink_pages=sink_pages,
         first_page=first_page,
         num_pages=num_pages,
-        piece_offsets=_prefix_sums(pieces),
-        program_row=program_row,
-        program_page=program_page,
+        next_row=_next_busy(num_pages),
+        piece_offsets=_prefix_sums(shares.pieces),
+        program_row=shares.row,
+        program_page=shares.page,
+        program_piece=shares.piece,
         page_size=page_size,
         piece_pages=piece_pages,
     )
 
 
-type _Shares = tuple[Int32[Array, "programs_plus_1"], Int32[Array, "programs_plus_1"], Int32[Array, "rows"]]
-"""Where each program starts (row, page), and how many pieces each row is in."""
+class _Shares(NamedTuple):
+    """Row, page and piece that each program starts with, and how many pieces each row is in."""
+
+    row: Int32[Array, "programs_plus_1"]
+    page: Int32[Array, "programs_plus_1"]
+    piece: Int32[Array, "programs_plus_1"]
+    pieces: Int32[Array, "rows"]
 
 
-def _balanced_shares(num_pages: Int32[Array, "rows"], num_programs: int, piece_pages: int) -> _Shares:
+def _balanced_shares(num_pages: Int32[Array, "rows"], num_programs: int) -> _Shares:
     """Programs start at equal distances along the rows laid end to end, each as long as it costs."""
-    del piece_pages
-    cost = jnp.where(num_pages > 0, num_pages + ROW_OVERHEAD_PAGES, 0)
-    offsets = _prefix_sums(cost)
+    busy = num_pages > 0
+    offsets = _prefix_sums(jnp.where(busy, num_pages + ROW_OVERHEAD_PAGES, 0))
     share = jnp.maximum(-(-offsets[-1] // num_programs), ROW_OVERHEAD_PAGES + 1)
     start = jnp.minimum(jnp.arange(num_programs + 1, dtype=jnp.int32), -(-offsets[-1] // share)) * share
     row, into = _locate(offsets, start)
     # A share that starts in a row's overhead starts the row; a row's first page follows its overhead.
     page = jnp.clip(into - ROW_OVERHEAD_PAGES, 0, None)
     cuts = jnp.zeros_like(num_pages).at[jnp.where(page > 0, row, num_pages.shape[0])].add(1, mode="drop")
-    return row, page, jnp.where(num_pages > 0, 1 + cuts, 0)
+    # A piece begins with each busy row and with each cut.
+    piece = _prefix_sums(busy)[row] + jnp.cumsum(page > 0, dtype=jnp.int32)
+    return _Shares(row, page, piece, jnp.where(busy, 1 + cuts, 0))
 
 
-def _fixed_shares(num_pages: Int32[Array, "rows"], num_programs: int, piece_pages: int) -> _Shares:
+def _fixed_shares(num_pages: Int32[Array, "rows"], num_programs: int, *, piece_pages: int) -> _Shares:
     """Programs start at equal numbers of pieces; the cuts are the rows' own."""
     pieces = -(-num_pages // piece_pages)
     offsets = _prefix_sums(pieces)
     share = jnp.maximum(-(-offsets[-1] // num_programs), 1)
     start = jnp.minimum(jnp.arange(num_programs + 1, dtype=jnp.int32) * share, offsets[-1])
     row, into = _locate(offsets, start)
-    return row, into * piece_pages, pieces
+    return _Shares(row, into * piece_pages, start, pieces)
+
+
+def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+    """After each row, the next that has pages; the number of rows where there is none."""
+    rows = num_pages.shape[0]
+    busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
+    return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
 
 
 def _locate(
@@ -117,5 +134,5 @@ def _locate(
     return row, jnp.where(row < offsets.shape[0] - 1, place - offsets[row], 0)
 
 
-def _prefix_sums(x: Int32[Array, "rows"]) -> Int32[Array, "rows_plus_1"]:
+def _prefix_sums(x: Int32[Array, "rows"] | Bool[Array, "rows"]) -> Int32[Array, "rows_plus_1"]:
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(x, dtype=jnp.int32)])
