@@ -135,8 +135,8 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts: int) -> None:
     q, k, v = queries_and_keys(rng, num_keys=1024)
     out, lse = MERGE(*split_attention(q, k, v, np.arange(1024) * num_parts // 1024, num_parts))
     want_out, want_lse = unsplit(q, k, v)
-    assert_close("output", out, want_out, Tolerance(5e-7, 1e-6, 1e-12))
-    assert_close("LSE", lse, want_lse, Tolerance(1e-6, 1e-6, 1e-12))
+    assert_close("output", out, want_out, Tolerance(5e-7, 1e-6, 1e-9))
+    assert_close("LSE", lse, want_lse, Tolerance(1e-6, 1e-6, 1e-9))
 
 
 def test_error_does_not_grow_along_a_chain_of_merges() -> None:
@@ -149,8 +149,8 @@ def test_error_does_not_grow_along_a_chain_of_merges() -> None:
         zip(outs, lses, strict=True),
     )
     want_out, want_lse = unsplit(q, k, v)
-    assert_close("output", state[0], want_out, Tolerance(2e-6, 2e-6, 1e-12))
-    assert_close("LSE", state[1], want_lse, Tolerance(4e-6, 1e-6, 1e-12))
+    assert_close("output", state[0], want_out, Tolerance(2e-6, 2e-6, 1e-9))
+    assert_close("LSE", state[1], want_lse, Tolerance(4e-6, 1e-6, 1e-9))
 
 
 def test_half_precision_parts_are_merged_in_float32() -> None:
@@ -168,12 +168,15 @@ def test_half_precision_parts_are_merged_in_float32() -> None:
 
 def test_rows_may_have_any_axes() -> None:
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
-    want = MERGE(outs, lses)
+    want_out, want_lse = MERGE(outs, lses)
     flat = MERGE(outs.reshape(PARTS, -1, WIDTH), lses.reshape(PARTS, -1))
-    assert_same_bits(jax.tree.map(lambda x, y: x.reshape(y.shape), flat, want), want)
-    one_row = MERGE(outs[:, 0, 0], lses[:, 0, 0])
-    assert_same_bits(one_row, (want[0][0, 0], want[1][0, 0]))
-    assert_same_bits(jax.vmap(merge_states, in_axes=1)(jnp.asarray(outs), jnp.asarray(lses)), want)
+    mapped = jax.vmap(merge_states, in_axes=1)(jnp.asarray(outs), jnp.asarray(lses))
+    for out, lse in (flat, mapped):
+        assert_close("output", out.reshape(want_out.shape), want_out, F32_OUT)
+        assert_close("LSE", lse.reshape(want_lse.shape), want_lse, F32_LSE)
+    out, lse = MERGE(outs[:, 0, 0], lses[:, 0, 0])
+    assert_close("output", out, want_out[0, 0], F32_OUT)
+    assert_close("LSE", lse, want_lse[0, 0], F32_LSE)
 
 
 GOOD = {
