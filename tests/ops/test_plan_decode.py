@@ -173,7 +173,7 @@ def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], nu
     share = max(-(-total // num_programs), ROW_OVERHEAD_PAGES + 1)
     assert max(costs) <= share + ROW_OVERHEAD_PAGES
     busy = -(-total // share)
-    assert all(c >= share - ROW_OVERHEAD_PAGES for c in costs[: busy - 1])
+    assert all(c >= share - ROW_OVERHEAD_PAGES for c in costs[: max(busy - 1, 0)])
     assert not any(costs[busy:])
 
 
