@@ -108,7 +108,7 @@ def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Requests that share all but the last 32 tokens of a long prompt, arriving one after the other, cache on and off."""
+    """Requests that share all but the last 32 tokens of a long prompt, after one that computed it; cache off and on."""
     shared, own, requests = 4 * work.prompt_tokens, 32, 2 * batch
     rng = np.random.default_rng(0)
     row: dict[str, Any] = {"requests": requests, "shared_tokens": shared, "own_tokens": own, "batch": batch}
@@ -182,8 +182,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     cache = result["prefix_cache"]
     console.print(
-        f"prefix cache, {cache['requests']} requests sharing {cache['shared_tokens']} tokens: {cache['total_s_off']:.2f} s"
-        f" without, {cache['total_s_on']:.2f} s with ({cache['speedup']:.1f}x, hit rate {cache['prefix_hit_rate_on']:.0%})"
+        f"prefix cache, {cache['requests']} requests sharing {cache['shared_tokens']} tokens:"
+        f" {cache['total_s_off']:.2f} s without, {cache['total_s_on']:.2f} s with"
+        f" ({cache['speedup']:.1f}x, hit rate {cache['prefix_hit_rate_on']:.0%})"
     )
 
 

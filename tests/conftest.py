@@ -15,7 +15,8 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
-_hook = install_import_hook(["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models"], "beartype.beartype")
+_CHECKED = ["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models"]
+_hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
 @pytest.fixture
