@@ -103,4 +103,4 @@ def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
 
 @functools.cache
 def _plain_run() -> PlainRun:
-    return PlainRun(model(), num_rows=32)
+    return PlainRun(model(), max_output=MAX_TOKENS)

@@ -120,6 +120,7 @@ class Traffic:
                 assert len(output.output_ids) == arrival.max_tokens
                 assert reasons == [None] * (arrival.max_tokens - 1) + ["length"]
                 assert len(output.itl_s) == arrival.max_tokens - 1
+                assert output.ttft_s is not None
                 assert output.ttft_s > 0
         assert self.engine.stats().used_pages == 0
 
@@ -228,7 +229,7 @@ def test_a_prompt_that_can_never_run_is_refused(name, length, why):
         assert output.finish_reason == "length"
     else:
         assert output.finish_reason == "refused"
-        assert why in output.refusal
+        assert why in str(output.refusal)
         assert output.output_ids == []
 
 
@@ -236,7 +237,7 @@ def test_a_prompt_beyond_the_pool_is_refused():
     config = dataclasses.replace(padded(ENGINES["short of pages"]), num_pages=3)
     output = Engine(model(), config).generate([[1] * 25])[0]
     assert output.finish_reason == "refused"
-    assert "needs 4 pages, the pool has 3" in output.refusal
+    assert "needs 4 pages, the pool has 3" in str(output.refusal)
 
 
 def test_outgrowing_the_model_ends_with_length():
@@ -335,7 +336,7 @@ def test_nothing_compiles_after_warmup():
     Traffic(warm).run(everything(max_tokens=2))  # numpy's and jax's own first times
     events: list[str] = []
 
-    def listen(event: str, duration: float, **kwargs: object) -> None:
+    def listen(event: str, duration: float, **kwargs: str | int) -> None:
         if "compile" in event:
             events.append(event)
 

@@ -72,8 +72,8 @@ def test_a_packed_step_unpacks_to_what_was_planned():
     np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
     np.testing.assert_array_equal(step.prefill_slots, [0, -1])
     rows = step.sampling_rows()
-    np.testing.assert_array_equal(rows.temperature, np.float32([0.5, 0, 0, 0, 0, 0]))
-    np.testing.assert_array_equal(rows.top_p, np.float32([0.25, 0, 0, 0, 1, 1]))
+    np.testing.assert_array_equal(rows.temperature, np.array([0.5, 0, 0, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(rows.top_p, np.array([0.25, 0, 0, 0, 1, 1], np.float32))
     assert int(rows.seed[0]) == 2**32 - 1
     np.testing.assert_array_equal(rows.position, [10, 0, 0, 0, 9, 2])
 
