@@ -161,13 +161,12 @@ class QueryTiles:
         self._ends = jnp.cumsum(-(-lens // tile), dtype=jnp.int32)
         self._cu_q_lens, self._tile = cu_q_lens, tile
         row = jnp.arange(-(-num_tokens // tile) + num_sequences, dtype=jnp.int32)
-        exists = row < self._ends[-1]
         self.sequence = jnp.minimum(
             jnp.searchsorted(self._ends, row, side="right").astype(jnp.int32), num_sequences - 1
         )
         first = (row - self._first_tile(self.sequence)) * tile
         self.index = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
-        self.real = (self.index < lens[self.sequence][:, None]) & exists[:, None]
+        self.real = self.index < lens[self.sequence][:, None]  # rows past the last tile count on past the last sequence
         self.token = jnp.where(self.real, cu_q_lens[self.sequence][:, None] + self.index, 0)
 
     def _first_tile(self, sequence: Int32[Array, "n"]) -> Int32[Array, "n"]:
