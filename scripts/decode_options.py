@@ -177,8 +177,8 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",
-        help="of the attention operations, tried in this order: mosaic, triton, xla, reference (default: auto, the best"
-        " that runs here)",
+        help="what attention runs on: mosaic, triton, xla, reference; several are tried in the order given (default:"
+        " auto, the best that runs here)",
     )
     group.add_argument(
         "--mla",

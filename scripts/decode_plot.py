@@ -35,22 +35,28 @@ def plot_run(path: Path, report: Report) -> None:
 
 
 def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
-    edges = np.arange(len(steps) + 1)
-    below = np.zeros(len(steps))
+    below = np.zeros(max(1, len(steps)))
+    edges = np.arange(below.size + 1)
     parts = (("decode", _GREEN), ("prefill", _BLUE), ("cached", _ORANGE))
     for kind, colour in parts:
-        top = below + [getattr(step, f"{kind}_tokens") for step in steps]
+        top = below + _of_steps(steps, f"{kind}_tokens")
         label = "prefill spared by cached prefixes" if kind == "cached" else kind
         axes.stairs(top, edges, baseline=below, fill=True, color=colour, label=label)
         below = top
-    axes.set(xlabel="step", ylabel="tokens", xlim=(0, max(1, len(steps))), ylim=(0, 1.05 * max(1, *below)))
+    axes.set(xlabel="step", ylabel="tokens", xlim=(0, edges[-1]), ylim=(0, 1.05 * max(1, *below)))
     _finish(axes, "Tokens of each step")
 
 
+def _of_steps(steps: Sequence[StepRecord], field: str) -> np.ndarray:
+    """One number a step; of a run that was interrupted before the first one, 0."""
+    return np.array([getattr(step, field) for step in steps] or [0])
+
+
 def _draw_pages(axes: Any, stats: EngineStats) -> None:
-    used = [step.used_pages for step in stats.steps]
-    axes.stairs(used, np.arange(len(used) + 1), fill=True, color=_BLUE, alpha=0.35)
-    axes.stairs(used, np.arange(len(used) + 1), color=_BLUE, baseline=None, label="of running requests")
+    used = _of_steps(stats.steps, "used_pages")
+    edges = np.arange(used.size + 1)
+    axes.stairs(used, edges, fill=True, color=_BLUE, alpha=0.35)
+    axes.stairs(used, edges, color=_BLUE, baseline=None, label="of running requests")
     axes.axhline(stats.num_pages, color=_GREY, linestyle="--", label=f"all {stats.num_pages:,}")
     axes.set(xlabel="step", ylabel="pages", ylim=(0, 1.08 * stats.num_pages))
     noun = "preemption" if stats.preemptions == 1 else "preemptions"

@@ -31,7 +31,7 @@ class Report:
       page_size: tokens a page holds.
       run_s: seconds from the first step to the last, without compilation.
       implementation: operation to the implementation it ran on.
-      verification: None if it was not asked for, or there was nothing to wait for.
+      verification: None if it was not asked for, or the run was interrupted.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""run_decode as a person or a program would run it: what it computes, what it says, and how it refuses."""
+"""run_decode as a person or a program would run it: what it computes and what it says."""
 
 import dataclasses
 import json
@@ -6,38 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.engine import Engine
 from scripts import run_decode
-
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "goldens" / "v3"
-PROMPTS = json.loads((GOLDEN / "prompts.json").read_text())
-VOCAB_SIZE, MAX_POSITIONS = 256, 1280
-
-# Chunks, mixed steps and too few pages for two long requests; the same shapes, compiled once, in nearly every test.
-SIZES = ["--page-size", "4", "--num-pages", "26", "--max-batched-tokens", "16", "--max-num-seqs", "2"]
-SMALL = ["--model", str(GOLDEN), *SIZES, "--max-tokens", "6"]
-
-
-def lines_of(text):
-    return text.splitlines()
-
-
-@pytest.fixture
-def write_ids(tmp_path):
-    def write(content, name="ids.json"):
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return ["--prompt-ids", str(path)]
-
-    return write
+from tests.scripts.decode_case import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
 
 
 @pytest.fixture
@@ -158,7 +134,7 @@ class TestResults:
         for word in ("prompt", "cached", "new", "TTFT", "per token", "prefix hits", "preemptions", "compilation"):
             assert word in stdout
         assert "yes: 96 of 96 tokens equal" in stdout
-        assert max(map(len, lines_of(stdout))) <= 80
+        assert max(map(len, stdout.splitlines())) <= 80
 
     def test_the_picture_is_a_png(self, stdout, files):
         assert (files / "plot").read_bytes().startswith(b"\x89PNG")
@@ -190,41 +166,21 @@ def test_the_implementation_and_mla_asked_for_are_used(run_json, write_ids):
 
 
 class TestTexts:
-    @pytest.fixture
-    def directory(self, tmp_path):
-        """The golden model, with a tokenizer of one word for each of its ids."""
-        directory = tmp_path / "model"
-        shutil.copytree(GOLDEN, directory)
-        core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        core.save(str(directory / "tokenizer.json"))
-        return directory
-
     def words(self, ids):
         return " ".join(f"w{i}" for i in ids)
 
-    def test_prompts_and_outputs_are_texts(self, run_json, directory, golden):
-        result = run_json("--model", directory, *SIZES, "--max-tokens", "6", "--prompt", *map(self.words, PROMPTS[1:3]))
+    def test_prompts_and_outputs_are_texts(self, run_json, text_model, golden):
+        texts = [self.words(ids) for ids in PROMPTS[1:3]]
+        result = run_json("--model", text_model, *SIZES, "--max-tokens", "6", "--prompt", *texts)
         want = [golden[f"tokens_{i}"][:6].tolist() for i in (1, 2)]
         assert outputs(result) == want
         assert [request["text"] for request in result["requests"]] == [self.words(ids) for ids in want]
 
-    def test_the_chat_template_goes_around_a_prompt(self, run_json, directory):
+    def test_the_chat_template_goes_around_a_prompt(self, run_json, text_model):
         template = "{{ messages[0].content }} w9{% if add_generation_prompt %} w8{% endif %}"
-        (directory / "chat_template.jinja").write_text(template)
-        result = run_json("--model", directory, *SIZES, "--max-tokens", "1", "--prompt", "w1 w2", "w3")
+        (text_model / "chat_template.jinja").write_text(template)
+        result = run_json("--model", text_model, *SIZES, "--max-tokens", "1", "--prompt", "w1 w2", "w3")
         assert [request["prompt_tokens"] for request in result["requests"]] == [4, 3]
-
-    def test_an_empty_text_is_refused(self, directory, refused):
-        assert "text 1 is empty" in refused("--model", directory, "--prompt", "w1", " ")
-
-    def test_a_broken_template_is_refused(self, directory, refused):
-        (directory / "chat_template.jinja").write_text("{% endif %}")
-        assert "chat template is malformed" in refused("--model", directory, "--prompt", "w1")
-
-    def test_a_broken_tokenizer_is_refused(self, directory, refused):
-        (directory / "tokenizer.json").write_text("{}")
-        assert "tokenizer.json" in refused("--model", directory)
 
 
 def test_a_model_without_prompts_gets_demonstration_prompts_of_shared_prefixes(run_json):
@@ -298,7 +254,7 @@ def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids
     assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--json", str(directory / "out.json")]) == 2
     captured = capsys.readouterr()
     assert "2 requests" in captured.out
-    assert len(lines_of(captured.err)) == 1
+    assert len(captured.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -325,178 +281,3 @@ def test_help_teaches(capsys):
     assert "examples:" in text
     assert "exit status:" in text
     assert "default: None" not in text
-
-
-@pytest.fixture
-def refused(capsys, monkeypatch):
-    """Runs the command line, which has to end in one line and status 2 before anything is decoded; returns the line."""
-    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a step was run"))
-
-    def refused(*args):
-        assert run_decode.main([str(arg) for arg in args]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        (line,) = lines_of(captured.err)
-        assert line.startswith("run_decode: error: ")
-        return line
-
-    return refused
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (["--bogus"], "unrecognized arguments: --bogus"),
-            (["--max-tok", "3"], "unrecognized arguments"),
-            (["prompt"], "unrecognized arguments: prompt"),
-            (["--max-tokens", "many"], "--max-tokens: invalid int value"),
-            (["--max-tokens", "0"], "max_tokens must be at least 1"),
-            (["--temperature", "-1"], "temperature"),
-            (["--temperature", "nan"], "temperature"),
-            (["--top-k", "-1"], "top_k"),
-            (["--top-p", "0"], "top_p"),
-            (["--top-p", "1.5"], "top_p"),
-            (["--seed", "-1"], "seed"),
-            (["--random", "v4"], "invalid choice: 'v4'"),
-            (["--model", "x", "--random", "v3-tiny"], "not allowed with argument"),
-            (["--prompt", "x", "--prompt-ids", "y"], "not allowed with argument"),
-            (["--prompt", "What?"], "--prompt needs a --model"),
-            (["--dtype", "float16"], "invalid choice: 'float16'"),
-            (["--mla", "both"], "invalid choice: 'both'"),
-            (["--implementation", "cuda"], "cuda"),
-            (["--implementation", ""], "implementation"),
-            (["--implementation", "mosaic"], "write_latent cannot run here: mosaic"),
-            (["--implementation", "mosaic,triton"], "triton: write_latent has no 'triton'"),
-            (["--page-size", "0"], "page_size"),
-            (["--page-size", "-1"], "page_size"),
-            (["--num-pages", "0"], "num_pages"),
-            (["--num-pages", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
-            (["--page-size", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
-            (["--max-batched-tokens", "0"], "max_batched_tokens"),
-            (["--max-num-seqs", "-2"], "max_num_seqs"),
-            (
-                ["--max-num-seqs", "9", "--max-batched-tokens", "8"],
-                "max_num_seqs: expected at most max_batched_tokens=8",
-            ),
-            (["--num-pages", "2"], "prompt 0: the prompt needs 4 pages, the pool has 2"),
-            (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
-        ],
-    )
-    def test_wrong_flags(self, refused, args, message):
-        assert message in refused(*args)
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("{", "not JSON"),
-            ("[" * 100_000, "not JSON"),
-            ({"ids": [1]}, "a list of lists of token ids"),
-            ([], "a list of lists of token ids"),
-            ([1, 2], "prompt 0 of"),
-            ([[1], [2.0]], "prompt 1 of"),
-            ([[True]], "prompt 0 of"),
-            ([["1"]], "prompt 0 of"),
-            ([[1], []], "prompt_ids of request 1 must hold at least one token"),
-            ([[1], [2, VOCAB_SIZE]], f"prompt 1: prompt_ids: expected ids from 0 to 255, got {VOCAB_SIZE}"),
-            ([[-1]], "expected ids from 0 to 255, got -1"),
-            ([[1 << 70]], "expected ids from 0 to 255"),
-            ([[1], [7] * MAX_POSITIONS], "prompt 1: the prompt has 1280 tokens, the model takes at most 1279"),
-        ],
-    )
-    def test_wrong_prompts(self, refused, write_ids, content, message):
-        assert message in refused("--model", GOLDEN, *write_ids(content))
-
-    def test_a_prompt_the_pool_can_never_hold(self, refused, write_ids):
-        message = refused("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
-        assert "prompt 0: the prompt needs 27 pages, the pool has 26" in message
-
-    def test_unreadable_prompts(self, refused, tmp_path):
-        assert "No such file" in refused("--prompt-ids", tmp_path / "none.json")
-        assert "Is a directory" in refused("--prompt-ids", tmp_path)
-        (tmp_path / "latin.json").write_bytes(b'["\xe9"]')
-        assert "not JSON" in refused("--prompt-ids", tmp_path / "latin.json")
-
-    def test_a_text_without_a_tokenizer(self, refused):
-        assert "has no tokenizer.json" in refused("--model", GOLDEN, "--prompt", "What?")
-
-    @pytest.mark.parametrize("flag", ["--json", "--dump-logits", "--plot"])
-    def test_files_that_cannot_be_written(self, refused, tmp_path, flag):
-        assert f"{flag}: cannot write" in refused(flag, tmp_path)
-        assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
-
-    def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
-        (tmp_path / "file").write_text("")
-        assert "--profile: cannot make" in refused("--profile", tmp_path / "file")
-
-    def test_a_plot_without_matplotlib(self, refused, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in refused("--plot", tmp_path / "plot.png")
-
-    def test_a_default_implementation_that_does_not_exist(self, refused, monkeypatch):
-        monkeypatch.setenv("PALLAS_ATTN_IMPLEMENTATION", "cuda")
-        assert "cuda" in refused()
-
-    def test_a_pool_that_does_not_fit_into_memory(self, refused, monkeypatch):
-        def full(*args, **kwargs):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 byte.")
-
-        monkeypatch.setattr(run_decode, "Engine", full)
-        assert "Out of memory allocating 1 byte." in refused()
-
-    def test_a_shape_that_nothing_can_run(self, refused, monkeypatch):
-        def nothing(engine):
-            raise ExceptionGroup("mla_decode: no implementation", [NotImplementedError("too wide"), ValueError("no")])
-
-        monkeypatch.setattr(Engine, "warmup", nothing)
-        assert refused().endswith("mla_decode: no implementation; too wide; no")
-
-    def test_no_device(self, refused, monkeypatch):
-        def nothing():
-            raise RuntimeError("no such backend")
-
-        monkeypatch.setattr(jax, "devices", nothing)
-        assert "no such backend" in refused()
-
-
-class TestWrongCheckpoints:
-    @pytest.fixture
-    def directory(self, tmp_path):
-        directory = tmp_path / "model"
-        shutil.copytree(GOLDEN, directory)
-        return directory
-
-    def test_none_at_all(self, refused, tmp_path):
-        assert "there is no config.json" in refused("--model", tmp_path / "none")
-        assert "there is no config.json" in refused("--model", tmp_path)
-
-    def test_only_pickles(self, refused, directory):
-        for path in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
-            path.unlink()
-        (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-        assert "pytorch_model.bin may run code" in refused("--model", directory)
-
-    def test_a_missing_shard(self, refused, directory):
-        (directory / "model-00002-of-00005.safetensors").unlink()
-        assert "model-00002-of-00005.safetensors: there is no such file" in refused("--model", directory)
-
-    def test_a_truncated_shard(self, refused, directory):
-        shard = directory / "model-00001-of-00005.safetensors"
-        shard.write_bytes(shard.read_bytes()[:-100])
-        assert "not a safetensors file" in refused("--model", directory)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"num_hidden_layers": 4}, "missing"),
-            ({"num_hidden_layers": 2}, "not part of the model"),
-            ({"intermediate_size": 97}, "misshaped"),
-            ({"hidden_size": None}, "hidden_size missing"),
-            ({"model_type": "llama"}, "model_type 'llama'"),
-            ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ],
-    )
-    def test_a_configuration_that_does_not_fit(self, refused, directory, change, message):
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        assert message in refused("--model", directory)

@@ -1,0 +1,50 @@
+"""What the tests of run_decode share."""
+
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from models.engine import Engine
+from scripts import run_decode
+from tests.scripts.decode_case import GOLDEN, VOCAB_SIZE
+
+
+@pytest.fixture
+def write_ids(tmp_path):
+    """Writes a file of prompts, and gives the flag that names it."""
+
+    def write(content):
+        path = tmp_path / "ids.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return ["--prompt-ids", str(path)]
+
+    return write
+
+
+@pytest.fixture
+def text_model(tmp_path):
+    """The golden model, with a tokenizer of one word for each of its ids."""
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN, directory)
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Runs the command line, which has to end in one line and status 2 before anything is decoded; returns the line."""
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a step was run"))
+
+    def refused(*args):
+        assert run_decode.main([str(arg) for arg in args]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith("run_decode: error: ")
+        return line
+
+    return refused

@@ -1,0 +1,123 @@
+"""The table, the picture and the demonstration's prompts, without a model."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from models.outputs import EngineStats, RequestOutput, StepRecord
+from models.verify import Difference, RequestCheck, Verification
+from scripts.decode_plot import plot_run
+from scripts.decode_prompts import demo_ids, demo_texts
+from scripts.decode_report import Report
+
+WIDTH = 80
+
+
+def report(num_requests=2, num_steps=4, texts=None, verification=None, **changes):
+    outputs = [
+        RequestOutput(i, 1000 + i, 16, [*range(32)], "length", None, 1.5, [0.004, 0.001, 0.9])
+        for i in range(num_requests)
+    ]
+    steps = tuple(StepRecord(0.1 * i, 0.1, 60 if i == 0 else 0, i, 16, 8) for i in range(num_steps))
+    stats = EngineStats(
+        steps=steps,
+        prefill_tokens=60,
+        decode_tokens=6,
+        prefill_tokens_per_s=12345.6,
+        decode_tokens_per_s=789.1,
+        prefix_hit_rate=0.42,
+        used_pages=0,
+        peak_pages=8,
+        num_pages=10,
+        preemptions=0,
+        compilations=3,
+        compile_s=4.2,
+        cache_bytes=3 * 2**20,
+    )
+    made = Report("tiny", outputs, texts, stats, 16, 0.5, {"write_latent": "xla"}, verification)
+    return dataclasses.replace(made, **changes)
+
+
+def printed(made):
+    console = Console(file=io.StringIO(), width=WIDTH)
+    made.print(console)
+    return console.file.getvalue()  # pyrefly: ignore[missing-attribute]
+
+
+def test_a_request_is_a_line_with_its_numbers():
+    line = next(line for line in printed(report()).splitlines() if line.startswith(" 1 "))
+    assert line.split()[:12] == ["1", "1001", "16", "32", "1,500", "ms", "4.0", "ms", "810", "ms", "length", "0"]
+    assert line.rstrip().endswith("…")
+
+
+def test_the_run_is_told_below():
+    text = printed(report())
+    for words in (
+        "12,346 tokens/s",
+        "789 tokens/s",
+        "42%",
+        "8 of 10",
+        "3.0 MiB",
+        "4.2 s",
+        "3 shapes",
+        "xla: write_latent",
+    ):
+        assert words in text
+
+
+def test_texts_are_shown_as_they_are_on_one_line():
+    text = printed(report(1, texts=["[b]not\n bold[/b]"]))
+    assert "[b]not bold[/b]" in text
+
+
+def test_an_output_without_tokens_has_no_times():
+    nothing = RequestOutput(0, 3, 0, [], "abort", None, None, [])
+    line = next(line for line in printed(report(outputs=[nothing])).splitlines() if line.startswith(" 0 "))
+    assert line.split() == ["0", "3", "0", "0", "-", "-", "-", "abort"]
+
+
+def test_differences_and_ties_are_told():
+    right = Verification((RequestCheck(30, 2, None),), 1e-3)
+    assert "30 of 32 tokens" in printed(report(verification=right))
+    assert "2 tied within 0.001" in " ".join(printed(report(verification=right)).split())
+    wrong = Verification((RequestCheck(32, 0, None), RequestCheck(1, 0, Difference(1, None, 7, 0.25))), 1e-3)
+    assert "request 1, output position 1: got the end, wanted 7, margin 0.25" in printed(report(verification=wrong))
+    many = Verification((RequestCheck(4, 8, None),), 5.0)
+    assert "8 of 12 tokens differ, each within 5" in " ".join(printed(report(verification=many)).split())
+
+
+def test_json_leaves_out_what_there_is_not():
+    assert "text" not in report().to_json()["requests"][0]
+    assert "verified" not in report().to_json()["run"]
+    assert report(1, texts=["hi"]).to_json()["requests"][0]["text"] == "hi"
+    assert report().to_json()["run"]["steps"] == 4
+
+
+@pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 0), (1, 1), (100, 3000)])
+def test_any_run_makes_a_picture(tmp_path, num_requests, num_steps):
+    path = tmp_path / "picture"
+    plot_run(path, report(num_requests, num_steps))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 10**12])
+@pytest.mark.parametrize("vocab_size", [1, 512])
+def test_demonstration_ids_share_pages(page_size, vocab_size):
+    prompts = demo_ids(vocab_size, page_size)
+    assert prompts == demo_ids(vocab_size, page_size)
+    assert all(0 <= token < vocab_size for prompt in prompts for token in prompt)
+    assert max(map(len, prompts)) < 1024
+    shared = 3 * min(page_size, 64)
+    assert sum(prompt[:shared] == prompts[0][:shared] for prompt in prompts) >= len(prompts) - 1
+    assert len({len(prompt) for prompt in prompts}) == len(prompts) - 1
+
+
+def test_demonstration_texts_share_a_preface():
+    texts = demo_texts()
+    shared = min(np.flatnonzero([len(set(characters)) > 1 for characters in zip(*texts, strict=False)]))
+    assert shared > 200
+    assert texts[0] == texts[-1]

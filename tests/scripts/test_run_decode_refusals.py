@@ -1,0 +1,184 @@
+"""Everything run_decode refuses: one line on stderr, status 2, and nothing decoded."""
+
+import json
+import shutil
+import sys
+
+import jax
+import pytest
+
+from models.engine import Engine
+from scripts import run_decode
+from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["--bogus"], "unrecognized arguments: --bogus"),
+            (["--max-tok", "3"], "unrecognized arguments"),
+            (["prompt"], "unrecognized arguments: prompt"),
+            (["--max-tokens", "many"], "--max-tokens: invalid int value"),
+            (["--max-tokens", "0"], "max_tokens must be at least 1"),
+            (["--temperature", "-1"], "temperature"),
+            (["--temperature", "nan"], "temperature"),
+            (["--top-k", "-1"], "top_k"),
+            (["--top-p", "0"], "top_p"),
+            (["--top-p", "1.5"], "top_p"),
+            (["--seed", "-1"], "seed"),
+            (["--random", "v4"], "invalid choice: 'v4'"),
+            (["--model", "x", "--random", "v3-tiny"], "not allowed with argument"),
+            (["--prompt", "x", "--prompt-ids", "y"], "not allowed with argument"),
+            (["--prompt", "What?"], "--prompt needs a --model"),
+            (["--dtype", "float16"], "invalid choice: 'float16'"),
+            (["--mla", "both"], "invalid choice: 'both'"),
+            (["--implementation", "cuda"], "cuda"),
+            (["--implementation", ""], "implementation"),
+            (["--implementation", "mosaic"], "write_latent cannot run here: mosaic"),
+            (["--implementation", "mosaic,triton"], "triton: write_latent has no 'triton'"),
+            (["--page-size", "0"], "page_size"),
+            (["--page-size", "-1"], "page_size"),
+            (["--num-pages", "0"], "num_pages"),
+            (["--num-pages", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
+            (["--page-size", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
+            (["--max-batched-tokens", "0"], "max_batched_tokens"),
+            (["--max-num-seqs", "-2"], "max_num_seqs"),
+            (
+                ["--max-num-seqs", "9", "--max-batched-tokens", "8"],
+                "max_num_seqs: expected at most max_batched_tokens=8",
+            ),
+            (["--num-pages", "2"], "prompt 0: the prompt needs 4 pages, the pool has 2"),
+            (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
+        ],
+    )
+    def test_wrong_flags(self, refused, args, message):
+        assert message in refused(*args)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "not JSON"),
+            ("[" * 100_000, "not JSON"),
+            ({"ids": [1]}, "a list of lists of token ids"),
+            ([], "a list of lists of token ids"),
+            ([1, 2], "prompt 0 of"),
+            ([[1], [2.0]], "prompt 1 of"),
+            ([[True]], "prompt 0 of"),
+            ([["1"]], "prompt 0 of"),
+            ([[1], []], "prompt_ids of request 1 must hold at least one token"),
+            ([[1], [2, VOCAB_SIZE]], f"prompt 1: prompt_ids: expected ids from 0 to 255, got {VOCAB_SIZE}"),
+            ([[-1]], "expected ids from 0 to 255, got -1"),
+            ([[1 << 70]], "expected ids from 0 to 255"),
+            ([[1], [7] * MAX_POSITIONS], "prompt 1: the prompt has 1280 tokens, the model takes at most 1279"),
+        ],
+    )
+    def test_wrong_prompts(self, refused, write_ids, content, message):
+        assert message in refused("--model", GOLDEN, *write_ids(content))
+
+    def test_a_prompt_the_pool_can_never_hold(self, refused, write_ids):
+        message = refused("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
+        assert "prompt 0: the prompt needs 27 pages, the pool has 26" in message
+
+    def test_unreadable_prompts(self, refused, tmp_path):
+        assert "No such file" in refused("--prompt-ids", tmp_path / "none.json")
+        assert "Is a directory" in refused("--prompt-ids", tmp_path)
+        (tmp_path / "latin.json").write_bytes(b'["\xe9"]')
+        assert "not JSON" in refused("--prompt-ids", tmp_path / "latin.json")
+
+    def test_a_text_without_a_tokenizer(self, refused):
+        assert "has no tokenizer.json" in refused("--model", GOLDEN, "--prompt", "What?")
+
+    @pytest.mark.parametrize("flag", ["--json", "--dump-logits", "--plot"])
+    def test_files_that_cannot_be_written(self, refused, tmp_path, flag):
+        assert f"{flag}: cannot write" in refused(flag, tmp_path)
+        assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
+
+    def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
+        (tmp_path / "file").write_text("")
+        assert "--profile: cannot make" in refused("--profile", tmp_path / "file")
+
+    def test_a_plot_without_matplotlib(self, refused, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert "pip install matplotlib" in refused("--plot", tmp_path / "plot.png")
+
+    def test_a_default_implementation_that_does_not_exist(self, refused, monkeypatch):
+        monkeypatch.setenv("PALLAS_ATTN_IMPLEMENTATION", "cuda")
+        assert "cuda" in refused()
+
+    def test_a_pool_that_does_not_fit_into_memory(self, refused, monkeypatch):
+        def full(*args, **kwargs):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 byte.")
+
+        monkeypatch.setattr(run_decode, "Engine", full)
+        assert "Out of memory allocating 1 byte." in refused()
+
+    def test_a_shape_that_nothing_can_run(self, refused, monkeypatch):
+        def nothing(engine):
+            raise ExceptionGroup("mla_decode: no implementation", [NotImplementedError("too wide"), ValueError("no")])
+
+        monkeypatch.setattr(Engine, "warmup", nothing)
+        assert refused().endswith("mla_decode: no implementation; too wide; no")
+
+    def test_no_device(self, refused, monkeypatch):
+        def nothing():
+            raise RuntimeError("no such backend")
+
+        monkeypatch.setattr(jax, "devices", nothing)
+        assert "no such backend" in refused()
+
+
+class TestWrongCheckpoints:
+    @pytest.fixture
+    def directory(self, tmp_path):
+        directory = tmp_path / "model"
+        shutil.copytree(GOLDEN, directory)
+        return directory
+
+    def test_none_at_all(self, refused, tmp_path):
+        assert "there is no config.json" in refused("--model", tmp_path / "none")
+        assert "there is no config.json" in refused("--model", tmp_path)
+
+    def test_only_pickles(self, refused, directory):
+        for path in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
+            path.unlink()
+        (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+        assert "pytorch_model.bin may run code" in refused("--model", directory)
+
+    def test_a_missing_shard(self, refused, directory):
+        (directory / "model-00002-of-00005.safetensors").unlink()
+        assert "model-00002-of-00005.safetensors: there is no such file" in refused("--model", directory)
+
+    def test_a_truncated_shard(self, refused, directory):
+        shard = directory / "model-00001-of-00005.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-100])
+        assert "not a safetensors file" in refused("--model", directory)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_hidden_layers": 4}, "missing"),
+            ({"num_hidden_layers": 2}, "not part of the model"),
+            ({"intermediate_size": 97}, "misshaped"),
+            ({"hidden_size": None}, "hidden_size missing"),
+            ({"model_type": "llama"}, "model_type 'llama'"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ],
+    )
+    def test_a_configuration_that_does_not_fit(self, refused, directory, change, message):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        assert message in refused("--model", directory)
+
+
+class TestWrongTexts:
+    def test_an_empty_text_is_refused(self, text_model, refused):
+        assert "text 1 is empty" in refused("--model", text_model, "--prompt", "w1", " ")
+
+    def test_a_broken_template_is_refused(self, text_model, refused):
+        (text_model / "chat_template.jinja").write_text("{% endif %}")
+        assert "chat template is malformed" in refused("--model", text_model, "--prompt", "w1")
+
+    def test_a_broken_tokenizer_is_refused(self, text_model, refused):
+        (text_model / "tokenizer.json").write_text("{}")
+        assert "tokenizer.json" in refused("--model", text_model)
