@@ -336,7 +336,7 @@ def test_nothing_compiles_after_warmup():
     Traffic(warm).run(everything(max_tokens=2))  # numpy's and jax's own first times
     events: list[str] = []
 
-    def listen(event: str, duration: float, **kwargs: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "compile" in event:
             events.append(event)
 
