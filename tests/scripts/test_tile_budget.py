@@ -1,0 +1,193 @@
+"""The instruction budget reads a kernel's listing: kinds of instructions, loops, and what they come to per tile."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts.sass import Instruction, loops, main_loops, parse
+from scripts.tile_budget import ISSUE, Card, main, pipe_cycles, tile_budget
+
+LISTING = Path(__file__).parent / "stream_matmul.sass"
+SAMPLE = LISTING.read_text()
+COUNTS = {
+    "tensor": 4,
+    "load": 18,  # 16 of shared memory, 2 bulk copies of the tiles after the next
+    "convert": 16,
+    "barrier": 9,
+    "uniform": 37,
+    "integer": 13,
+    "float": 32,
+    "other": 5,
+}
+
+
+def listing(*lines: str) -> str:
+    """Labels as they are, instructions with addresses."""
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * n:04x}*/    {line} ;" for n, line in enumerate(lines)
+    )
+
+
+def without_labels(text: str) -> str:
+    """As cuobjdump prints it: jumps name addresses."""
+    pairs = re.findall(r"(?m)^(\.L_x_\d+):\n(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]+)\*/", text)
+    for label, address in pairs:
+        text = text.replace(f"`({label})", f"0x{int(address, 16):x}")
+    return re.sub(r"(?m)^\.L_x_\d+:\n", "", text)
+
+
+# --- instructions
+
+
+@pytest.mark.parametrize(
+    ("group", "opcodes"),
+    [
+        ("tensor", "HGMMA.64x128x16.F32.BF16 QGMMA.64x64x32.F32.E4M3.E4M3 IGMMA.64x8x32.S8.S8 HMMA.16816.F32"),
+        ("load", "LDS.128 LDSM.16.M88.4 LDG.E LDC.64 LDL UTMALDG.5D UBLKCP"),
+        ("store", "STS.64 STSM.16.M88.4 STG.E STL UTMASTG.4D RED.E.ADD ATOMG.E.ADD"),
+        ("convert", "I2F.S8 I2FP.F32.S32 F2FP.BF16.F32.PACK_AB F2F.F16.F32 F2I.S8 I2IP.S8 F2IP FRND"),
+        ("exp2", "MUFU.EX2 MUFU.RCP"),
+        (
+            "barrier",
+            "BAR.SYNC SYNCS.PHASECHK DEPBAR.LE LDGDEPBAR WARPGROUP.ARRIVE WARPSYNC FENCE.VIEW.ASYNC ELECT VOTEU",
+        ),
+        ("uniform", "UMOV UIADD3 ULDC.64 R2UR S2UR USETMAXREG"),
+        (
+            "integer",
+            "IMAD.MOV.U32 IADD3 LOP3.LUT PLOP3.LUT PRMT SHF.R.U32.HI SHFL.BFLY LEA SEL MOV ISETP VIADD FLO CS2R",
+        ),
+        ("float", "FFMA FMUL FADD FMNMX FSEL FSETP HFMA2.BF16_V2 HADD2.F32 HMUL2"),
+        ("other", "BRA EXIT NOP CALL.REL.NOINC"),
+    ],
+)
+def test_groups(group, opcodes):
+    for opcode in opcodes.split():
+        assert Instruction(0, "", opcode, "").group == group, opcode
+
+
+@pytest.mark.parametrize(
+    ("opcode", "cycles"),
+    [
+        ("HGMMA.64x128x16.F32.BF16", {ISSUE: 1, "tensor": 64}),
+        ("QGMMA.64x128x32.F32.E4M3.E4M3", {ISSUE: 1, "tensor": 64}),
+        ("HGMMA.64x128x8.F32.TF32", {ISSUE: 1, "tensor": 64}),
+        ("FFMA", {ISSUE: 1, "float": 1}),
+        ("PRMT", {ISSUE: 1, "integer": 2}),
+        ("I2FP.F32.S32", {ISSUE: 1, "convert": 2}),
+        ("MUFU.EX2", {ISSUE: 1, "exp2": 8}),
+        ("LDS", {ISSUE: 1, "shared memory": 4}),
+        ("LDS.128", {ISSUE: 1, "shared memory": 16}),
+        ("STS.64", {ISSUE: 1, "shared memory": 8}),
+        ("LDSM.16.M88", {ISSUE: 1, "shared memory": 4}),
+        ("STSM.16.MT88.4", {ISSUE: 1, "shared memory": 16}),
+        ("BRA", {ISSUE: 1}),
+    ],
+)
+def test_pipes(opcode, cycles):
+    assert pipe_cycles(Instruction(0, "", opcode, "")) == cycles
+
+
+# --- loops
+
+
+def test_the_main_loop_of_a_kernel():
+    """With the way round its wait, without the wait's own loop, and not the trap after the end."""
+    (body,) = main_loops(parse(SAMPLE))
+    assert Counter(instruction.group for instruction in body) == COUNTS
+    addresses = {instruction.address for instruction in body}
+    assert {0x930, 0x1170, 0x19C0} <= addresses
+    assert not addresses & {0x920, 0x1950, 0x1970, 0x19B0, 0x19D0}
+
+
+def test_addresses_in_place_of_labels():
+    assert main_loops(parse(without_labels(SAMPLE))) == [
+        [Instruction(i.address, i.predicate, i.opcode, without_label(i.operands)) for i in body]
+        for body in main_loops(parse(SAMPLE))
+    ]
+
+
+def without_label(operands: str) -> str:
+    jumps = {".L_x_4": "0x1970", ".L_x_5": "0x1130", ".L_x_6": "0x930", ".L_x_7": "0x9b0"}
+    return re.sub(r"`\((\.L_x_\d)\)", lambda found: jumps[found[1]], operands)
+
+
+def test_innermost_loops_are_found():
+    text = listing(
+        ".L_x_0:", "UMOV", ".L_x_1:", "FADD", "@P0 BRA `(.L_x_1)", ".L_x_2:", "HGMMA.64x8x16.F32", ".L_x_3:", "FMUL",
+        "BRA P1, `(.L_x_3)", "@P2 BRA `(.L_x_2)", ".L_x_4:", "QGMMA.64x8x32.F32", "@!P3 BRA `(.L_x_4)",
+        "@UP0 BRA `(.L_x_0)", "HGMMA.64x8x16.F32", "EXIT",
+    )  # fmt: skip
+    kernel = parse(text)
+    assert sorted(len(body) for body in loops(kernel)) == [2, 2, 2, 4, 10]
+    assert [[i.head for i in body] for body in main_loops(kernel)] == [["HGMMA", "BRA"], ["QGMMA", "BRA"]]
+
+
+def test_a_jump_back_into_the_middle_is_no_loop():
+    text = listing("@P0 BRA `(.L_x_1)", ".L_x_0:", "HGMMA.64x8x16.F32", "EXIT", ".L_x_1:", "FADD", "BRA `(.L_x_0)")
+    assert loops(parse(text)) == []
+
+
+def test_a_jump_table_leads_everywhere_it_names():
+    text = listing(
+        'BRX R2 -0x30 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", "FADD", "EXIT", ".L_x_1:", "HGMMA.64x8x16.F32",
+        "BRA `(.L_x_1)",
+    )  # fmt: skip
+    assert parse(text).successors[0] == {1, 3}
+    assert [[i.head for i in body] for body in main_loops(parse(text))] == [["HGMMA", "BRA"]]
+
+
+# --- budgets
+
+
+def test_the_budget_of_a_kernel():
+    budget = tile_budget(SAMPLE)
+    assert budget.counts == COUNTS
+    assert budget.cycles == {
+        ISSUE: sum(COUNTS.values()),
+        "tensor": 4 * 64,
+        "float": 32,
+        "integer": 2 * 13,
+        "convert": 2 * 16,
+        "shared memory": 16 * 8,
+    }
+    assert budget.busiest == "tensor"
+    assert budget.num_bytes == 16384
+
+
+def test_a_loop_over_several_tiles_costs_the_same_per_tile():
+    """An unrolled loop, and a tile that two warpgroups share."""
+    whole = tile_budget(SAMPLE)
+    half = tile_budget(SAMPLE.replace("524288", str(524288 // 2)))
+    shared = tile_budget(SAMPLE.replace("524288", str(524288 * 2)))
+    assert half.cycles == {pipe: cycles / 2 for pipe, cycles in whole.cycles.items()}
+    assert shared.counts == {group: 2 * count for group, count in whole.counts.items()}
+
+
+def test_bytes_take_time():
+    assert Card().arrival_cycles(32768) == pytest.approx(32768 / (4.3e12 / 132) * 1.98e9)
+    assert Card(bandwidth=132.0, multiprocessors=132, clock=3.0).arrival_cycles(5) == 15
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SAMPLE.replace("tile:", ""), "expected a line such as"),
+        (SAMPLE.replace("HGMMA", "FADD"), "no loop of this kernel uses"),
+        ("// tile: 1 bytes, 1 multiply-adds", "expected a listing of machine instructions"),
+        ("// tile: 1 bytes, 1 multiply-adds\n" + listing("BRA `(.L_x_9)"), "its target is not in the listing"),
+    ],
+)
+def test_bad_listings_are_told(text, words):
+    with pytest.raises(ValueError, match=words):
+        tile_budget(text)
+
+
+def test_the_table(capsys):
+    main([str(LISTING), "--bandwidth", "2.15e12"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "stream_matmul" in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    arrive = 16384 * 132 / 2.15e12 * 1.98e9
+    assert cells[0] == "stream_matmul"
+    assert cells[-5:] == ["134", "tensor 256", "16,384", f"{arrive:,.0f}", f"{256 / arrive:.0%}"]
