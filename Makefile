@@ -16,7 +16,12 @@ create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv
 # Tests spend their time compiling, not running what was compiled.
 PYTEST := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow test-gpu test-latest lint format bench dist clean python
+# What compiles kernels without a GPU is there for Linux on x86-64; elsewhere those tests are skipped.
+ifeq ($(shell uname -s -m),Linux x86_64)
+AOT := .aot/cuda13.stamp .aot/cuda12.stamp
+endif
+
+.PHONY: help demo test test-slow test-aot test-gpu test-latest tile-budget lint format bench dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -24,11 +29,14 @@ help:  ## list the targets
 demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and check it (CUDA=13 or 12 for a GPU)
 	$(BIN)/python scripts/run_decode.py --verify
 
-test: $(VENV)/test.stamp  ## everything that needs no GPU
+test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
 	$(PYTEST) -n auto -m "not gpu and not slow"
 
-test-slow: $(VENV)/test.stamp  ## the long property runs
+test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
 	$(PYTEST) -n auto -m "slow and not gpu"
+
+test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
+	$(PYTEST) -n auto tests/aot
 
 test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
@@ -37,7 +45,12 @@ test-latest: | python  ## the tests, on the newest jax that pyproject.toml admit
 	$(call create,.venv-latest)
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	.venv-latest/bin/python -m pytest -n auto -m "not gpu and not slow"
+	.venv-latest/bin/python -m pytest -n auto -m "not gpu and not slow" --ignore=tests/aot  # whose packages are of one jax
+
+tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
+	rm -rf .aot/listings
+	$(BIN)/python -m tests.aot '*-decode-*' --listings .aot/listings
+	$(BIN)/python scripts/tile_budget.py .aot/listings/*.sass
 
 lint: $(VENV)/dev.stamp  ## ruff and the type checker
 	$(BIN)/ruff check
@@ -60,7 +73,7 @@ dist: | python  ## a wheel in dist/, tried in an empty environment with the READ
 	@ls dist/*.whl
 
 clean:  ## remove what the targets made
-	rm -rf .venv .venv-latest .venv-dist dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-dist .aot dist build .pytest_cache .ruff_cache .hypothesis
 
 python:
 	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }
@@ -78,4 +91,13 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(VENV)) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+aot-%: .aot/%.stamp ;
+
+.aot/%.stamp: tests/aot/%.txt | $(BIN)/python
+	rm -rf .aot/$*
+	$(call install,$(VENV)) --no-deps --target .aot/$* -r $<
+	@# Mosaic GPU looks for the disassembler beside the assembler.
+	@cd .aot/$*/nvidia && { test -d cu13/nvvm || ln -s ../../cu13/bin/nvdisasm cuda_nvcc/bin/; }
 	@touch $@

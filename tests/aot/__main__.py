@@ -1,0 +1,57 @@
+"""Compiles cases by hand: python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import time
+from pathlib import Path
+
+from tests.aot.case import Tile
+from tests.aot.cases import CASES
+from tests.aot.environment import PLUGINS, missing
+from tests.aot.gate import Compiler
+from tests.aot.report import Report, complaints
+
+
+def listing(report: Report, tile: Tile) -> str:
+    """What `scripts/tile_budget.py` reads: the kernel that uses the tensor cores, and what a tile is to it."""
+    (kernel,) = (kernel for kernel in report.kernels if kernel.tensor_cores)
+    return f"// tile: {tile.num_bytes} bytes, {tile.multiply_adds} multiply-adds\n{kernel.sass}"
+
+
+def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> bool:
+    """Whether a case passes."""
+    case, began = CASES[name], time.perf_counter()
+    report = compiler.report(name)
+    print(f"{name}: {time.perf_counter() - began:.1f} s, {report.shared_memory} bytes of shared memory")
+    for kernel in report.kernels:
+        print(f"  {kernel.name}: {kernel.registers} registers, {', '.join(kernel.tensor_cores)}")
+    wrong = list(complaints(report, case))
+    for complaint in wrong:
+        print(f"  FAILS: {complaint}")
+    if listings and case.tile and report.error is None:
+        listings.mkdir(parents=True, exist_ok=True)
+        (listings / f"{name}.sass").write_text(listing(report, case.tile))
+    return not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
+    parser.add_argument("patterns", nargs="*", default=["*"], metavar="PATTERN", help="of names of cases")
+    parser.add_argument("--plugin", choices=PLUGINS, default=PLUGINS[0])
+    parser.add_argument("--listings", type=Path, help="where to leave the disassembly of kernels that have tiles")
+    options = parser.parse_args()
+    if reason := missing(options.plugin):
+        parser.error(reason)
+    compiler = Compiler(options.plugin)
+    names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns)]
+    passed = [compile_and_print(compiler, name, options.listings) for name in names]
+    compiler.close()
+    print(f"{sum(passed)} of {len(passed)} pass")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What is compiled and held to account: one call of a function, on shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a kernel's main loop goes through at a time, over all warpgroups that share it.
+
+    Attributes:
+      num_bytes: of the cache.
+      multiply_adds: on the tensor cores.
+    """
+
+    num_bytes: int
+    multiply_adds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call that has to compile, and what it has to keep.
+
+    Attributes:
+      function: takes `arguments` by name.
+      arguments: pytrees of shapes.
+      cache: name of the argument that holds a cache: it must not be copied.
+      donated: whether the cache is donated, and has to be updated in place.
+      kernels: there are Mosaic GPU kernels in it.
+      tensor_cores: one of them uses the tensor cores.
+      temporaries: bytes it may use beside arguments and results.
+      tile: for the instruction budget; None where there is no tile of a cache.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    cache: str | None = None
+    donated: bool = False
+    kernels: bool = True
+    tensor_cores: bool = True
+    temporaries: int = 0
+    tile: Tile | None = None
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes that results have to take the place of."""
+        leaves = jax.tree.leaves(self.arguments[self.cache]) if self.donated and self.cache else []
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
+
+    @property
+    def cache_elements(self) -> int:
+        """Elements of the cache's largest array, 0 without a cache."""
+        leaves = jax.tree.leaves(self.arguments[self.cache]) if self.cache else []
+        return max((math.prod(a.shape) for a in leaves), default=0)
+
+
+def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Of an array that is not there."""
+    return jax.ShapeDtypeStruct(dims, dtype)

@@ -1,0 +1,85 @@
+"""Compiles configurations for an H200, one for each name read from standard input; answers with a line of JSON each.
+
+This is the process behind `gate.Compiler`: it has the CUDA plugin, its parent does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from typing import IO
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.aot import device
+from tests.aot.case import Case
+from tests.aot.cases import CASES
+from tests.aot.report import Report, parse_kernels, parse_shared_memory
+from tests.aot.samples import SAMPLES
+
+
+class Printed:
+    """What this process prints from now on, C++ libraries included; that is where Mosaic GPU's dumps go."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115, it is kept for good
+        os.dup2(self._file.fileno(), 1)
+
+    def take(self) -> str:
+        """What was printed since the last call."""
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        self._file.seek(0)
+        text = self._file.read().decode()
+        self._file.seek(0)
+        self._file.truncate()
+        return text
+
+
+def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
+    """Compiles one configuration and reads off what came of it."""
+    here = NamedSharding(Mesh([card], "x"), PartitionSpec())
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
+    jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
+    printed.take()
+    with jax.default_device(card):  # where a kernel that is lowered looks for what it is lowered for
+        compiled = jitted.lower(**arguments).compile()
+    dump, memory, module = printed.take(), compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert module is not None
+    return Report(
+        kernels=parse_kernels(dump),
+        shared_memory=parse_shared_memory(dump),
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        copies=large_copies(module, case.cache_elements) if case.cache else (),
+    )
+
+
+def large_copies(module: str, elements: int) -> tuple[str, ...]:
+    """The copying instructions of a compiled module whose result has at least this many elements."""
+    found = re.findall(r"(?m) = \(?(\w+\[([\d,]+)\])\S*(?: [^=]*\))? (copy|copy-start|transpose)\(", module)
+    return tuple(
+        f"{operation} of {result}"
+        for result, dims, operation in found
+        if math.prod(int(dim) for dim in dims.split(",")) >= elements
+    )
+
+
+def main(requests: IO[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    printed, card, cases = Printed(), device.h200(), SAMPLES | CASES
+    for line in requests:
+        report = compile_case(cases[line.strip()], card, printed)
+        print(json.dumps(dataclasses.asdict(report)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.stdin)

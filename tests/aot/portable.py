@@ -1,0 +1,146 @@
+"""The portable implementations at serving sizes, and what jax brings that our model uses on Hopper.
+
+Pools are of tens of gigabytes and tables of 128k tokens a sequence, of which a call must make no copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_attn
+from models import moe
+from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from tests.aot.case import Case, shape
+
+MIB = 2**20
+SEQUENCES, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
+LATENT, ROPE, NOPE, LATENT_HEADS = 512, 64, 128, 16
+PAGE_SIZE, PAGES_PER_SEQUENCE, NEW_TOKENS = 64, 2048, 2048
+NUM_PAGES = SEQUENCES * PAGES_PER_SEQUENCE
+
+XLA = functools.partial(Case, kernels=False, tensor_cores=False)
+
+
+def ints(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+def xla(operation: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    return functools.partial(operation, **static, implementation="xla")
+
+
+def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
+    spec = kv_cache_spec(
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        scales=scales,
+    )
+    return jax.eval_shape(lambda: PagedKV.allocate(spec))
+
+
+def paged_latent() -> PagedLatent:
+    spec = latent_cache_spec(
+        num_pages=NUM_PAGES, page_size=PAGE_SIZE, latent_dim=LATENT, rope_dim=ROPE, dtype=jnp.bfloat16
+    )
+    return jax.eval_shape(lambda: PagedLatent.allocate(spec))
+
+
+TABLES = ints(SEQUENCES, PAGES_PER_SEQUENCE)
+RAGGED = {"cu_q_lens": ints(SEQUENCES + 1), "kv_lens": ints(SEQUENCES)}
+BF16 = paged_kv(jnp.bfloat16)
+FP8 = paged_kv(jnp.float8_e4m3fn, PAGE_SIZE)
+INT8 = paged_kv(jnp.int8, "head")
+
+
+def decode(kv: PagedKV) -> Case:
+    q = shape(SEQUENCES, 1, HEADS, HEAD_DIM)
+    arguments = {"q": q, "kv": kv, "block_tables": TABLES, "kv_lens": ints(SEQUENCES)}
+    return XLA(xla(pallas_attn.paged_decode), arguments, cache="kv", temporaries=16 * MIB)
+
+
+def prefill(kv: PagedKV) -> Case:
+    arguments = {"q": shape(NEW_TOKENS, HEADS, HEAD_DIM), "kv": kv, "block_tables": TABLES, **RAGGED}
+    return XLA(xla(pallas_attn.paged_prefill), arguments, cache="kv", temporaries=256 * MIB)
+
+
+def write(kv: PagedKV) -> Case:
+    new = shape(NEW_TOKENS, KV_HEADS, HEAD_DIM)
+    arguments = {"kv": kv, "k": new, "v": new, "slots": ints(NEW_TOKENS)}
+    return XLA(xla(pallas_attn.write_kv), arguments, cache="kv", donated=True, temporaries=16 * MIB)
+
+
+def latent_cases() -> dict[str, Case]:
+    cache = {"cache": paged_latent()}
+    new = shape(NEW_TOKENS, LATENT + ROPE)
+    ragged = {"latent_new": new, "block_tables": TABLES, **RAGGED}
+    decode = {
+        "q_latent": shape(SEQUENCES, 1, LATENT_HEADS, LATENT),
+        "q_rope": shape(SEQUENCES, 1, LATENT_HEADS, ROPE),
+        "block_tables": TABLES,
+        "kv_lens": ints(SEQUENCES),
+    }
+    prefill = {
+        "q_nope": shape(NEW_TOKENS, LATENT_HEADS, NOPE),
+        "q_rope": shape(NEW_TOKENS, LATENT_HEADS, ROPE),
+        "w_uk": shape(LATENT_HEADS, NOPE, LATENT),
+        "w_uv": shape(LATENT_HEADS, NOPE, LATENT),
+    }
+    scale = (NOPE + ROPE) ** -0.5
+    case = functools.partial(XLA, cache="cache", temporaries=16 * MIB)
+    return {
+        "xla-mla-decode": case(xla(pallas_attn.mla_decode, sm_scale=scale), cache | decode),
+        "xla-mla-prefill": case(
+            xla(pallas_attn.mla_prefill, sm_scale=scale), cache | prefill | ragged, temporaries=256 * MIB
+        ),
+        "xla-write-latent": case(
+            xla(pallas_attn.write_latent), cache | {"latent": new, "slots": ints(NEW_TOKENS)}, donated=True
+        ),
+        "xla-gather-latent": case(xla(pallas_attn.gather_latent, length=4 * NEW_TOKENS), cache | ragged),
+    }
+
+
+def ragged_attention() -> Case:
+    arguments = {
+        "q": shape(NEW_TOKENS, LATENT_HEADS, NOPE + ROPE),
+        "k": shape(4 * NEW_TOKENS, LATENT_HEADS, NOPE + ROPE),
+        "v": shape(4 * NEW_TOKENS, LATENT_HEADS, NOPE),
+        "cu_q_lens": ints(SEQUENCES + 1),
+        "cu_kv_lens": ints(SEQUENCES + 1),
+    }
+    return XLA(xla(pallas_attn.ragged_attention), arguments, temporaries=256 * MIB)
+
+
+def routed_experts(tokens: int) -> Case:
+    """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
+    experts, chosen, width, hidden = 64, 6, 2048, 1408
+    arguments = {
+        "x": shape(tokens, width),
+        "experts": ints(tokens, chosen),
+        "weights": shape(tokens, chosen, dtype=jnp.float32),
+        "gate_up": shape(experts, width, 2 * hidden),
+        "down": shape(experts, hidden, width),
+    }
+    # Not `experts` times the rows, which is what jax.lax.ragged_dot takes.
+    return Case(moe.routed_experts, arguments, temporaries=MIB + tokens * chosen * 4 * (width + 2 * hidden))
+
+
+PORTABLE = {
+    "xla-paged-decode-bf16": decode(BF16),
+    "xla-paged-decode-fp8": decode(FP8),
+    "xla-paged-decode-int8": decode(INT8),
+    "xla-paged-prefill": prefill(BF16),
+    "xla-write-kv-bf16": write(BF16),
+    "xla-write-kv-fp8": write(FP8),
+    "xla-write-kv-int8": write(INT8),
+    **latent_cases(),
+    "xla-ragged-attention": ragged_attention(),
+    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 64, 1024)},
+}

@@ -1,0 +1,136 @@
+"""What the compilers said about a configuration, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from tests.aot.case import Case
+from tests.aot.device import MAX_SHARED_MEMORY
+
+BARRIER_BYTES = 8
+"""Shared memory that one barrier takes."""
+
+KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
+"""What the assembler says about a kernel, and its disassembly."""
+
+REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One Mosaic GPU kernel, as the assembler left it.
+
+    Attributes:
+      name: of the Python function it was written as.
+      registers: per thread, at entry.
+      stack, spill_stores, spill_loads: bytes per thread.
+      remarks: the assembler's warnings and remarks about lost performance.
+      tensor_cores: its tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16".
+      sass: disassembly.
+    """
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    remarks: tuple[str, ...]
+    tensor_cores: tuple[str, ...]
+    sass: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One compiled configuration.
+
+    Attributes:
+      error: why it does not compile; then the rest is empty.
+      kernels: its Mosaic GPU kernels, in the order they were compiled.
+      shared_memory: bytes a thread block asks for, in the greediest of them.
+      temporaries: bytes of memory beside arguments and results.
+      aliased: bytes of results that take the place of donated arguments.
+      copies: copying instructions of the compiled module as large as the cache, with their shapes.
+    """
+
+    error: str | None = None
+    kernels: tuple[Kernel, ...] = ()
+    shared_memory: int = 0
+    temporaries: int = 0
+    aliased: int = 0
+    copies: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_json(fields: dict) -> Report:
+        kernels = tuple(
+            Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
+            for kernel in fields["kernels"]
+        )
+        return Report(**fields | {"kernels": kernels, "copies": tuple(fields["copies"])})
+
+
+def complaints(report: Report, case: Case) -> Iterator[str]:
+    """What a configuration does not keep, in words; nothing if it passes."""
+    if report.error is not None:
+        yield f"does not compile: {report.error}"
+        return
+    for kernel in report.kernels:
+        if kernel.spill_stores or kernel.spill_loads:
+            yield f"{kernel.name} spills: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
+        if kernel.stack:
+            yield f"{kernel.name} has a stack frame of {kernel.stack} bytes"
+        yield from (f"{kernel.name}: {remark}" for remark in kernel.remarks)
+    if case.kernels and not report.kernels:
+        yield "has no Mosaic GPU kernel"
+    if case.tensor_cores and not any(kernel.tensor_cores for kernel in report.kernels):
+        yield "uses no tensor cores"
+    if report.shared_memory > MAX_SHARED_MEMORY:
+        yield f"asks for {report.shared_memory} bytes of shared memory, of {MAX_SHARED_MEMORY}"
+    if report.temporaries > case.temporaries:
+        yield f"has {report.temporaries} bytes of temporaries, may have {case.temporaries}"
+    if report.aliased < case.donated_bytes:
+        yield f"updates {report.aliased} bytes in place, of {case.donated_bytes} donated"
+    yield from (f"copies a cache: {copy}" for copy in report.copies)
+
+
+def parse_kernels(dump: str) -> tuple[Kernel, ...]:
+    """The kernels in what Mosaic GPU prints while it compiles: for each, the assembler's log, then the disassembly."""
+    return tuple(_parse_kernel(log, sass) for log, sass in KERNEL.findall(dump))
+
+
+def _parse_kernel(log: str, sass: str) -> Kernel:
+    function, stack, stores, loads, registers = _find(
+        r"Function properties for (\w+)\n *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r"[\s\S]*Used (\d+) registers",
+        log,
+    )
+    if f".text.{function}" not in sass:
+        raise ValueError(f"the disassembly of {function} is missing")
+    return Kernel(
+        name=function.removesuffix("_mosaic_gpu_kernel"),
+        registers=int(registers),
+        stack=int(stack),
+        spill_stores=int(stores),
+        spill_loads=int(loads),
+        remarks=tuple(REMARK.findall(log)),
+        tensor_cores=tuple(dict.fromkeys(re.findall(r"\b[HQI]GMMA\.[\w.]+", sass))),
+        sass=sass,
+    )
+
+
+def _find(pattern: str, text: str) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"expected {pattern!r} in:\n{text}")
+    return match.groups()
+
+
+def parse_shared_memory(dump: str) -> int:
+    """Bytes of shared memory of the greediest kernel, from what Mosaic GPU prints about what it reserves."""
+    sizes = []
+    for line in re.findall(r"Resources\((.*)\)", dump):
+        (scratch,) = _find(r"smem_scratch_bytes=(\d+)", line)
+        barriers = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", line)
+        sizes.append(int(scratch) + sum(BARRIER_BYTES * int(number) * int(count) for number, count in barriers))
+    return max(sizes, default=0)

@@ -1,0 +1,139 @@
+"""The gate lets through what is sound and catches what is not."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.aot import environment
+from tests.aot.case import Case, shape
+from tests.aot.compile import large_copies
+from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory
+from tests.aot.samples import SAMPLES
+
+
+@pytest.fixture(params=environment.PLUGINS)
+def compiler(request, compilers):
+    return compilers(request.param)
+
+
+@pytest.mark.parametrize("name", ["copies-pages", "streams-tiles"])
+def test_sound_kernels_pass(compiler, name):
+    assert not list(complaints(compiler.report(name), SAMPLES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("spills", ["spills: 768 bytes", "has a stack frame", "Performance Loss", "Registers are spilled"]),
+        ("does-not-fit-shared-memory", ["exceeds available shared memory: smem_bytes=294976"]),
+        ("leaves-the-tensor-cores-idle", ["uses no tensor cores"]),
+        ("copies-its-cache", ["copies a cache: copy of bf16[64,64,128]"]),
+        ("is-not-in-place", ["updates 0 bytes in place, of 1048576 donated"]),
+        ("has-no-kernel", ["has no Mosaic GPU kernel", "uses no tensor cores"]),
+        ("has-temporaries", ["has 262144 bytes of temporaries, may have 0"]),
+    ],
+)
+def test_spoilt_kernels_are_caught(compiler, name, words):
+    found = "\n".join(complaints(compiler.report(name), SAMPLES[name]))
+    assert not [each for each in words if each not in found], found
+
+
+def test_a_kernel_is_described(compiler):
+    report = compiler.report("streams-tiles")
+    (kernel,) = report.kernels
+    assert kernel.tensor_cores == ("HGMMA.64x128x16.F32.BF16",)
+    assert 64 < kernel.registers < 256
+    tiles, sums, barriers = 2 * (64 * 64 * 4 + 64 * 128 * 2), 64 * 128 * 4, 2 * 8
+    assert report.shared_memory == tiles + sums + barriers
+
+
+def test_a_case_that_does_not_compile_ends_no_other(compiler):
+    assert compiler.report("does-not-fit-shared-memory").error
+    assert compiler.report("copies-pages").error is None
+
+
+@pytest.mark.parametrize("plugin", environment.PLUGINS)
+def test_the_packages_tools_come_first(compilers, plugin):
+    compilers(plugin)
+    path = environment.variables(plugin)["PATH"]
+    for tool in ("ptxas", "nvdisasm"):
+        assert Path(shutil.which(tool, path=path) or "").is_relative_to(environment.packages(plugin))
+
+
+# --- without the packages
+
+
+def test_elsewhere_the_reason_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.sys, "platform", "linux")
+    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert "`make aot-cuda12` brings them" in str(environment.missing("cuda12"))
+    environment.packages("cuda12").mkdir(parents=True)
+    assert environment.missing("cuda12") is None
+    monkeypatch.setattr(environment.platform, "machine", lambda: "arm64")
+    assert "this is linux on arm64" in str(environment.missing("cuda12"))
+
+
+def test_plugins_are_of_the_tests_own_jax():
+    for plugin in environment.PLUGINS:
+        pins = (Path(__file__).parent / f"{plugin}.txt").read_text()
+        assert f"jax-{plugin}-plugin=={jax.__version__}" in pins
+        assert f"jax-{plugin}-pjrt=={jax.__version__}" in pins
+
+
+LOG = """\
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : (C7508) setmaxnreg is ignored to maintain minimum register requirements
+ptxas warning : Registers are spilled to local memory in function 'decode_mosaic_gpu_kernel', 8 bytes spill stores
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'decode_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for decode_mosaic_gpu_kernel
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 2 barriers, 16 bytes cumulative stack size, 1 bytes smem
+ptxas info    : Compile time = 407.159 ms
+
+\t.target\tsm_90a
+//--------------------- .text.decode_mosaic_gpu_kernel --------------------------
+        /*0f20*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, R152, gdesc[UR40], R24 ;
+        /*0f30*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, R156, gdesc[UR36], R24 ;
+"""
+
+
+def test_kernels_are_read_off_the_dump():
+    first, second = parse_kernels(LOG + LOG.replace("decode_", "merge_").replace("QGMMA", "FADD"))
+    tensor_cores = ("QGMMA.64x64x32.F32.E4M3.E4M3",)
+    assert (first.name, first.registers, first.stack) == ("decode", 168, 16)
+    assert (first.spill_stores, first.spill_loads, first.tensor_cores) == (8, 12, tensor_cores)
+    assert [remark.split()[0] for remark in first.remarks] == ["(C7510)", "(C7508)", "Registers"]
+    assert (second.name, second.tensor_cores) == ("merge", ())
+
+
+def test_a_kernel_without_disassembly_is_an_error():
+    with pytest.raises(ValueError, match="disassembly of decode_mosaic_gpu_kernel is missing"):
+        parse_kernels(LOG.partition("//---")[0])
+
+
+def test_shared_memory_counts_barriers():
+    barriers = "Counter({Barrier(arrival_count=2, num_barriers=3, orders_tensor_core=False): 2})"
+    line = f"Resources(smem_scratch_bytes=1024, barrier_counts={barriers}, scoped_gmem_semaphores={{}})\n"
+    assert parse_shared_memory(line + line.replace("1024", "512")) == 1024 + 3 * 2 * 8
+
+
+def test_shared_memory_has_a_limit():
+    kernel = Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), "")
+    case = Case(abs, {"x": shape(1)})
+    assert not list(complaints(Report(kernels=(kernel,), shared_memory=227 * 1024), case))
+    (complaint,) = complaints(Report(kernels=(kernel,), shared_memory=227 * 1024 + 8), case)
+    assert "232456 bytes of shared memory" in complaint
+
+
+def test_large_copies_are_found():
+    module = """
+  %copy.3 = bf16[64,64,128]{2,1,0} copy(%cache.1)
+  ROOT %copy-start.1 = (s8[64,64,128]{2,1,0}, s8[64,64,128]{2,1,0:S(5)}, u32[]{:S(2)}) copy-start(%cache.1)
+  %small = bf16[64,128]{1,0} copy(%page)
+  %kernel.1 = bf16[64,64,128]{2,1,0} custom-call(%copy.3), metadata={op_name="a copy(b)"}
+"""
+    assert large_copies(module, 64 * 64 * 128) == ("copy of bf16[64,64,128]", "copy-start of s8[64,64,128]")
