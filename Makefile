@@ -30,10 +30,10 @@ demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and c
 	$(BIN)/python scripts/run_decode.py --verify
 
 test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
-	$(PYTEST) -n auto -m "not gpu and not slow"
+	$(PYTEST) -n auto -m "not slow"
 
 test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
-	$(PYTEST) -n auto -m "slow and not gpu"
+	$(PYTEST) -n auto -m slow
 
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) -n auto tests/aot
@@ -45,7 +45,7 @@ test-latest: | python  ## the tests, on the newest jax that pyproject.toml admit
 	$(call create,.venv-latest)
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	.venv-latest/bin/python -m pytest -n auto -m "not gpu and not slow" --ignore=tests/aot  # whose packages are of one jax
+	.venv-latest/bin/python -m pytest -n auto -m "not slow" --ignore=tests/aot  # whose packages are of one jax
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings

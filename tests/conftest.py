@@ -19,6 +19,15 @@ _CHECKED = ["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "mode
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, and so counts, what needs a GPU where there is none."""
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 @pytest.fixture
 def unchecked_shapes():
     """Lets a test hand over arguments the annotations forbid, to see the library's own error."""
