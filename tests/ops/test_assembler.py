@@ -1,0 +1,59 @@
+"""An assembler that breaks kernels is refused in words; any other is taken, and so is none."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pallas_attn.ops.common.assembler import assembler, require_sound_assembler
+
+
+def ptxas(folder: Path, says: str) -> Path:
+    """An assembler that knows nothing but its version."""
+    folder.mkdir(parents=True)
+    path = folder / "ptxas"
+    path.write_text(f"#!/bin/sh\necho 'ptxas: NVIDIA (R) Ptx optimizing assembler'\necho '{says}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def release(version: str) -> str:
+    return f"Cuda compilation tools, release {version.rpartition('.')[0]}, V{version}"
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """No assembler on PATH, and none in packages."""
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tmp_path / "packages"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("version", ["12.8.61", "12.8.93", "12.9.41"])
+def test_a_broken_assembler_is_refused(bare, monkeypatch, version):
+    path = ptxas(bare / "bin", release(version))
+    monkeypatch.setenv("PATH", str(path.parent))
+    with pytest.raises(NotImplementedError, match=f"{path} is version {version}.*first on PATH"):
+        require_sound_assembler()
+
+
+@pytest.mark.parametrize("says", [release("12.6.85"), release("12.9.86"), release("13.0.88"), "no version at all"])
+def test_others_are_taken(bare, monkeypatch, says):
+    monkeypatch.setenv("PATH", str(ptxas(bare / "bin", says).parent))
+    require_sound_assembler()
+
+
+def test_none_is_for_xla_to_find(bare):
+    assert assembler() is None
+    require_sound_assembler()
+
+
+def test_path_comes_before_the_packages(bare, monkeypatch):
+    packaged = ptxas(bare / "packages" / "bin", release("12.8.93"))
+    assert assembler() == packaged
+    with pytest.raises(NotImplementedError, match="12.8.93"):
+        require_sound_assembler()
+    first = ptxas(bare / "bin", release("13.0.88"))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(bare / "empty"), str(first.parent)]))
+    assert assembler() == first
+    require_sound_assembler()
