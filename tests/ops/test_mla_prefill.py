@@ -22,7 +22,7 @@ every_variant = harness.variants(IMPLEMENTATIONS)
 bounded_variant = harness.variants(name for name in IMPLEMENTATIONS if name != "reference")
 
 SM_SCALE = 0.2
-PS, TABLE_WIDTH, NUM_PAGES = 4, 8, 48
+PS, TABLE_WIDTH = 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,15 @@ class PrefillCase:
     Attributes:
       cached, new: tokens of each sequence.
       tokens: T; what the new tokens leave of it is padding.
+      table_width, num_pages: P and N.
       value_scale: of the latents, queries are divided by it; below 1 for 16-bit inputs, see `mla_case`.
     """
 
     cached: tuple[int, ...]
     new: tuple[int, ...]
     tokens: int = 24
+    table_width: int = TABLE_WIDTH
+    num_pages: int = 48
     heads: int = 3
     nope_dim: int = 16
     rope_dim: int = 8
@@ -67,13 +70,13 @@ class Inputs:
         width = case.latent_dim + case.rope_dim
         q = rng.standard_normal((case.tokens, case.heads, case.nope_dim + case.rope_dim)) / case.value_scale
         latent_new = rng.standard_normal((case.tokens, width)) * case.value_scale
-        pages = rng.standard_normal((NUM_PAGES, PS, width)) * case.value_scale
+        pages = rng.standard_normal((case.num_pages, PS, width)) * case.value_scale
         w_uk, w_uv = (
             (rng.standard_normal((case.heads, rows, case.latent_dim)) * case.latent_dim**-0.5).astype(case.dtype)
             for rows in (case.nope_dim, case.value_dim)
         )
-        prefix = np.arange(TABLE_WIDTH * PS) < np.array(case.cached)[:, None, None]
-        size = {"page_size": PS, "num_pages": NUM_PAGES}
+        prefix = np.arange(case.table_width * PS) < np.array(case.cached)[:, None, None]
+        size = {"page_size": PS, "num_pages": case.num_pages}
         tables = harness.paginate(rng, prefix, **size)
         dead = harness.dead_slots(tables, prefix, **size)[:, 0]
         cache_dtype = case.cache_dtype or case.dtype
@@ -185,13 +188,20 @@ def test_widths_of_deepseek_as_a_user_gets_them(variant: Variant) -> None:
     check(Variant(variant.implementation), replace(BASE, heads=2, value_scale=0.5, **widths))
 
 
+@every_variant
+def test_error_does_not_grow_with_the_number_of_pieces(variant: Variant) -> None:
+    """64 of them: partial results rounded to bfloat16 would add up to several times the tolerance."""
+    long = PrefillCase((253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=0.25)
+    check(variant, long, PS)
+
+
 # --- what makes no difference
 
 
 @every_variant
 def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
     inputs = Inputs.draw(replace(BASE, cached=(0, 3, 4, 17), new=(4, 6, 1, 9)), harness.fresh_rng())
-    own_pages = 1 + inputs.rng.permutation(NUM_PAGES - 1)[: inputs.tables.size].reshape(inputs.tables.shape)
+    own_pages = 1 + inputs.rng.permutation(inputs.case.num_pages - 1)[: inputs.tables.size].reshape(inputs.tables.shape)
     inputs = replace(inputs, tables=own_pages.astype(np.int32))
     arguments = inputs.arguments(poisoned=False) | {"cache": PagedLatent(jnp.asarray(inputs.pages))}
     position = np.concatenate([c + np.arange(n) for c, n in zip(inputs.case.cached, inputs.case.new, strict=True)])
@@ -208,7 +218,7 @@ def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
 def test_chunk_by_chunk_is_all_at_once(variant: Variant) -> None:
     """Each chunk is written once it was attended, as an engine does."""
     whole = Inputs.draw(replace(BASE, cached=(0, 0, 0, 0), new=(5, 1, 8, 10)), harness.fresh_rng())
-    tables = 1 + whole.rng.permutation(NUM_PAGES - 1)[: whole.tables.size].reshape(whole.tables.shape)
+    tables = 1 + whole.rng.permutation(whole.case.num_pages - 1)[: whole.tables.size].reshape(whole.tables.shape)
     arguments = whole.arguments() | {"block_tables": tables.astype(np.int32)}
     want = prefill(variant, PS)(**arguments)
     starts = arguments["cu_q_lens"][:-1]
