@@ -101,7 +101,7 @@ def _load(op: str, loaders: Mapping[str, Loader], name: str) -> Callable[..., An
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
     try:
         return loaders[name]()
-    except ImportError as missing:  # its file, or an optional dependency of it
+    except ModuleNotFoundError as missing:  # its file, or an optional dependency of it
         raise NotImplementedError(f"{op}'s {name!r} implementation cannot be imported: {missing}") from missing
 
 

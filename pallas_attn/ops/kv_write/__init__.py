@@ -11,15 +11,15 @@ from pallas_attn.types import Implementation, PagedKV, Rope
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.kv_write import xla
+    import pallas_attn.ops.kv_write.xla as implementation
 
-    return xla.write_kv
+    return implementation.write_kv
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.kv_write import reference
+    import pallas_attn.ops.kv_write.reference as implementation
 
-    return reference.write_kv
+    return implementation.write_kv
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

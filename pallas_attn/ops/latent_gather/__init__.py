@@ -11,15 +11,15 @@ from pallas_attn.types import Implementation, PagedLatent
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.latent_gather import xla
+    import pallas_attn.ops.latent_gather.xla as implementation
 
-    return xla.gather_latent
+    return implementation.gather_latent
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.latent_gather import reference
+    import pallas_attn.ops.latent_gather.reference as implementation
 
-    return reference.gather_latent
+    return implementation.gather_latent
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

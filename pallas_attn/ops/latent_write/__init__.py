@@ -11,15 +11,15 @@ from pallas_attn.types import Implementation, PagedLatent
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.latent_write import xla
+    import pallas_attn.ops.latent_write.xla as implementation
 
-    return xla.write_latent
+    return implementation.write_latent
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.latent_write import reference
+    import pallas_attn.ops.latent_write.reference as implementation
 
-    return reference.write_latent
+    return implementation.write_latent
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

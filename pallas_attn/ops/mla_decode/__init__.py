@@ -13,15 +13,15 @@ from pallas_attn.types import DecodePlan, Implementation, PagedLatent
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.mla_decode import xla
+    import pallas_attn.ops.mla_decode.xla as implementation
 
-    return xla.mla_decode
+    return implementation.mla_decode
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.mla_decode import reference
+    import pallas_attn.ops.mla_decode.reference as implementation
 
-    return reference.mla_decode
+    return implementation.mla_decode
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

@@ -14,15 +14,15 @@ from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.paged_decode import xla
+    import pallas_attn.ops.paged_decode.xla as implementation
 
-    return xla.paged_decode
+    return implementation.paged_decode
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.paged_decode import reference
+    import pallas_attn.ops.paged_decode.reference as implementation
 
-    return reference.paged_decode
+    return implementation.paged_decode
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

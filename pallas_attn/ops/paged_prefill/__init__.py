@@ -13,15 +13,15 @@ from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.paged_prefill import xla
+    import pallas_attn.ops.paged_prefill.xla as implementation
 
-    return xla.paged_prefill
+    return implementation.paged_prefill
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.paged_prefill import reference
+    import pallas_attn.ops.paged_prefill.reference as implementation
 
-    return reference.paged_prefill
+    return implementation.paged_prefill
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}

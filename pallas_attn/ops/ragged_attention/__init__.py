@@ -13,15 +13,15 @@ from pallas_attn.types import Implementation
 
 
 def _xla() -> Any:
-    from pallas_attn.ops.ragged_attention import xla
+    import pallas_attn.ops.ragged_attention.xla as implementation
 
-    return xla.ragged_attention
+    return implementation.ragged_attention
 
 
 def _reference() -> Any:
-    from pallas_attn.ops.ragged_attention import reference
+    import pallas_attn.ops.ragged_attention.reference as implementation
 
-    return reference.ragged_attention
+    return implementation.ragged_attention
 
 
 IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
