@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 
 from tests.aot import environment
 from tests.aot.report import Report
+
+ANSWER = '{"error":'
+"""How a report begins, and no complaint of the compilers."""
 
 
 class Compiler:
@@ -18,7 +20,6 @@ class Compiler:
         self._plugin = plugin
         self._process: subprocess.Popen[str] | None = None
         self._reports: dict[str, Report] = {}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is needed as long as this is
 
     def report(self, name: str) -> Report:
         """What came of compiling the case, or sample, of this name."""
@@ -39,21 +40,21 @@ class Compiler:
         assert self._process.stdout
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
-        if answer := self._process.stdout.readline():
-            return Report.from_json(json.loads(answer))
+        said = []
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return Report.from_json(json.loads(line))
+            said.append(line)
         self.close()
-        self._errors.seek(0)
-        return Report(error="\n".join(self._errors.read().splitlines()[-12:]))
+        return Report(error="".join(said[-12:]))
 
     def _start(self) -> subprocess.Popen[str]:
-        self._errors.seek(0)
-        self._errors.truncate()
         return subprocess.Popen(
             [sys.executable, "-m", "tests.aot.compile"],
             cwd=environment.ROOT,
             env=environment.variables(self._plugin),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=subprocess.STDOUT,
             text=True,
         )
