@@ -58,6 +58,8 @@ RAGGED = {"cu_q_lens": ints(SEQUENCES + 1), "kv_lens": ints(SEQUENCES)}
 BF16 = paged_kv(jnp.bfloat16)
 FP8 = paged_kv(jnp.float8_e4m3fn, PAGE_SIZE)
 INT8 = paged_kv(jnp.int8, "head")
+INT8_GROUPS = paged_kv(jnp.int8, 4)
+FP8_GROUPS = paged_kv(jnp.float8_e4m3fn, 4)
 
 
 def decode(kv: PagedKV) -> Case:
@@ -71,9 +73,9 @@ def prefill(kv: PagedKV) -> Case:
     return XLA(xla(pallas_attn.paged_prefill), arguments, cache="kv", temporaries=256 * MIB)
 
 
-def write(kv: PagedKV) -> Case:
-    new = shape(NEW_TOKENS, KV_HEADS, HEAD_DIM)
-    arguments = {"kv": kv, "k": new, "v": new, "slots": ints(NEW_TOKENS)}
+def write(kv: PagedKV, num_tokens: int = NEW_TOKENS) -> Case:
+    new = shape(num_tokens, KV_HEADS, HEAD_DIM)
+    arguments = {"kv": kv, "k": new, "v": new, "slots": ints(num_tokens)}
     return XLA(xla(pallas_attn.write_kv), arguments, cache="kv", donated=True, temporaries=16 * MIB)
 
 
@@ -140,6 +142,10 @@ PORTABLE = {
     "xla-write-kv-bf16": write(BF16),
     "xla-write-kv-fp8": write(FP8),
     "xla-write-kv-int8": write(INT8),
+    "xla-write-kv-int8-groups": write(INT8_GROUPS),
+    "xla-write-kv-fp8-groups": write(FP8_GROUPS),
+    "xla-write-kv-int8-groups-decode": write(INT8_GROUPS, SEQUENCES),
+    "xla-write-kv-fp8-groups-decode": write(FP8_GROUPS, SEQUENCES),
     **latent_cases(),
     "xla-ragged-attention": ragged_attention(),
     **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 64, 1024)},

@@ -166,7 +166,8 @@ def _requantise_earlier(
         entry = queue[place]
         page = _page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
-        stored, old_scale = (a.at[index].get(mode="clip") for a in (grouped, scale))
+        # Read whole before anything is written: a GPU kernel that did both could not write the pool in place.
+        stored, old_scale = lax.optimization_barrier(tuple(a.at[index].get(mode="clip") for a in (grouped, scale)))
         earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
         stored_amax = jnp.max(jnp.where(earlier, jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(1, 2))
         scales = amax_scale(amax[entry], pages.dtype, at_least=held_scale(stored_amax, old_scale, pages.dtype))
