@@ -33,3 +33,5 @@ from pallas_attn.types import PagedLatent as PagedLatent
 from pallas_attn.types import Rope as Rope
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec
+
+__version__ = "0.1.0"

@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+import pallas_attn
 from models.outputs import EngineStats, RequestOutput
 from models.verify import Difference, Verification
 
@@ -144,8 +145,8 @@ def device_name() -> str:
 
 def versions() -> dict[str, str]:
     """What a result depends on, by name."""
-    packages = ("pallas_attn", "jax", "flax", "numpy")
-    return {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()}
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
+    return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
 
 
 def differences(verification: Verification) -> list[str]:
