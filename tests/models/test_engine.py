@@ -362,7 +362,8 @@ def test_a_step_sends_the_device_one_array_and_nothing_behind_your_back():
     ample = engine("ample")
     ample.warmup()
     with jax.transfer_guard_host_to_device("disallow"):
-        assert tuple(ample.generate([PROMPTS[0]], GREEDY)[0].output_ids) == plain(0, GREEDY)
+        outputs = ample.generate([PROMPTS[0]], GREEDY)
+    assert tuple(outputs[0].output_ids) == plain(0, GREEDY)
 
 
 def test_prompt_logits_are_those_computed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Num
 
 from pallas_attn.types import QMAX
@@ -12,13 +13,16 @@ _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 
 
 def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
-    """x / y, correctly rounded.
+    """x / y of float32, correctly rounded.
 
-    XLA turns division by a broadcast into multiplication with its reciprocal, which rounds twice. A divisor that
-    depends on x element by element leaves it no reciprocal to share, and is fused where a barrier would not be.
+    XLA's own is not: on GPUs it divides to two units in the last place, and anywhere it may multiply with the
+    reciprocal of a broadcast divisor. In float64 neither matters: a quotient of two float32 numbers is never so close
+    to where float32 rounds the other way (Figueroa, "When is double rounding innocuous?", 1995).
     """
     x, y = jnp.broadcast_arrays(x, y)
-    return x / jnp.where(jnp.isnan(x), x, y)
+    with jax.enable_x64(True):
+        x64, y64 = (lax.convert_element_type(a, jnp.float64) for a in (x, y))
+        return lax.convert_element_type(lax.div(x64, y64), jnp.float32)
 
 
 def quantise(
