@@ -76,7 +76,6 @@ def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_
             max_model_len=max_len,
             prefix_caching=prefix_caching,
             decode_buckets=(batch,),
-            prefill_buckets=(max(work.max_batched_tokens, batch),),
         ),
     )
     engine.warmup()
