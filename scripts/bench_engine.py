@@ -48,6 +48,11 @@ class Workload:
     max_batched_tokens: int = 512
 
 
+def num_cores() -> int:
+    """Cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def prompts(rng: np.random.Generator, vocab_size: int, batch: int, length: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (batch, length)).tolist()
 
@@ -133,7 +138,7 @@ def bench_transformers(python: str, checkpoint: Path, work: Workload, batches: l
         report = Path(folder) / "transformers.json"
         command = [python, str(script), "--model", str(checkpoint), "--json", str(report), "--dtype", dtype]
         command += ["--prompt-tokens", str(work.prompt_tokens), "--new-tokens", str(work.new_tokens)]
-        command += ["--repeats", str(work.repeats), "--threads", str(os.cpu_count()), "--batch", *map(str, batches)]
+        command += ["--repeats", str(work.repeats), "--threads", str(num_cores()), "--batch", *map(str, batches)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(report.read_text())
 
@@ -217,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         show(console, results[-1])
     report = {
         "device": device.device_kind,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {num_cores()} cores",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "dtype": args.dtype,
         "workload": dataclasses.asdict(work),
