@@ -13,6 +13,12 @@ from pallas_attn import checks, dispatch
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
 
 
+def _mosaic() -> Any:
+    import pallas_attn.ops.paged_decode.mosaic_sm90 as implementation
+
+    return implementation.paged_decode
+
+
 def _xla() -> Any:
     import pallas_attn.ops.paged_decode.xla as implementation
 
@@ -25,7 +31,7 @@ def _reference() -> Any:
     return implementation.paged_decode
 
 
-IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def paged_decode(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_attn import tuning
 from pallas_attn.ops.common.online_softmax import XlaConfig, decode_heuristic
 
@@ -16,3 +18,92 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
     """
     key = {"rows": rows, "heads": heads, "head_dim": head_dim}
     return tuning.lookup("paged_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, heads * head_dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a program of the Mosaic kernel works.
+
+    Attributes:
+      tile_tokens: keys it takes at once.
+      stages: tiles it holds in shared memory; all but one are on their way.
+      programs_per_multiprocessor: programs side by side on one, in plans made for this configuration.
+    """
+
+    tile_tokens: int
+    stages: int
+    programs_per_multiprocessor: int
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens < 64 or self.tile_tokens % 64:
+            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, wgmma's M")
+        if not 2 <= self.stages <= 32:
+            raise ValueError(f"{self.stages=} must be from 2 (one to read, one on its way) to 32")
+        if not 1 <= self.programs_per_multiprocessor <= 16:
+            raise ValueError(f"{self.programs_per_multiprocessor=} must be from 1 to 16")
+
+
+def max_columns(head_dim: int, cache_bytes: int) -> int:
+    """Query rows of a KV head that the registers of a warpgroup have room for, beside what dequantising takes."""
+    return 64 * cache_bytes * 64 // max(head_dim, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKey:
+    """What the best sizes of the Mosaic kernel depend on.
+
+    Attributes:
+      head_dim: D.
+      cache_bytes: bytes of a cached value.
+      token_scales: whether scales come with the tokens.
+      columns: query rows of a KV head that a program takes at once.
+      terms: 16-bit numbers a query is made of.
+      out_bytes: bytes of a value of the output.
+    """
+
+    head_dim: int
+    cache_bytes: int
+    token_scales: bool
+    columns: int
+    terms: int
+    out_bytes: int
+
+
+def mosaic_config(key: MosaicKey) -> MosaicConfig:
+    """Sizes of the Mosaic kernel."""
+    return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _mosaic_heuristic(key))
+
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a Hopper multiprocessor that programs can have."""
+
+
+def reduction_bytes(columns: int) -> int:
+    """Shared memory for maxima and sums over the tokens of a tile; with 128 bytes a column one round is enough."""
+    return min(128 * columns, 4096)
+
+
+def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
+    """As many programs side by side as registers and shared memory hold, each with two tiles or more: while one waits
+    for memory or for its own arithmetic, the others work.
+    """
+    tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 else 64
+    most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
+    tile = tile_tokens * key.head_dim
+    for programs in range(most, 0, -1):
+        stage = 2 * tile * key.cache_bytes + (16 * tile_tokens if key.token_scales else 0)
+        stages = (SHARED_BYTES // programs - _bytes_beside_tiles(key, tile_tokens)) // stage
+        if stages >= 2:
+            return MosaicConfig(tile_tokens, min(stages, 4), programs)
+    raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
+
+
+def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
+    """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
+    queries, probabilities = key.terms * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
+    output, notes = key.columns * key.head_dim * key.out_bytes, 1024
+    widened = tile_tokens * key.head_dim * 2 if key.cache_bytes == 1 else 0
+    scales = 1024 if key.token_scales else 0  # what rounding adds to those of the tiles
+    barriers, system = 288, 1024
+    reductions = reduction_bytes(key.columns)
+    return queries + probabilities + output + notes + widened + scales + barriers + system + reductions

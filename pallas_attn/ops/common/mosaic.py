@@ -1,0 +1,139 @@
+"""What Mosaic GPU kernels share: where they run, how operands of the tensor cores lie, products, vectors beside a tile.
+
+A tile of scores is [tokens, columns]: wgmma's M are tokens, its N the query rows of one KV head. A value per token
+therefore varies along the rows of a tile and is spread over its columns, a value per query the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import config as jax_config  # the mode a kernel is traced in has no public name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import dispatch
+
+HOPPER = (9, 0)
+
+TILE = plgpu.Layout.WGMMA
+PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""How a tile, a value for each of its rows and a value for each of its columns lie in the registers of a warpgroup."""
+
+Ref = Any
+"""A reference to global or shared memory."""
+
+
+# --- where kernels run
+
+
+def interpreted() -> bool:
+    """Whether a kernel traced now runs interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
+    return isinstance(jax_config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+
+
+def require_hopper() -> None:
+    """Raises NotImplementedError unless kernels run interpreted or are compiled for compute capability 9.0."""
+    here = dispatch.capability()
+    if interpreted() or (here.platform == "gpu" and here.compute_capability == HOPPER):
+        return
+    version = "" if here.compute_capability is None else f" {'.'.join(map(str, here.compute_capability))}"
+    raise NotImplementedError(f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}")
+
+
+def multiprocessors() -> int:
+    """Of the device a kernel is traced for; few in the interpreter, where programs run one after the other."""
+    if interpreted():
+        return 2
+    device = jax.config.jax_default_device
+    device = jax.local_devices()[0] if device is None or isinstance(device, str) else device
+    return device.core_count
+
+
+# --- memory
+
+
+def operand(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for tiles [..., rows, columns], swizzled as wgmma wants operands of 16 bits and as threads read
+    values of 8 without conflicts.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    row_bytes = 64 * itemsize
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(row_bytes))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """Values of global memory, or of shared memory that is not swizzled, in registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def first_warp(start_copies: Callable[[], None]) -> None:
+    """Runs a function that does no more than move scalars and start copies on one warp, once the others are here too.
+
+    Every thread that starts a copy arrives at its barrier: one warp does it with a quarter of the arrivals.
+    """
+
+    @plgpu.warp_map
+    def _on_each(warp: jax.Array) -> None:
+        pl.when(warp == 0)(start_copies)
+
+
+# --- products
+
+
+def multiply(a: Ref, bs: Sequence[Ref]) -> jax.Array:
+    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for a [M, K] and bs [N, K] in shared memory."""
+
+    def accumulate(total: Ref) -> jax.Array:
+        for b in bs:
+            plgpu.wgmma(total, a, b.transpose((1, 0)))
+        return total[...]
+
+    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], bs[0].shape[0]), jnp.float32))
+
+
+def add_product(total: jax.Array, a: Ref, b: Ref) -> jax.Array:
+    """total + a @ b in float32, for a [M, K] and b [K, N] in shared memory, in the registers of `total`.
+
+    The interpreter has no accumulators that begin with a value.
+    """
+    if interpreted():
+
+        def product(result: Ref) -> jax.Array:
+            plgpu.wgmma(result, a, b)
+            return result[...]
+
+        return total + pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))
+    return added
+
+
+# --- vectors beside a tile
+
+
+def over_tokens(per_token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A value per token, for each element of a tile."""
+    return lax.broadcast_in_dim(per_token, shape, [0])
+
+
+def over_columns(per_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A value per column, for each element of a tile."""
+    return lax.broadcast_in_dim(per_column, shape, [1])
+
+
+def token_iota(tokens: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=PER_TOKEN)
+
+
+def column_iota(columns: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=PER_COLUMN)
+
+
+def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

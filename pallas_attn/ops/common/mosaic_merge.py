@@ -1,0 +1,289 @@
+"""Query rows as columns of tiles, and the partial states of rows that were cut into pieces.
+
+States are not normalised: `m` is the largest score of a column, `l` the sum of exp(score - m), `acc` the values
+weighted with exp(score - m), all float32. An LSE in place of m and l would be rounded by more than exp can take where
+scores are large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import PER_COLUMN, Ref, over_columns
+
+LOG2E = math.log2(math.e)
+
+MERGE_ROWS = 64
+"""Rows of the transposed output that one program of the merge takes."""
+
+MERGE_BYTES = 8 * 1024
+"""Of states that a program of the merge reads while it waits for as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """How the query rows of a KV head, `group` heads of each of `queries` queries, become at most `limit` columns.
+
+    A block holds `block_heads` heads of each of `block_queries` queries, query by query, then columns that mean nothing
+    up to a multiple of 8. Columns never mix, so what a meaningless one holds, be it NaN, stays in it.
+    """
+
+    group: int
+    queries: int
+    limit: int
+
+    @property
+    def block_heads(self) -> int:
+        return max(n for n in range(1, min(self.group, self.limit) + 1) if self.group % n == 0)
+
+    @property
+    def block_queries(self) -> int:
+        return min(self.queries, self.limit // self.block_heads)
+
+    @property
+    def head_blocks(self) -> int:
+        return self.group // self.block_heads
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.queries // self.block_queries)
+
+    @property
+    def blocks(self) -> int:
+        """All blocks; those of the same queries follow one another."""
+        return self.query_blocks * self.head_blocks
+
+    @property
+    def used(self) -> int:
+        return self.block_queries * self.block_heads
+
+    @property
+    def width(self) -> int:
+        """N of wgmma."""
+        return -(-self.used // 8) * 8
+
+    def pack(self, q: Float[Array, "B Q Hq D"]) -> Float[Array, "blocks rows width D"]:
+        """Queries as columns: without a copy where Q is 1 and the group a multiple of 8 and no more than the limit."""
+        batch, _, heads, head_dim = q.shape
+        q = jnp.pad(q, ((0, 0), (0, self.query_blocks * self.block_queries - self.queries), (0, 0), (0, 0)))
+        kv_heads = heads // self.group
+        q = q.reshape(
+            batch, self.query_blocks, self.block_queries, kv_heads, self.head_blocks, self.block_heads, head_dim
+        )
+        q = q.transpose(1, 4, 0, 3, 2, 5, 6).reshape(self.blocks, batch * kv_heads, self.used, head_dim)
+        return jnp.pad(q, ((0, 0), (0, 0), (0, self.width - self.used), (0, 0)))
+
+    def per_head(self, x: Float[Array, "Hq"]) -> Float[Array, "head_blocks Hkv width"]:
+        """A value of each query head, for each column."""
+        x = x.reshape(-1, self.head_blocks, self.block_heads).swapaxes(0, 1)
+        return jnp.pad(jnp.tile(x, (1, 1, self.block_queries)), ((0, 0), (0, 0), (0, self.width - self.used)))
+
+    def per_query(self, x: Int32[Array, "B Q"]) -> Int32[Array, "query_blocks B width"]:
+        """A value of each query, for each column; 0 for columns that mean nothing."""
+        x = jnp.pad(x, ((0, 0), (0, self.query_blocks * self.block_queries - self.queries)))
+        x = x.reshape(-1, self.query_blocks, self.block_queries).swapaxes(0, 1)
+        x = jnp.repeat(x, self.block_heads, axis=2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.width - self.used)))
+
+    def unpack(self, x: Float[Array, "blocks rows width"], kv_heads: int) -> Float[Array, "B Q Hq"]:
+        """A value of each column, back in the order of query rows."""
+        x = x[..., : self.used].reshape(
+            self.query_blocks, self.head_blocks, -1, kv_heads, self.block_queries, self.block_heads
+        )
+        x = x.transpose(2, 0, 4, 3, 1, 5).reshape(x.shape[2], -1, kv_heads * self.group)
+        return x[:, : self.queries]
+
+    def head_block(self, block: Any) -> Any:
+        """In a kernel: which heads of the group a block holds."""
+        return lax.rem(block, self.head_blocks)
+
+    def query_block(self, block: Any) -> Any:
+        """In a kernel: which queries a block holds."""
+        return lax.div(block, self.head_blocks)
+
+    def query(self, block: Any) -> Any:
+        """In a kernel: int32 [width], the query of each column."""
+        first = self.query_block(block) * self.block_queries
+        return first + lax.div(mosaic.column_iota(self.width), jnp.int32(self.block_heads))
+
+    def sink(self, sinks: Ref | None, block: Any, kv_head: Any) -> Any:
+        """In a kernel: [width], the learned sink of each column's head, or None."""
+        return None if sinks is None else mosaic.load(sinks.at[self.head_block(block), kv_head], PER_COLUMN)
+
+
+class State(NamedTuple):
+    """Attention of a tile's columns over some keys; see the module's docstring.
+
+    Attributes:
+      m, l: [width].
+      acc: [values, width].
+    """
+
+    m: Any
+    l: Any  # noqa: E741
+    acc: Any
+
+    @staticmethod
+    def empty(values: int, width: int) -> State:
+        """Over no keys."""
+        return State(
+            mosaic.filled(-jnp.inf, (width,), PER_COLUMN),
+            mosaic.filled(0.0, (width,), PER_COLUMN),
+            mosaic.filled(0.0, (values, width), mosaic.TILE),
+        )
+
+    def merge(self, other: State) -> State:
+        """Attention over the keys of both."""
+        m = jnp.maximum(self.m, other.m)
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        weights = [jnp.exp2((state.m - shift) * LOG2E) for state in (self, other)]
+        spread = [over_columns(weight, self.acc.shape) for weight in weights]
+        return State(m, self.l * weights[0] + other.l * weights[1], self.acc * spread[0] + other.acc * spread[1])
+
+
+class Partials(NamedTuple):
+    """States in global memory: stats [blocks·pieces, 2, width] (m and l), acc [blocks·pieces, D, width]."""
+
+    stats: Any
+    acc: Any
+
+    @staticmethod
+    def types(columns: Columns, pieces: int, head_dim: int) -> Partials:
+        states = columns.blocks * pieces
+        return Partials(
+            jax.ShapeDtypeStruct((states, 2, columns.width), jnp.float32),
+            jax.ShapeDtypeStruct((states, head_dim, columns.width), jnp.float32),
+        )
+
+    def place(self, columns: Columns, block: Any, piece: Any) -> Any:
+        return block * (self.acc.shape[0] // columns.blocks) + piece
+
+    def write(self, columns: Columns, block: Any, piece: Any, state: State) -> None:
+        place = self.place(columns, block, piece)
+        self.stats[place, 0] = state.m
+        self.stats[place, 1] = state.l
+        self.acc[place] = state.acc
+
+
+class Output(NamedTuple):
+    """Where finished rows go: out [B, Q, Hq, D] and lse [blocks, rows, width] in global memory, a tile in shared."""
+
+    out: Ref
+    lse: Ref
+    tile: Ref
+
+    def write(self, columns: Columns, block: Any, row: Any, state: State, sink: Any = None, values: Any = 0) -> None:
+        """Normalises a state and writes it, the values from `values` on. `sink`: [width] learned logits, or None."""
+        seen = state.l != 0
+        shift = jnp.where(state.m == -jnp.inf, 0.0, state.m)
+        denominator = state.l if sink is None else state.l + jnp.exp2((sink - shift) * LOG2E)
+        inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
+        out = state.acc * over_columns(inverse, state.acc.shape)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out for another row
+        self.tile.transpose((1, 0))[...] = out.astype(self.tile.dtype)
+        plgpu.commit_smem()
+        kv_heads = self.out.shape[2] // columns.group
+        batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
+        heads = pl.ds(kv_head * columns.group + columns.head_block(block) * columns.block_heads, columns.block_heads)
+        for i in range(columns.block_queries):
+            query = columns.query_block(block) * columns.block_queries + i
+
+            @pl.when(query < columns.queries)
+            def _store(i: int = i, query: Any = query) -> None:
+                place = self.out.at[batch, query, heads, pl.ds(values, state.acc.shape[0])]
+                plgpu.copy_smem_to_gmem(self.tile.at[pl.ds(i * columns.block_heads, columns.block_heads)], place)
+
+        lse = jnp.where(seen, shift + jnp.log2(jnp.where(seen, state.l, 1.0)) * (1 / LOG2E), -jnp.inf)
+
+        @pl.when(values == 0)
+        def _store_lse() -> None:
+            self.lse[block, row] = lse
+
+
+def merge_pieces(
+    out: Float[Array, "B Q Hq D"],
+    lse: Float[Array, "blocks rows width"],
+    partials: Partials,
+    piece_offsets: Int32[Array, "rows_plus_1"],
+    sinks: Float[Array, "head_blocks Hkv width"] | None,
+    columns: Columns,
+) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "blocks rows width"]]:
+    """Finishes the rows that `out` and `lse` still lack, in place: those of several pieces and those of none.
+
+    Pieces are merged in their order, whichever programs made them.
+    """
+    rows, head_dim, width = lse.shape[1], out.shape[3], columns.width
+    at_once = max(1, MERGE_BYTES // (MERGE_ROWS * width * 4))
+    refs = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        functools.partial(_merge_kernel, columns),
+        grid=(rows, columns.blocks, head_dim // MERGE_ROWS),
+        grid_names=("row", "block", "part"),
+        scratch_types=[
+            plgpu.SMEM((2, at_once, 2, width), jnp.float32),
+            plgpu.SMEM((2, at_once, MERGE_ROWS, width), jnp.float32),
+            plgpu.SMEM((width, MERGE_ROWS), out.dtype),
+            plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*refs, partials, piece_offsets, sinks)
+    return jax.freeze(refs[0]), jax.freeze(refs[1])
+
+
+def _merge_kernel(
+    columns: Columns,
+    out: Ref,
+    lse: Ref,
+    partials: Partials,
+    piece_offsets: Ref,
+    sinks: Ref | None,
+    stats: Ref,
+    acc: Ref,
+    tile: Ref,
+    landed: Ref,
+) -> None:
+    """Some values of one row: [2, n] of its states are in shared memory, one n to read and one n on its way."""
+    row, block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
+    at_once, values = acc.shape[1], part * MERGE_ROWS
+    first = piece_offsets[row]
+    count = piece_offsets[row + 1] - first
+    rounds = pl.cdiv(count, at_once)
+
+    def fetch(i: Any) -> None:
+        slot, pieces = lax.rem(i, 2), pl.ds(partials.place(columns, block, first + i * at_once), at_once)
+        plgpu.copy_gmem_to_smem(partials.stats.at[pieces], stats.at[slot], landed.at[slot])
+        some_values = partials.acc.at[pieces, pl.ds(values, MERGE_ROWS)]
+        plgpu.copy_gmem_to_smem(some_values, acc.at[slot], landed.at[slot])
+
+    def take(i: Any, merged: State) -> State:
+        slot = lax.rem(i, 2)
+        plgpu.barrier_wait(landed.at[slot])
+
+        def add(j: Any, merged: State) -> State:
+            m, l = (mosaic.load(stats.at[slot, j, k], PER_COLUMN) for k in range(2))  # noqa: E741
+            return merged.merge(State(m, l, mosaic.load(acc.at[slot, j], mosaic.TILE)))
+
+        merged = lax.fori_loop(0, jnp.minimum(at_once, count - i * at_once), add, merged)
+        plgpu.commit_smem()  # the tiles were read; only then may a copy overwrite them
+        pl.when(i + 2 < rounds)(lambda: fetch(i + 2))
+        return merged
+
+    @pl.when(count != 1)
+    def _merge() -> None:
+        for i in range(2):
+            pl.when(i < rounds)(functools.partial(fetch, jnp.int32(i)))
+        merged = lax.fori_loop(0, rounds, take, State.empty(MERGE_ROWS, columns.width))
+        sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group))
+        Output(out, lse, tile).write(columns, block, row, merged, sink, values)
+        plgpu.wait_smem_to_gmem(0)

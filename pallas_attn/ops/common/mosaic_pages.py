@@ -1,0 +1,409 @@
+"""Attention of the query rows of a KV head over pages of its keys and values, on Hopper: one warpgroup, tile by tile.
+
+`Piece` is what a kernel runs; the kernel's own module says how its parts work together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.ops.common import mosaic, mosaic_quantised
+from pallas_attn.ops.common.mosaic import PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic_merge import Columns, State
+from pallas_attn.ops.common.visibility import PageWalk
+from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
+
+LOG2E = math.log2(math.e)
+
+NOWHERE = 2**30
+"""Position of a token that does not exist: newer than every query."""
+
+SMALLEST_SCALE = 1e-26
+"""What a smaller scale of values counts as: its reciprocal enters a sum, which must not overflow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for, beside shapes and dtypes.
+
+    Attributes:
+      tokens: of a tile.
+      stages: tiles in shared memory.
+      score_scale: multiplies K qᵀ.
+    """
+
+    columns: Columns
+    tokens: int
+    stages: int
+    page_size: int
+    num_kv_heads: int
+    score_scale: float
+    soft_cap: float | None
+    window: int | None
+    scales: ScaleLayout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a tile of scores."""
+        return self.tokens, self.columns.width
+
+    @property
+    def pages(self) -> int:
+        """Pages, or parts of one, that make up a tile."""
+        return max(1, self.tokens // self.page_size)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of each of them."""
+        return min(self.tokens, self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        return max(1, self.page_size // self.tokens)
+
+    @property
+    def groups(self) -> int:
+        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
+        return self.scales if isinstance(self.scales, int) else 0
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of a group, as far as they are in one part of a page."""
+        return min(self.page_tokens, self.page_size // self.groups)
+
+    @property
+    def arrivals(self) -> int:
+        """At a barrier, for each page of a tile."""
+        return 4 if self.groups else 2
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them; see `Columns`.
+
+    Attributes:
+      q: [terms, blocks·rows, width, D]; queries are the sum of their terms.
+      k, v: [N·Hkv, ps, D].
+      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
+      window: a `HeadWindow` or None.
+      drafts: [query_blocks, B, width], the draft keys that a column's query sees, as bits; None if causal.
+      sinks: [head_blocks, Hkv, width] or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    block_tables: Any
+    kv_lens: Any
+    q_lens: Any
+    plan: DecodePlan
+    window: HeadWindow | None
+    drafts: Any
+    sinks: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+      q: [terms, width, D].
+      k, v: [stages, tokens, D], as cached.
+      values: [tokens, D], v of a tile in 16 bits where the cache has 8, else None.
+      p: [width, tokens], probabilities.
+      out: [width, D].
+      notes: int32 [stages + 2, at least pages and width]. A row for each stage: position of each page's first token, or
+        NOWHERE. Then, for each column, the newest position it sees, and the newest that its window hides.
+      scales: [stages, 2, pages, at least 32], of keys and values, or None. A copy starts at a multiple of 128 bytes.
+      landed: a barrier a stage: its tile is there.
+      q_landed: the queries are.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    values: Any
+    p: Any
+    out: Any
+    notes: Any
+    scales: Any
+    landed: Any
+    q_landed: Any
+
+    @staticmethod
+    def types(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> Memory:
+        stages, (tokens, width) = static.stages, static.shape
+        terms, dtype, head_dim = x.q.shape[0], x.q.dtype, x.q.shape[-1]
+        tiles = mosaic.operand((stages, tokens, head_dim), x.k.dtype)
+        scales = (stages, 2, static.pages, max(32, static.groups))
+        return Memory(
+            q=mosaic.operand((terms, width, head_dim), dtype),
+            k=tiles,
+            v=tiles,
+            values=None if static.scales is None else mosaic.operand((tokens, head_dim), dtype),
+            p=mosaic.operand((width, tokens), dtype),
+            out=plgpu.SMEM((width, head_dim), out_dtype),
+            notes=plgpu.SMEM((stages + 2, max(static.pages, width)), jnp.int32),
+            scales=plgpu.SMEM(scales, jnp.float32) if static.groups else None,
+            landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages * static.arrivals),
+            q_landed=plgpu.Barrier(num_arrivals=terms),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Pages `start` to `stop` of a row, numbered as in the plan, as a program works through them.
+
+    Attributes:
+      batch, head: sequence and KV head of the row.
+      first: position of the first query; negative if there are more queries than keys.
+      window, sink_tokens: of the head; a window of None hides nothing.
+    """
+
+    static: Static
+    x: Inputs
+    mem: Memory
+    block: Any
+    row: Any
+    start: Any
+    stop: Any
+    batch: Any
+    head: Any
+    kv_len: Any
+    q_len: Any
+    first: Any
+    window: Any
+    sink_tokens: Any
+
+    @staticmethod
+    def of(static: Static, x: Inputs, mem: Memory, block: Any, row: Any, start: Any, stop: Any) -> Piece:
+        batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
+        kv_len, q_len = x.kv_lens[batch], x.q_lens[batch]
+        if x.window is None:
+            window, sink_tokens = static.window, 0
+        else:
+            window, sink_tokens = x.window.window[head], x.window.sink_tokens[head]
+        lens = kv_len, q_len, kv_len - q_len
+        return Piece(static, x, mem, block, row, start, stop, batch, head, *lens, window, sink_tokens)
+
+    @property
+    def num_tiles(self) -> Any:
+        return pl.cdiv(self.stop - self.start, self.static.pages) * self.static.tiles_per_page
+
+    def attend(self) -> State:
+        """Attention over the piece."""
+        x, mem, static = self.x, self.mem, self.static
+        for term in range(x.q.shape[0]):
+            place = self.block * x.plan.num_pages.shape[0] + self.row
+            plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
+        for tile in range(static.stages):
+            pl.when(tile < self.num_tiles)(functools.partial(self.fetch, jnp.int32(tile)))
+        self.note_limits()
+        plgpu.barrier_wait(mem.q_landed)
+        state = State.empty(x.q.shape[-1], static.columns.width)
+        state = state._replace(l=mosaic.filled(0.0, static.shape, TILE))  # summed over tokens at the end
+        m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
+        acc = self.scaled(acc)
+        real = mosaic.load(self.limits(0), PER_COLUMN) >= 0
+        return State(
+            jnp.where(real, m, -jnp.inf),
+            jnp.where(real, l.sum(axis=0), 0.0),
+            jnp.where(over_columns(real, acc.shape), acc, 0.0),
+        )
+
+    def scaled(self, acc: Any) -> Any:
+        """Sums of values as cached, times the scales that are the same for all tokens."""
+        if self.static.scales == "head":
+            return acc * self.x.v_scale[self.head]
+        if self.static.scales == "channel":
+            return acc * over_tokens(mosaic.load(self.x.v_scale.at[self.head], PER_TOKEN), acc.shape)
+        return acc
+
+    # Copies
+
+    def fetch(self, tile: Any) -> None:
+        """Starts the copies of a tile. Pages that do not exist arrive at once."""
+        static, mem = self.static, self.mem
+        slot = lax.rem(tile, static.stages)
+
+        @mosaic.first_warp
+        def _start_copies() -> None:
+            for j in range(static.pages):
+                pool_row, base = self.locate(tile, j)
+                mem.notes[slot, j] = base
+                pl.when(base < NOWHERE)(functools.partial(self.copy, tile, j, pool_row))
+
+                @pl.when(base >= NOWHERE)
+                def _nothing_to_copy() -> None:
+                    for _ in range(static.arrivals):
+                        plgpu.barrier_arrive(mem.landed.at[slot])
+
+    def locate(self, tile: Any, j: int) -> tuple[Any, Any]:
+        """The j-th page of a tile: row of the pool, and position of its first token or NOWHERE."""
+        static, plan, tables = self.static, self.x.plan, self.x.block_tables
+        walk = PageWalk(plan.sink_pages[self.row], plan.first_page[self.row], self.stop)
+        i = self.start + lax.div(tile, static.tiles_per_page) * static.pages + j
+        entry = jnp.minimum(walk.entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
+        if len(tables.shape) == 3:
+            pool_row = tables[self.batch, self.head, entry]
+        else:
+            page = tables[self.batch, entry]
+            pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + self.head)
+        base = entry * static.page_size + lax.rem(tile, static.tiles_per_page) * static.tokens
+        return pool_row, jnp.where((i < self.stop) & (pool_row >= 0), base, NOWHERE)
+
+    def copy(self, tile: Any, j: int, pool_row: Any) -> None:
+        """Starts the copies of the j-th page of a tile, or of the part of it that is meant."""
+        static, x, mem = self.static, self.x, self.mem
+        slot = lax.rem(tile, static.stages)
+        landed = mem.landed.at[slot]
+        inside = lax.rem(tile, static.tiles_per_page) * static.tokens
+        tokens, place = pl.ds(inside, static.page_tokens), pl.ds(j * static.page_tokens, static.page_tokens)
+        plgpu.copy_gmem_to_smem(x.k.at[pool_row, tokens], mem.k.at[slot, place], landed)
+        plgpu.copy_gmem_to_smem(x.v.at[pool_row, tokens], mem.v.at[slot, place], landed)
+        if static.groups:
+            width = max(
+                4, static.page_tokens // static.group_tokens
+            )  # 16 bytes at least; what is too much stays unread
+            some = pl.ds(pool_row * static.groups + lax.div(inside * static.groups, static.page_size), width)
+            for i, scale in enumerate((x.k_scale, x.v_scale)):
+                plgpu.copy_gmem_to_smem(scale.at[some], mem.scales.at[slot, i, j, pl.ds(0, width)], landed)
+
+    # Visibility
+
+    def note_limits(self) -> None:
+        """Leaves in shared memory between which positions each column's query sees tokens. It is seldom asked for, and
+        would take registers from the steps that do without.
+        """
+        query = self.static.columns.query(self.block)
+        newest = self.first + query if self.x.drafts is None else self.kv_len - 1
+        self.limits(0)[...] = jnp.where(query < self.q_len, newest, -1)
+        if self.window is not None:
+            self.limits(1)[...] = jnp.maximum(self.first + query, 0) - self.window
+
+    def limits(self, i: int) -> Ref:
+        return self.mem.notes.at[self.static.stages + i, pl.ds(0, self.static.columns.width)]
+
+    def positions(self, base: list[Any]) -> Any:
+        """Of each token of a tile."""
+        token = mosaic.token_iota(self.static.tokens)
+        position = token + base[0]
+        for j in range(1, self.static.pages):
+            first = j * self.static.page_tokens
+            position = jnp.where(token >= first, token + (base[j] - first), position)
+        return position
+
+    def visible(self, position: Any) -> Any:
+        """Which token each column sees: [tokens, width]."""
+        static, shape = self.static, self.static.shape
+        position = over_tokens(position, shape)
+        newest, hidden = (mosaic.load(self.limits(i), PER_COLUMN) for i in range(2))
+        shown = position <= over_columns(newest, shape)
+        if self.x.drafts is not None:
+            drafts = self.x.drafts.at[static.columns.query_block(self.block), self.batch]
+            draft = position - self.first
+            bits = over_columns(mosaic.load(drafts, PER_COLUMN), shape)
+            shown &= (draft < 0) | ((lax.shift_right_logical(bits, jnp.clip(draft, 0, 31)) & 1) == 1)
+        if self.window is not None:
+            shown &= (position < self.sink_tokens) | (position > over_columns(hidden, shape))
+        return shown
+
+    def alive(self, position: Any) -> Any:
+        """Which token some query sees: [tokens]."""
+        if self.x.drafts is not None:
+            return jnp.where(self.visible(position), 1.0, 0.0).max(axis=1) > 0
+        alive = position < self.kv_len
+        if self.window is not None:
+            # Of the new tokens each sees itself; the first query's window reaches back farthest.
+            alive &= (position < self.sink_tokens) | (position > jnp.maximum(self.first, 0) - self.window)
+        return alive
+
+    def sees_all(self, base: list[Any]) -> Any:
+        """Whether every query sees every token of a tile."""
+        last = base[-1] + (self.static.page_tokens - 1)
+        whole = (last - base[0] == self.static.tokens - 1) & (last < self.first)
+        if self.window is not None:
+            whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
+        return whole
+
+    def hide(self, base: list[Any], values: Ref, s: Any, v_scale: Any) -> tuple[Any, Any]:
+        """Masks what is not visible. Values no column sees become 0 whatever they are, 0 · NaN being NaN; their scales
+        become 1.
+        """
+        position = self.positions(base)
+        alive = self.alive(position)
+        for i in range(0, values.shape[1], 64):  # in few registers
+            part = values.at[:, pl.ds(i, 64)]
+            v = plgpu.load(part, layout=TILE)
+            part[...] = jnp.where(over_tokens(alive, v.shape), v, jnp.zeros((), v.dtype))
+        if v_scale is not None:
+            v_scale = jnp.where(alive, v_scale, 1.0)
+        return jnp.where(self.visible(position), s, -jnp.inf), v_scale
+
+    # Arithmetic
+
+    def step(self, tile: Any, state: State) -> State:
+        """Takes in one tile."""
+        static, mem, shape = self.static, self.mem, self.static.shape
+        m, l, acc = state  # noqa: E741
+        stages = static.stages
+        slot = lax.rem(tile, stages)
+        plgpu.barrier_wait(mem.landed.at[slot])
+        base = [mem.notes[slot, j] for j in range(static.pages)]
+        values = mem.v.at[slot] if mem.values is None else mem.values
+        k_scale, v_scale = self.token_scales(slot)
+        s = self.scores(slot, k_scale)
+        hide = functools.partial(self.hide, base, values)
+        s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
+        if v_scale is not None:
+            # Into the probability, which is rounded to 16 bits: no more than 1 then either.
+            v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
+            s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
+        highest = jnp.maximum(m, s.max(axis=0))
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
+        shrink = jnp.exp2((m - shift) * LOG2E)
+        mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
+        plgpu.commit_smem()
+        acc = acc * over_columns(shrink, acc.shape)
+        acc = mosaic.add_product(acc, values.transpose((1, 0)), mem.p.transpose((1, 0)))
+        if v_scale is not None:
+            p *= over_tokens(1 / v_scale, shape)
+        l = l * over_columns(shrink, shape) + p  # noqa: E741
+        pl.when(tile + stages < self.num_tiles)(functools.partial(self.fetch, tile + stages))
+        return State(highest, l, acc)
+
+    def token_scales(self, slot: Any) -> tuple[Any, Any]:
+        """Scales of the keys and values of a tile, one a token, if they come with the tokens."""
+        if not self.static.groups:
+            return None, None
+        groups, group_tokens = self.static.page_tokens // self.static.group_tokens, self.static.group_tokens
+        k_scale, v_scale = (
+            mosaic_quantised.load_per_token(self.mem.scales.at[slot, i], groups, group_tokens) for i in range(2)
+        )
+        return k_scale, v_scale
+
+    def scores(self, slot: Any, k_scale: Any) -> Any:
+        """K qᵀ of a tile, scaled and capped. Brings the values of an 8-bit cache to 16 bits, too."""
+        static, mem = self.static, self.mem
+        terms = [mem.q.at[i] for i in range(mem.q.shape[0])]
+        if mem.values is None:
+            s = mosaic.multiply(mem.k.at[slot], terms)
+        else:
+            mosaic_quantised.widen(mem.v.at[slot], mem.values)
+            s = mosaic_quantised.multiply_widened(mem.k.at[slot], terms)
+        s *= static.score_scale * self.x.k_scale[self.head] if static.scales == "head" else static.score_scale
+        if k_scale is not None:
+            s *= over_tokens(k_scale, static.shape)
+        if static.soft_cap is not None:
+            s = jnp.tanh(s * (1 / static.soft_cap)) * static.soft_cap
+        return s

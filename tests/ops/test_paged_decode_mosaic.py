@@ -1,0 +1,191 @@
+"""The Mosaic kernel behind `paged_decode`, interpreted on the CPU with race detection, held to the contract's numpy.
+
+The interpreter is slow, and compiling a kernel for it slower: cases that differ in values only share a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import FULL, explain, paged_decode, plan_decode
+from pallas_attn.ops.common import plan as plan_module
+from pallas_attn.ops.paged_decode.config import MosaicConfig
+from tests.ops import harness
+from tests.ops.harness import Variant
+from tests.ops.paged_case import Inputs, PagedCase
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+FP8 = "float8_e4m3fn"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Runs kernels interpreted; fails a test in which two accesses raced, which the interpreter only prints."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "RACE DETECTED" not in printed
+
+
+BASE = PagedCase(
+    kv_lens=(0, 1, 15, 64, 65, 128), head_dim=64, page_size=16, pages_per_row=8, num_pages=56, dtype="bfloat16"
+)
+WINDOWED = replace(BASE, head_windows=((FULL, 0), (FULL, 0)), sinks="mixed")
+TREE = replace(
+    WINDOWED, kv_lens=(0, 20, 37, 128), queries=4, q_lens=(0, 4, 1, 3), tree=True, head_wise=True, dtype="float16"
+)
+CASES = {
+    "mixed lengths": WINDOWED,
+    "all idle": replace(WINDOWED, kv_lens=(0,) * 6),
+    "all of maximum length": replace(WINDOWED, kv_lens=(128,) * 6),
+    "windows and sink tokens": replace(WINDOWED, head_windows=((1, 0), (20, 17)), sinks="ordinary"),
+    "windows about as long as a page": replace(WINDOWED, head_windows=((16, 1), (17, 16)), sinks="large"),
+    "sink tokens of a full head, and past a window's start": replace(WINDOWED, head_windows=((FULL, 9), (12, 100))),
+    "scores to 6e4": replace(WINDOWED, exact=True),
+    "draft trees over any head's rows": TREE,
+    "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),
+    "no keys but the draft's": replace(TREE, kv_lens=(0, 3, 1, 2)),
+}
+ODD = replace(
+    BASE, kv_lens=(0, 63, 64, 200), q_heads=3, kv_heads=1, head_dim=128, page_size=64, pages_per_row=4, num_pages=14
+)
+BLOCKS = replace(
+    BASE, kv_lens=(3, 129, 64), q_lens=(5, 3, 2), queries=5, q_heads=12, kv_heads=1, page_size=32, num_pages=14
+)
+QUANTISED = {
+    "int8 per head, odd group, int window, soft cap": replace(
+        ODD, cache_dtype="int8", scales="head", window=90, soft_cap=3.0
+    ),
+    "int8 per channel, float16": replace(BASE, cache_dtype="int8", scales="channel", dtype="float16", head_dim=128),
+    "fp8 per head, drafts in blocks": replace(BLOCKS, cache_dtype=FP8, scales="head"),
+    "fp8 per token": replace(BASE, cache_dtype=FP8, scales=16, head_windows=((9, 17), (FULL, 0))),
+    "fp8 per group of pages of two tiles": replace(
+        BASE, kv_lens=(100, 129, 256), cache_dtype=FP8, scales=4, page_size=128, pages_per_row=2, num_pages=8
+    ),
+}
+
+
+def plan_for(case: PagedCase, arrays: dict[str, Any], mode: Any, num_programs: int) -> Any:
+    return plan_decode(
+        jnp.asarray(arrays["kv_lens"]),
+        q_lens=jnp.asarray(case.query_lens, jnp.int32),
+        window=arrays["window"],
+        page_size=case.page_size,
+        num_q_heads=case.q_heads,
+        num_kv_heads=case.kv_heads,
+        num_programs=num_programs,
+        mode=mode,
+    )
+
+
+def call(case: PagedCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    return harness.compiled(paged_decode, MOSAIC, return_lse=True, **case.static)(**arrays)
+
+
+def draw(case: PagedCase) -> Inputs:
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    if case.scales is not None:
+        inputs.kv["v_scale"] *= 0.1  # the tolerances of narrow floats are for values of about this size
+    return inputs
+
+
+def check(inputs: Inputs, **more: Any) -> None:
+    """Against numpy, and bit for bit with and without poison."""
+    case = inputs.case
+    got = call(case, inputs.decode() | more)
+    harness.assert_attention_close(got, inputs.expected_decode(), MOSAIC.tolerance(case.dtype))
+    harness.assert_same_bits(got, call(case, inputs.decode(poisoned=False) | more))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
+    inputs = draw(case)
+    check(inputs, plan=plan_for(case, inputs.decode(), "balanced", 5))
+
+
+@pytest.mark.parametrize("case", QUANTISED.values(), ids=QUANTISED)
+def test_quantised_caches(case: PagedCase) -> None:
+    """With the plan the operation makes itself."""
+    check(draw(case))
+
+
+def test_a_row_cut_among_many_programs() -> None:
+    case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
+    inputs = draw(case)
+    plan = plan_for(case, inputs.decode(), "balanced", 5)
+    assert np.diff(plan.piece_offsets).max() > 2
+    check(inputs, plan=plan)
+
+
+def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `fixed` mode: shuffled, and alone among idle rows."""
+    monkeypatch.setattr(plan_module, "FIXED_PIECE_TOKENS", 32)
+    inputs = draw(replace(WINDOWED, kv_lens=(0, 128, 40, 100), head_windows=((FULL, 0), (30, 5)), num_pages=40))
+    case, arrays = inputs.case, inputs.decode()
+
+    def rows(rows: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
+        picked = {name: arrays[name][rows] for name in ("q", "block_tables", "kv_lens")}
+        picked["kv_lens"] = np.where(np.arange(4) < kept, picked["kv_lens"], 0)
+        out, lse = call(case, arrays | picked | {"plan": plan_for(case, arrays | picked, "fixed", 5)})
+        return np.asarray(out), np.asarray(lse)
+
+    order = np.arange(4)
+    out, lse = rows(order, 4)
+    harness.assert_attention_close((out, lse), inputs.expected_decode(), MOSAIC.tolerance(case.dtype))
+    shuffled = inputs.rng.permutation(4)
+    harness.assert_same_bits(rows(shuffled, 4), (out[shuffled], lse[shuffled]))
+    alone = rows(np.roll(order, -1), 1)
+    harness.assert_same_bits((alone[0][:1], alone[1][:1]), (out[1:2], lse[1:2]))
+
+
+# --- calls
+
+
+def test_vmap() -> None:
+    case = replace(BASE, kv_lens=(0, 37), pages_per_row=4, num_pages=9, kv_heads=1, q_heads=2)
+    inputs = [draw(case), draw(case)]
+    arrays = [{name: value for name, value in each.decode().items() if value is not None} for each in inputs]
+    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *arrays)
+    got = jax.jit(jax.vmap(functools.partial(call, case)))(stacked)
+    outs, lses = zip(*(each.expected_decode() for each in inputs), strict=True)
+    harness.assert_attention_close(got, (np.stack(outs), np.stack(lses)), MOSAIC.tolerance(case.dtype))
+
+
+REFUSED = {
+    "float32": (replace(BASE, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
+    "mixed": (replace(BASE, cache_dtype="float16"), "got bfloat16 over float16"),
+    "narrow heads": (replace(BASE, head_dim=32), "takes heads of width 64, 128 or 256, got 32"),
+    "small pages": (replace(BASE, page_size=8), "takes pages of 16, 32, 64 or 128 tokens, got 8"),
+    "67 heads a KV head": (replace(BASE, q_heads=67, kv_heads=1), "67 have no such divisor"),
+}
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses_in_words(case: PagedCase, reason: str) -> None:
+    explanation = explain("paged_decode", **draw(case).decode())
+    assert explanation.chosen == "xla"
+    assert reason in explanation.refused["mosaic"]
+
+
+def test_refuses_a_cpu_that_does_not_interpret() -> None:
+    arrays = draw(BASE).decode()
+    assert explain("paged_decode", **arrays).chosen == "mosaic"
+    interpreting: Any = None
+    with plgpu.force_gpu_interpret_mode(interpreting):
+        refused = explain("paged_decode", **arrays).refused
+    assert refused == {"mosaic": "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"}
