@@ -183,7 +183,7 @@ BANNED = {
 
 def banned_constructs(module: str, tree: ast.Module) -> Found:
     """Names that must not occur, private ways into the library, relative imports, and `assert` as validation."""
-    public = public_names("pallas_attn") | {"cache"}
+    public = public_names("pallas_attn") | {"cache", "__version__"}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if not module.startswith("tests."):
