@@ -130,7 +130,7 @@ def _locate(
     offsets: Int32[Array, "rows_plus_1"], place: Int32[Array, "n"]
 ) -> tuple[Int32[Array, "n"], Int32[Array, "n"]]:
     """The row that covers each place, and how far into it the place is; (rows, 0) at and past the end."""
-    row = jnp.searchsorted(offsets[1:], place, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(offsets[1:], place, side="right", method="compare_all").astype(jnp.int32)  # one kernel
     return row, jnp.where(row < offsets.shape[0] - 1, place - offsets[row], 0)
 
 
