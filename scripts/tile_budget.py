@@ -5,7 +5,8 @@
 
 A static forecast: where a tile takes more cycles than its bytes do, no schedule makes the kernel keep up with the
 memory. Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each
-takes a cycle to issue; what its pipe takes is in `pipe_cycles`.
+takes a cycle to issue; what its pipe takes is in `pipe_cycles`. Both sides of a branch are counted, so a path that few
+tiles take, such as masking, makes the forecast worse than it is.
 
 A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
 are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
@@ -31,9 +32,15 @@ if __name__ == "__main__":
 from scripts.sass import GROUPS, Instruction, main_loops, parse
 
 ISSUE = "issue"
-LANES = {"float": 128, "integer": 64, "convert": 64, "exp2": 16}
-"""Results a clock of a multiprocessor of compute capability 9.0, from the throughput table of the CUDA C++ programming
-guide."""
+PIPES = {"float": ("fma", 128), "integer": ("alu", 64), "convert": ("convert", 64), "exp2": ("exp2", 16)}
+"""Where a group's instructions go, and the results a clock of a multiprocessor of compute capability 9.0: from the
+throughput table of the CUDA C++ programming guide."""
+PIPES_OF_OPCODES = {
+    "IMAD": ("fma", 64),
+    "SHFL": ("shuffle", 32),
+    **dict.fromkeys(("FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2"), ("alu", 64)),
+}
+"""Those that go elsewhere."""
 SHARED_BYTES = 128
 """Bytes a clock of its shared memory."""
 TENSOR_BITS = 2048 * 16
@@ -78,8 +85,9 @@ class Card:
 def pipe_cycles(instruction: Instruction) -> dict[str, float]:
     """Cycles in which a multiprocessor takes one instruction of a warpgroup, by pipe."""
     cycles = {ISSUE: 1.0}
-    if lanes := LANES.get(instruction.group):
-        cycles[instruction.group] = WARPGROUP / lanes
+    if found := PIPES_OF_OPCODES.get(instruction.head) or PIPES.get(instruction.group):
+        pipe, lanes = found
+        cycles[pipe] = WARPGROUP / lanes
     if instruction.shared_bytes:
         cycles["shared memory"] = WARPGROUP * instruction.shared_bytes / SHARED_BYTES
     if instruction.multiply_adds:

@@ -73,8 +73,12 @@ def test_groups(group, opcodes):
         ("HGMMA.64x128x16.F32.BF16", {ISSUE: 1, "tensor": 64}),
         ("QGMMA.64x128x32.F32.E4M3.E4M3", {ISSUE: 1, "tensor": 64}),
         ("HGMMA.64x128x8.F32.TF32", {ISSUE: 1, "tensor": 64}),
-        ("FFMA", {ISSUE: 1, "float": 1}),
-        ("PRMT", {ISSUE: 1, "integer": 2}),
+        ("FFMA", {ISSUE: 1, "fma": 1}),
+        ("HFMA2.BF16_V2", {ISSUE: 1, "fma": 1}),
+        ("IMAD.MOV.U32", {ISSUE: 1, "fma": 2}),
+        ("FMNMX", {ISSUE: 1, "alu": 2}),
+        ("PRMT", {ISSUE: 1, "alu": 2}),
+        ("SHFL.BFLY", {ISSUE: 1, "shuffle": 4}),
         ("I2FP.F32.S32", {ISSUE: 1, "convert": 2}),
         ("MUFU.EX2", {ISSUE: 1, "exp2": 8}),
         ("LDS", {ISSUE: 1, "shared memory": 4}),
@@ -147,8 +151,8 @@ def test_the_budget_of_a_kernel():
     assert budget.cycles == {
         ISSUE: sum(COUNTS.values()),
         "tensor": 4 * 64,
-        "float": 32,
-        "integer": 2 * 13,
+        "alu": 2 * (13 - 2 + 32),  # the 32 are FSEL
+        "fma": 2 * 2,  # both IMAD
         "convert": 2 * 16,
         "shared memory": 16 * 8,
     }
