@@ -6,9 +6,11 @@ facts of a call that the best configuration depends on; an entry matches a call 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
@@ -28,6 +30,22 @@ def _tuned(device: str) -> Mapping[str, list[dict[str, Any]]]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
+type Decide = Callable[[str, Mapping[str, Any], Any], Any]
+"""decide(op, key, config) -> config: has the last word on a configuration that was looked up."""
+
+_decide: ContextVar[Decide] = ContextVar("decide", default=lambda op, key, config: config)
+
+
+@contextlib.contextmanager
+def deciding(decide: Decide) -> Iterator[None]:
+    """Within it, what is traced takes decide's configurations: for tuners, and for those who report what ran."""
+    token = _decide.set(decide)
+    try:
+        yield
+    finally:
+        _decide.reset(token)
+
+
 def lookup[Config](
     op: str, key: Mapping[str, Any], make: Callable[..., Config], heuristic: Callable[[], Config]
 ) -> Config:
@@ -39,7 +57,6 @@ def lookup[Config](
       make: builds a configuration from the fields of a packaged one.
       heuristic: gives one where none was measured.
     """
-    for entry in _tuned(device_name()).get(op, ()):
-        if entry["key"] == dict(key):
-            return make(**entry["config"])
-    return heuristic()
+    tuned = (entry["config"] for entry in _tuned(device_name()).get(op, ()) if entry["key"] == dict(key))
+    config = next(tuned, None)
+    return _decide.get()(op, key, heuristic() if config is None else make(**config))

@@ -1,0 +1,51 @@
+"""What a benchmark of operations shows: a line a case while it runs, a table, and a roofline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+
+def cell(entry: dict[str, Any]) -> str:
+    """A contender's result in a few characters."""
+    if "median_us" not in entry:
+        return "absent" if "absent" in entry else "failed"
+    return f"{entry['median_us']:,.1f} us {entry['fraction_of_floor']:.0%}"
+
+
+def summary(case: dict[str, Any]) -> str:
+    """A case in a line."""
+    if "skipped" in case:
+        return f"{case['case']}: skipped, {case['skipped']}"
+    return f"{case['case']}: " + ", ".join(f"{name} {cell(entry)}" for name, entry in case["results"].items())
+
+
+def results_table(report: dict[str, Any]) -> Table:
+    """Medians, and the fractions of the floor they are."""
+    names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
+    title = f"{report['operation']} on {report['device']}: median, and floor / median"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("case")
+    for heading in ("bytes", "floor", *names):
+        table.add_column(heading, justify="right")
+    for case in report["cases"]:
+        floor = f"{case['floor_us']:,.1f} us {case['bound']}"
+        cells = [cell(case["results"][name]) for name in names] if "results" in case else ["skipped"] * len(names)
+        table.add_row(case["case"], f"{case['bytes'] / 1e6:,.1f} MB", floor, *cells)
+    table.caption = "\n".join(reasons(report))
+    table.caption_justify = "left"
+    return table
+
+
+def reasons(report: dict[str, Any]) -> list[str]:
+    """Why there are gaps; each once."""
+    found = {}
+    for case in report["cases"]:
+        if "skipped" in case:
+            found.setdefault(f"skipped: {case['skipped']}", case["case"])
+        for name, entry in case.get("results", {}).items():
+            for kind in ("absent", "error"):
+                if kind in entry:
+                    found.setdefault(f"{name} {kind}: {entry[kind]}", case["case"])
+    return [f"{text} ({case})" for text, case in found.items()]

@@ -1,0 +1,160 @@
+"""How the benchmarks of operations take times: chains of calls that the device works off without waiting for the host.
+
+A chain is one compiled program that calls an operation many times, each time on other data, and is run over and over.
+On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
+to the next, so that the graph is never written anew for other addresses. The host queues runs faster than the device
+finishes them. The time of a call is the wall time from the first run of a sample until the last has finished, divided
+by the calls in it: kernels and the gaps between them, without the host.
+
+Calls cannot run into each other: the graph is written in series (`SERIAL`), and runs follow one another on a stream.
+None can be left out: every call has operands of its own, and every output is returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+"""XLA's option for kernels of a graph that wait for one another, as they do on a stream."""
+
+type Call = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""call(carried, shared, own) -> carried, output: one call of an operation. `carried` is updated in place by each call
+for the next, `shared` is the same for all, `own` belongs to one call. Each may be any pytree of arrays, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What was measured of one implementation in one case.
+
+    Attributes:
+      samples: seconds a call, one number a sample.
+      calls: calls in a sample.
+      method: how the samples were taken.
+      kernels: seconds a call by kernel, from CUPTI; None where that was not asked for.
+    """
+
+    samples: Sequence[float]
+    calls: int
+    method: str
+    kernels: Mapping[str, float] | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def fields(self) -> dict[str, Any]:
+        """For JSON, in microseconds."""
+        fields: dict[str, Any] = {
+            "median_us": 1e6 * self.median,
+            "min_us": 1e6 * min(self.samples),
+            "max_us": 1e6 * max(self.samples),
+            "samples": len(self.samples),
+            "calls_per_sample": self.calls,
+            "method": self.method,
+        }
+        if self.kernels is not None:
+            fields["kernels_us"] = {name: 1e6 * seconds for name, seconds in self.kernels.items()}
+        return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopwatch:
+    """How much is measured.
+
+    Attributes:
+      sample_seconds: that a sample takes at least.
+      samples: of which the median is the result.
+      kernels: also take the times of single kernels, with CUPTI. For that the chain is compiled and run once more.
+    """
+
+    sample_seconds: float = 0.02
+    samples: int = 7
+    kernels: bool = False
+
+    def take(self, run: Callable[[int], float]) -> tuple[list[float], int]:
+        """Samples of run(repeats), which returns the seconds that so many repeats take: seconds a repeat, repeats."""
+        run(1)
+        repeats = 1
+        while (elapsed := run(repeats)) < self.sample_seconds / 4:
+            repeats = max(2 * repeats, min(16 * repeats, int(repeats * self.sample_seconds / 2 / elapsed)))
+        repeats = max(1, math.ceil(repeats * self.sample_seconds / elapsed))
+        return [run(repeats) / repeats for _ in range(self.samples)], repeats
+
+    def chain(
+        self,
+        call: Call,
+        owns: Sequence[Any],
+        *,
+        carried: Any = None,
+        shared: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Timing:
+        """Times calls of an operation, one for each of `owns`, in turn.
+
+        Args:
+          carried: donated; gone afterwards.
+          options: of the compiler, for GPUs.
+        """
+        kernels = _kernel_times(call, carried, shared, owns) if self.kernels else None
+        on_gpu = jax.default_backend() == "gpu"
+        runs = _Runs(call, carried, shared, owns, SERIAL | dict(options or {}) if on_gpu else {})
+        seconds, repeats = self.take(runs.run)
+        method = "replayed XLA command buffers" if on_gpu else "compiled chain"
+        return Timing([s / len(owns) for s in seconds], repeats * len(owns), f"{method}, wall time", kernels)
+
+
+class _Runs:
+    """A compiled chain, and what its last run left for the next."""
+
+    def __init__(self, call: Call, carried: Any, shared: Any, owns: Sequence[Any], options: Mapping[str, Any]):
+        chain = _chain(call)
+        outputs, _ = jax.eval_shape(chain, carried, shared, owns)
+        self._outputs = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), outputs)
+        self._carried, self._shared, self._owns = carried, shared, owns
+        self._run = jax.jit(
+            lambda outputs, carried, shared, owns: chain(carried, shared, owns),
+            donate_argnums=(0, 1),
+            keep_unused=True,  # or the donated outputs would not be there to be written to
+            compiler_options=dict(options),
+        )
+
+    def run(self, repeats: int) -> float:
+        """Seconds that so many runs take."""
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
+        jax.block_until_ready((self._outputs, self._carried))
+        return time.perf_counter() - began
+
+
+def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], Any]]:
+    """A function that calls once for each of `owns`; the operation is traced and lowered once, as a function of it."""
+    once = jax.jit(call)
+
+    def chain(carried: Any, shared: Any, owns: Sequence[Any]) -> tuple[list[Any], Any]:
+        outputs = []
+        for own in owns:
+            carried, output = once(carried, shared, own)
+            outputs.append(output)
+        return outputs, carried
+
+    return chain
+
+
+def _kernel_times(call: Call, carried: Any, shared: Any, owns: Sequence[Any]) -> dict[str, float]:
+    """Seconds a call by name of kernel. Nothing is donated, so what is updated in place is copied first: no kernel."""
+    from jax.experimental.mosaic.gpu import profiler  # which only Linux has
+
+    _, launches = profiler.measure(jax.jit(_chain(call)), aggregate=False)(carried, shared, owns)
+    total: dict[str, float] = {}
+    for name, milliseconds in launches or ():
+        total[name] = total.get(name, 0.0) + milliseconds / 1e3 / len(owns)
+    return total
