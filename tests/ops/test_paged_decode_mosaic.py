@@ -1,4 +1,5 @@
-"""The Mosaic kernel behind `paged_decode`, interpreted on the CPU with race detection, held to the contract's numpy.
+"""The Mosaic kernel behind `paged_decode`, held to the contract's numpy: interpreted on the CPU with race detection,
+compiled on a GPU.
 
 The interpreter is slow, and compiling a kernel for it slower: cases that differ in values only share a compilation.
 """
@@ -17,7 +18,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, explain, paged_decode, plan_decode
+from pallas_attn import FULL, dispatch, explain, paged_decode, plan_decode
+from pallas_attn.ops.common import mosaic_quantised
 from pallas_attn.ops.common import plan as plan_module
 from pallas_attn.ops.paged_decode.config import MosaicConfig
 from tests.ops import harness
@@ -31,9 +33,12 @@ MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_m
 FP8 = "float8_e4m3fn"
 
 
-@pytest.fixture(autouse=True)
-def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Runs kernels interpreted; fails a test in which two accesses raced, which the interpreter only prints."""
+@pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpreted anywhere, compiled on a GPU. The interpreter only prints that two accesses raced: fails the test."""
+    if request.param == "compiled":
+        yield
+        return
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
@@ -98,10 +103,7 @@ def call(case: PagedCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]
 
 
 def draw(case: PagedCase) -> Inputs:
-    inputs = Inputs.draw(case, harness.fresh_rng())
-    if case.scales is not None:
-        inputs.kv["v_scale"] *= 0.1  # the tolerances of narrow floats are for values of about this size
-    return inputs
+    return Inputs.draw(case, harness.fresh_rng())
 
 
 def check(inputs: Inputs, **more: Any) -> None:
@@ -153,6 +155,49 @@ def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -
     harness.assert_same_bits((alone[0][:1], alone[1][:1]), (out[1:2], lse[1:2]))
 
 
+@pytest.mark.parametrize("scales", ["head", "channel"])
+def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
+    """As far as float16 reaches (what is smaller than its numbers weighs nothing in a score), and finite beyond."""
+    case = replace(BASE, cache_dtype="int8", scales=scales, q_heads=2, head_dim=64)
+    kv = draw(case).decode()["kv"]
+    powers = np.exp2(np.linspace(-12, 19, 64))
+    q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
+    meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
+    terms, scale = mosaic_quantised.query_terms(q, kv)
+    np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
+    far, _ = mosaic_quantised.query_terms(jnp.full_like(q, 1e30), kv)
+    assert all(jnp.isfinite(term).all() for term in far)
+
+
+def test_int8_pairs_become_float16() -> None:
+    """The interpreter has no PTX: every pair of bytes through the instructions, read off their text."""
+    pairs = np.arange(2**16, dtype=np.uint32)
+    registers: dict[str, np.ndarray] = {"$1": pairs}
+
+    def value(operand: str) -> np.ndarray:
+        return registers[operand] if operand in registers else np.full_like(pairs, int(operand, 16))
+
+    for line in mosaic_quantised.INT8_PAIR.replace(";", "").splitlines():
+        operation, *operands = line.replace(",", "").split() or [""]
+        if operation == "xor.b32":
+            result = value(operands[1]) ^ value(operands[2])
+        elif operation == "mov.b32":
+            result = value(operands[1])
+        elif operation == "prmt.b32":
+            source = np.stack([value(operands[1]), value(operands[2])], axis=1).view(np.uint8)
+            picks = [int(pick, 16) for pick in operands[3][:1:-1]]
+            result = np.ascontiguousarray(source[:, picks]).view(np.uint32)[:, 0]
+        elif operation == "sub.f16x2":
+            a, b = (value(operand).view(np.float16) for operand in operands[1:])
+            result = (a - b).view(np.uint32)
+        else:
+            assert operation in ("", "{", "}", ".reg"), line
+            continue
+        registers[operands[0]] = result
+    signed = pairs.astype(np.uint16).view(np.int8)
+    np.testing.assert_array_equal(registers["$0"].view(np.float16), signed.astype(np.float16))
+
+
 # --- calls
 
 
@@ -182,10 +227,14 @@ def test_refuses_in_words(case: PagedCase, reason: str) -> None:
     assert reason in explanation.refused["mosaic"]
 
 
-def test_refuses_a_cpu_that_does_not_interpret() -> None:
+def test_refuses_a_cpu_that_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "capability", lambda: dispatch.Capability("cpu", None))
     arrays = draw(BASE).decode()
-    assert explain("paged_decode", **arrays).chosen == "mosaic"
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):
         refused = explain("paged_decode", **arrays).refused
     assert refused == {"mosaic": "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"}
+
+
+def test_is_chosen_on_hopper_and_in_the_interpreter() -> None:
+    assert explain("paged_decode", **draw(BASE).decode()).chosen == "mosaic"

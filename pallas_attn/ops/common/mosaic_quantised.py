@@ -1,8 +1,8 @@
 """8-bit caches in Mosaic GPU kernels: what the tensor cores work in, and bringing it to them.
 
-The tensor cores multiply 16-bit numbers here: float16, which holds what e4m3 does, or bfloat16, which holds what int8
-does; both conversions are a few instructions for several numbers. Keys go through registers, which wgmma reads its left
-operand from; values go back to shared memory, because wgmma transposes only from there.
+The tensor cores multiply in float16 here: it holds what e4m3 and int8 do, and two numbers take one instruction (e4m3)
+or three (int8). Keys go through registers, which wgmma reads its left operand from; values go back to shared memory,
+because wgmma transposes only from there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
 from pallas_attn.types import PagedKV, ScaleLayout
 
-FP8_QUERY_SCALE = 2.0**-4
-"""bfloat16 queries over an fp8 cache are multiplied with this: 2**-20 to 2**20 is then well within float16."""
+QUERY_SCALE = 2.0**-4
+"""bfloat16 queries are multiplied with this: float16 then holds those from 2**-13 to 2**20 exactly, and saturates."""
 
 WIDENED_COLUMNS = 64
 """Columns of an 8-bit tile that are in registers at once."""
+
+INT8_PAIR = """
+{
+.reg .b32 biased, exponents, halves, bias;
+xor.b32 biased, $1, 0x8080;
+mov.b32 exponents, 0x64646464;
+prmt.b32 halves, biased, exponents, 0x4140;
+mov.b32 bias, 0x64806480;
+sub.f16x2 $0, halves, bias;
+}
+"""
+"""Two int8 to float16: byte b, with its sign flipped b + 128, is the mantissa of 0x6400 + b + 128, which is the float16
+1024 + b + 128.
+"""
 
 
 # --- before the kernel
@@ -52,34 +66,30 @@ def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], 
     One term where it holds them exactly. Scales of keys by channel are multiplied in, and take two: the LSE would show
     their rounding.
     """
-    if kv.k_scale is None:
-        return [q], 1.0
-    dtype = jnp.dtype(jnp.bfloat16 if kv.k.dtype == jnp.int8 else jnp.float16)
     by_channel = scale_layout(kv) == "channel"
-    if q.dtype == dtype and not by_channel:
+    if kv.k_scale is None or (q.dtype == jnp.float16 and not by_channel):
         return [q], 1.0
-    exact = q.astype(jnp.float32)
-    if dtype == jnp.float16 and not by_channel:
-        limit = float(jnp.finfo(dtype).max)
-        return [jnp.clip(exact * FP8_QUERY_SCALE, -limit, limit).astype(dtype)], FP8_QUERY_SCALE
-    if by_channel:
-        exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
-    high = exact.astype(dtype)
-    return [high, (exact - high.astype(jnp.float32)).astype(dtype)], 1.0
+    exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
+    if not by_channel:
+        return [jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16)], QUERY_SCALE
+    exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
+    exact = jnp.clip(exact, -limit, limit)
+    high = exact.astype(jnp.float16)
+    return [high, (exact - high.astype(jnp.float32)).astype(jnp.float16)], 1.0
 
 
 # --- in the kernel
 
 
 def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit a [M, K] and 16-bit bs [N, K] in shared memory.
+    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit a [M, K] and float16 bs [N, K] in shared memory.
 
     The interpreter has no wgmma of registers.
     """
     parts = [pl.ds(i, WIDENED_COLUMNS) for i in range(0, a.shape[1], WIDENED_COLUMNS)]
     if interpreted():
         products = [
-            jnp.dot(_load_widened(a.at[:, part], b.dtype), b.at[:, part][...].T, preferred_element_type=jnp.float32)
+            jnp.dot(_load_widened(a.at[:, part]), b.at[:, part][...].T, preferred_element_type=jnp.float32)
             for b in bs
             for part in parts
         ]
@@ -87,7 +97,7 @@ def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
 
     def accumulate(total: Ref) -> jax.Array:
         for part in parts:
-            widened = plgpu.layout_cast(_load_widened(a.at[:, part], bs[0].dtype), TILE)
+            widened = _load_widened(a.at[:, part])
             for b in bs:
                 plgpu.wgmma(total, widened, b.at[:, part].transpose((1, 0)))
             plgpu.wgmma_wait(0)  # or the next part would need registers of its own
@@ -97,14 +107,29 @@ def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
 
 
 def widen(narrow: Ref, wide: Ref) -> None:
-    """Writes an 8-bit tile to a 16-bit one, both in shared memory."""
+    """Writes an 8-bit tile to a float16 one, both in shared memory."""
     for i in range(0, wide.shape[1], WIDENED_COLUMNS):
         part = pl.ds(i, WIDENED_COLUMNS)
-        wide.at[:, part][...] = _load_widened(narrow.at[:, part], wide.dtype)
+        wide.at[:, part][...] = _load_widened(narrow.at[:, part])
 
 
-def _load_widened(ref: Ref, dtype: Any) -> jax.Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+def _load_widened(ref: Ref) -> jax.Array:
+    narrow = plgpu.load(ref, layout=TILE, optimized=False)
+    if narrow.dtype != jnp.int8 or interpreted():
+        return narrow.astype(jnp.float16)
+
+    # The compiler would convert int8 one by one, with an instruction of a fraction of the rate.
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(narrow.shape, jnp.float16, layout=TILE))
+    def widened(_: Any, narrow: Any) -> Any:
+        i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+        registers = np.empty_like(narrow.registers)
+        for i, pair in np.ndenumerate(narrow.registers):
+            bits = arith.extui(i32, mgpu.utils.bitcast(pair, i16))
+            wide: Any = llvm.inline_asm(i32, [bits], INT8_PAIR, "=r,r")
+            registers[i] = mgpu.utils.bitcast(wide, ir.VectorType.get((2,), ir.F16Type.get()))
+        return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
+
+    return widened(narrow)
 
 
 def load_per_token(ref: Ref, groups: int, group_tokens: int) -> jax.Array:
