@@ -17,12 +17,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others need memory of the same card
 
+import numpy as np
 from rich.console import Console
 
 if __name__ == "__main__":
@@ -73,10 +74,18 @@ class Session:
             inputs = self.bench.inputs(case, self.pools)
         except (MemoryError, *FAILURES) as error:
             return report | {"skipped": reason(error)}
-        return report | {"results": {name: self.attempt(name, case, inputs, floor) for name in self.contenders}}
+        outputs: dict[str, np.ndarray] = {}
+        results = {name: self.attempt(name, case, inputs, floor, outputs) for name in self.contenders}
+        return report | {"results": results}
 
-    def attempt(self, name: str, case: Case, inputs: Any, floor: float) -> dict[str, Any]:
-        """One contender's entry: what was measured, or why there is nothing."""
+    def attempt(
+        self, name: str, case: Case, inputs: Any, floor: float, outputs: dict[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """One contender's entry: what was measured, or why there is nothing.
+
+        Args:
+          outputs: of those before it, by name; its own is added.
+        """
         began = time.perf_counter()
         try:
             with noting_configs() as noted:
@@ -87,8 +96,19 @@ class Session:
             return {"error": reason(error)}
         entry = {"fraction_of_floor": floor / timing.median, "bytes_per_s": case.num_bytes / timing.median}
         entry |= {"flops_per_s": case.flops / timing.median, "took_s": time.perf_counter() - began}
+        if timing.output is not None:
+            entry |= differences(timing.output, outputs)
+            outputs[name] = timing.output
         configs = {op: dataclasses.asdict(config) for op, config in noted.items()}
         return timing.fields() | entry | ({"config": configs} if configs else {})
+
+
+def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """How far an output is from the first of the others, so that nobody is praised for computing something else."""
+    for name, other in others.items():
+        distance, largest = np.abs(output.reshape(other.shape) - other).max(), np.abs(other).max()
+        return {"compared_with": name, "largest_difference": float(distance), "largest_value": float(largest)}
+    return {}
 
 
 def reason(error: BaseException) -> str:
@@ -146,6 +166,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     began, console, bench = time.perf_counter(), Console(), load(args.operation)
+    console.width = max(console.width, 160)
     stopwatch = Stopwatch(args.sample_seconds, args.samples, args.kernels)
     rates = measure_rates(stopwatch)
     console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.matrix / 1e12:.1f} TFLOP/s")
@@ -159,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         report["complete"] = len(report["cases"]) == len(cases)
         report["seconds"] = time.perf_counter() - began
         write(out, report)
-        console.print(summary(report["cases"][-1]), highlight=False)
+        console.print(summary(report["cases"][-1]), highlight=False, soft_wrap=True)
     console.print(results_table(report))
     console.print(f"{len(report['cases'])} of {len(cases)} cases, written to {out}")
     return 0

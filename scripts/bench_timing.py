@@ -13,6 +13,7 @@ None can be left out: every call has operands of its own, and every output is re
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import statistics
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 """XLA's option for kernels of a graph that wait for one another, as they do on a stream."""
@@ -39,12 +41,14 @@ class Timing:
       calls: calls in a sample.
       method: how the samples were taken.
       kernels: seconds a call by kernel, from CUPTI; None where that was not asked for.
+      output: of the first call, for a comparison; None where it means nothing.
     """
 
     samples: Sequence[float]
     calls: int
     method: str
     kernels: Mapping[str, float] | None = None
+    output: np.ndarray | None = None
 
     @property
     def median(self) -> float:
@@ -108,7 +112,34 @@ class Stopwatch:
         runs = _Runs(call, carried, shared, owns, SERIAL | dict(options or {}) if on_gpu else {})
         seconds, repeats = self.take(runs.run)
         method = "replayed XLA command buffers" if on_gpu else "compiled chain"
-        return Timing([s / len(owns) for s in seconds], repeats * len(owns), f"{method}, wall time", kernels)
+        samples = [s / len(owns) for s in seconds]
+        return Timing(samples, repeats * len(owns), f"{method}, wall time", kernels, runs.first_output())
+
+    def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
+        """Times what calls of torch launch, captured in a CUDA graph, one after the other.
+
+        Args:
+          compared: the first call's result is worth a comparison.
+        """
+        torch: Any = importlib.import_module("torch")  # a contender's, no dependency of ours
+        calls[0]()  # which may compile
+        graph, began, ended = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = [call() for call in calls]
+
+        def run(repeats: int) -> float:
+            began.record()
+            for _ in range(repeats):
+                graph.replay()
+            ended.record()
+            ended.synchronize()
+            return began.elapsed_time(ended) / 1e3
+
+        seconds, repeats = self.take(run)
+        samples = [s / len(calls) for s in seconds]
+        first = outputs[0].float().cpu().numpy() if compared else None
+        return Timing(samples, repeats * len(calls), "replayed CUDA graph, events", output=first)
 
 
 class _Runs:
@@ -133,6 +164,11 @@ class _Runs:
             self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
         jax.block_until_ready((self._outputs, self._carried))
         return time.perf_counter() - began
+
+    def first_output(self) -> np.ndarray | None:
+        """Of the first call in float32; None where that is no single array."""
+        output = self._outputs[0]
+        return np.asarray(output.astype(jnp.float32)) if isinstance(output, jax.Array) else None
 
 
 def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], Any]]:

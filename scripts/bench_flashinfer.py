@@ -1,0 +1,103 @@
+"""FlashInfer's batch decode beside ours, over the same pages.
+
+It compiles its kernels where they are first used. That is done in a process of its own, which is given limited time:
+
+    python -m scripts.bench_flashinfer HEAD_DIM CACHE_DTYPE
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench_decode_case import DecodeCase, DecodeInputs
+from scripts.bench_timing import Stopwatch, Timing
+from scripts.bench_torch import as_torch, import_torch
+
+BUILD_SECONDS = 150
+"""For compiling the kernels of a head width and a cache."""
+
+WORKSPACE_BYTES = 256 * 2**20
+"""For its partial results."""
+
+CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
+"""The caches it takes, as torch calls what they hold. Its scales are one for all heads, as fast as ours at best."""
+
+
+def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Its tensor-core kernels, which take any group of heads; planned on the host before, as it wants."""
+    torch = import_torch()
+    flashinfer = importlib.import_module("flashinfer")
+    if case.cache not in CACHES:
+        raise NotImplementedError(f"takes no {case.cache} cache")
+    if case.windowed_heads is not None or case.shape.learned_sinks:
+        raise NotImplementedError("takes no windows of heads and no sinks here")
+    if why := unbuilt(case.shape.head_dim, CACHES[case.cache], case.shape.window is not None, case.shape.soft_cap):
+        raise NotImplementedError(why)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    pages = as_torch(arrays.kv.k), as_torch(arrays.kv.v)
+    calls = []
+    for q, table in zip(arrays.q, arrays.block_tables, strict=True):
+        wrapper = planned(flashinfer, torch, workspace, case, np.asarray(table), as_torch(q).dtype, pages[0].dtype)
+        calls.append(functools.partial(wrapper, as_torch(q).flatten(0, 1), pages))
+    return stopwatch.graph(calls, compared=case.cache in ("bf16", "f16"))
+
+
+def planned(
+    flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
+) -> Callable[..., Any]:
+    """Its function of queries and pages, for one table."""
+    s = case.shape
+    counts = -(-case.lens // s.page_size)
+    indices = torch.from_numpy(np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])).cuda()
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
+    sizes = (s.q_heads, s.kv_heads, s.head_dim, s.page_size)
+    window_left = -1 if s.window is None else s.window - 1
+    options = {"window_left": window_left, "logits_soft_cap": s.soft_cap, "q_data_type": q_dtype}
+    options |= {"kv_data_type": kv_dtype}
+    if s.queries == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True, backend="fa2")
+        wrapper.plan(offsets, indices, last, *sizes, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        queries = torch.arange(s.batch + 1, dtype=torch.int32) * s.queries
+        wrapper.plan(queries, offsets, indices, last, *sizes, causal=True, **options)
+    scale = 0.02 if case.cache.startswith("fp8") else None  # of values it would multiply in another kernel
+    return functools.partial(wrapper.run, k_scale=scale)
+
+
+@functools.cache
+def unbuilt(head_dim: int, cache_dtype: str, window: bool, soft_cap: float | None) -> str | None:
+    """Why there are no kernels; None once they are built."""
+    command = [sys.executable, "-m", "scripts.bench_flashinfer", str(head_dim), cache_dtype]
+    command += [str(int(window)), str(int(soft_cap is not None))]
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"its kernels were not compiled within {BUILD_SECONDS} s"
+    said = " ".join((done.stderr or done.stdout).split())
+    return f"its kernels do not compile: ...{said[-240:]}" if done.returncode else None
+
+
+def build(head_dim: int, cache_dtype: str, window: bool, soft_cap: bool) -> None:
+    """Compiles the kernels that `decode` uses, into FlashInfer's own cache."""
+    torch = import_torch()
+    module = importlib.import_module("flashinfer.prefill")
+    q_dtype = torch.float16 if cache_dtype == "float16" else torch.bfloat16
+    dtypes = (q_dtype, getattr(torch, cache_dtype), q_dtype, torch.int32)
+    module.get_batch_prefill_module("fa2", *dtypes, head_dim, head_dim, 0, window, soft_cap, False)
+
+
+CONTENDERS = {"flashinfer": decode}
+
+if __name__ == "__main__":
+    build(int(sys.argv[1]), sys.argv[2], bool(int(sys.argv[3])), bool(int(sys.argv[4])))
