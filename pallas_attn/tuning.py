@@ -38,8 +38,12 @@ _decide: ContextVar[Decide] = ContextVar("decide", default=lambda op, key, confi
 
 @contextlib.contextmanager
 def deciding(decide: Decide) -> Iterator[None]:
-    """Within it, what is traced takes decide's configurations: for tuners, and for those who report what ran."""
-    token = _decide.set(decide)
+    """Within it, what is traced takes decide's configurations: for tuners, and for those who report what ran.
+
+    Of several around each other the outer ones decide first, and hand what they decided to the inner ones.
+    """
+    outer = _decide.get()
+    token = _decide.set(lambda op, key, config: decide(op, key, outer(op, key, config)))
     try:
         yield
     finally:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from pallas_attn import checks
+from pallas_attn import checks, tuning
 from pallas_attn.ops.common.visibility import head_windows, page_walk
 from pallas_attn.types import DecodePlan, HeadWindow
 
 ROW_OVERHEAD_PAGES = 2
-"""What starting a row costs a program (loading queries, writing a state), in pages; the cost model's one constant."""
+"""What starting a row costs a program (loading queries, writing a state), in pages, unless it was measured."""
 
 FIXED_PIECE_TOKENS = 2048
 """Where `fixed` mode cuts: every row at multiples of this many of its visible tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """The cost model of `balanced` mode, tuned as "plan_decode" by page size.
+
+    Attributes:
+      row_overhead_pages: what starting a row costs a program, in pages.
+    """
+
+    row_overhead_pages: int = ROW_OVERHEAD_PAGES
+
+    def __post_init__(self) -> None:
+        if self.row_overhead_pages < 0:
+            raise ValueError(f"{self.row_overhead_pages=} must be at least 0")
 
 
 def plan_decode(
@@ -69,8 +84,11 @@ def plan_decode(
     walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
     sink_pages, first_page, num_pages = (x.reshape(-1) for x in walk)
     piece_pages = max(1, FIXED_PIECE_TOKENS // page_size) if mode == "fixed" else 0
-    share = functools.partial(_fixed_shares, piece_pages=piece_pages) if mode == "fixed" else _balanced_shares
-    shares = share(num_pages, num_programs)
+    if mode == "fixed":
+        shares = _fixed_shares(num_pages, num_programs, piece_pages=piece_pages)
+    else:
+        costs = tuning.lookup("plan_decode", {"page_size": page_size}, PlanConfig, PlanConfig)
+        shares = _balanced_shares(num_pages, num_programs, overhead=costs.row_overhead_pages)
     return DecodePlan(
         sink_pages=sink_pages,
         first_page=first_page,
@@ -94,15 +112,15 @@ class _Shares(NamedTuple):
     pieces: Int32[Array, "rows"]
 
 
-def _balanced_shares(num_pages: Int32[Array, "rows"], num_programs: int) -> _Shares:
+def _balanced_shares(num_pages: Int32[Array, "rows"], num_programs: int, *, overhead: int) -> _Shares:
     """Programs start at equal distances along the rows laid end to end, each as long as it costs."""
     busy = num_pages > 0
-    offsets = _prefix_sums(jnp.where(busy, num_pages + ROW_OVERHEAD_PAGES, 0))
-    share = jnp.maximum(-(-offsets[-1] // num_programs), ROW_OVERHEAD_PAGES + 1)
+    offsets = _prefix_sums(jnp.where(busy, num_pages + overhead, 0))
+    share = jnp.maximum(-(-offsets[-1] // num_programs), overhead + 1)
     start = jnp.minimum(jnp.arange(num_programs + 1, dtype=jnp.int32), -(-offsets[-1] // share)) * share
     row, into = _locate(offsets, start)
     # A share that starts in a row's overhead starts the row; a row's first page follows its overhead.
-    page = jnp.clip(into - ROW_OVERHEAD_PAGES, 0, None)
+    page = jnp.clip(into - overhead, 0, None)
     cuts = jnp.zeros_like(num_pages).at[jnp.where(page > 0, row, num_pages.shape[0])].add(1, mode="drop")
     # A piece begins with each busy row and with each cut.
     piece = _prefix_sums(busy)[row] + jnp.cumsum(page > 0, dtype=jnp.int32)

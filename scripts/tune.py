@@ -1,0 +1,256 @@
+"""Searches the configurations of an operation for the fastest ones on this device, by measuring them.
+
+    python scripts/tune.py paged_decode [--grid tune] [--only plan_decode] [--limit-seconds 600]
+
+Runs the cases of a benchmark's grid as they are, and notes what was looked up for them: kinds of configuration
+("paged_decode/mosaic") and keys, the static facts of a call that the choice depends on. For each key it then tries the
+candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps what takes least of
+their times' geometric mean. Candidates that do not compile, spill registers or do not fit side by side on a
+multiprocessor are passed over. pallas_attn/tuned/<device>.json is written after each key, other keys in it are kept;
+all that was tried goes to benchmarks/results, reasons included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pallas_attn import tuning
+from scripts.bench_case import Bench, Case
+from scripts.bench_compiler import printed, shared_bytes, spilled_bytes
+from scripts.bench_device import description
+from scripts.bench_ops import FAILURES, OPERATIONS, RESULTS, load, reason, write
+from scripts.bench_pools import Pools
+from scripts.bench_timing import Stopwatch
+
+TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
+SHARED_BYTES = 228 * 1024
+"""Shared memory of a Hopper multiprocessor, of which each program loses 1 KB."""
+WORTHWHILE = 0.99
+"""A candidate takes the place of another that was measured if its times are below this part of the other's."""
+HOPELESS = 1.05
+"""And is given up once its times are above this."""
+
+type Settings = dict[str, Any]
+type Key = tuple[str, tuple[tuple[str, Any], ...]]
+"""A kind of configuration, and what it was looked up by."""
+
+
+# --- what can be chosen
+
+
+def paged_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Tiles of which as many as are asked for fit shared memory, beside about a fifth that other things take."""
+    for tile_tokens, stages, programs in itertools.product((64, 128, 256), (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 6)):
+        tiles = 2 * tile_tokens * key["head_dim"] * key["cache_bytes"] * stages * programs
+        if tiles <= SHARED_BYTES and tiles >= SHARED_BYTES // 8:
+            yield {"tile_tokens": tile_tokens, "stages": stages, "programs_per_multiprocessor": programs}
+
+
+def plan_decode(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """From nothing to as much as 256 tokens."""
+    most = max(4, 256 // key["page_size"])
+    yield from ({"row_overhead_pages": pages} for pages in sorted({0, 1, 2, 3, 4, 6, 8, 12, 16} & set(range(most + 1))))
+
+
+def paged_decode_xla(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Steps of up to 8,192 tokens, of no more rows than there are."""
+    for tile_tokens, group_rows in itertools.product((64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32)):
+        if group_rows <= key["rows"] and tile_tokens * group_rows <= 8192:
+            yield {"tile_tokens": tile_tokens, "group_rows": group_rows}
+
+
+SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
+    "paged_decode/mosaic": paged_decode_mosaic,
+    "paged_decode/xla": paged_decode_xla,
+    "plan_decode": plan_decode,
+}
+"""Candidates by kind of configuration, for a key."""
+
+PROGRAMS = "programs_per_multiprocessor"
+"""The field, where there is one, that says how many programs have to fit side by side."""
+
+
+def nearest_first(candidates: Iterable[Settings], start: Settings) -> list[Settings]:
+    """Ordered by how far each is from `start`: factors count, so that 2 to 4 is as far as 4 to 8."""
+
+    def distance(candidate: Settings) -> float:
+        return sum(abs(math.log2((candidate[name] + 1) / (start[name] + 1))) for name in candidate)
+
+    return sorted((c for c in candidates if c != start), key=distance)
+
+
+# --- measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuner:
+    """Measures cases with one implementation, as configured.
+
+    Attributes:
+      bench: the operation.
+      contender: the implementation.
+      stopwatch: how much is measured.
+      end: when no further candidate is begun, in seconds of `time.perf_counter`.
+      console: to say what happens.
+    """
+
+    bench: Bench
+    contender: str
+    stopwatch: Stopwatch
+    end: float
+    console: Console
+    pools: Pools = dataclasses.field(default_factory=Pools)
+
+    def measure(self, case: Case, chosen: Mapping[Key, Settings]) -> tuple[float, dict[Key, Settings]]:
+        """Seconds a call takes with some configurations chosen, and all that were looked up.
+
+        Raises:
+          RuntimeError: it can be compiled, but nobody would want it: it spills, or does not fit as meant.
+        """
+        looked_up: dict[Key, Settings] = {}
+
+        def decide(op: str, key: Mapping[str, Any], config: Any) -> Any:
+            name = op, tuple(key.items())
+            config = dataclasses.replace(config, **chosen.get(name, {}))
+            looked_up[name] = dataclasses.asdict(config)
+            return config
+
+        inputs = self.bench.inputs(case, self.pools)
+        with printed() as said, tuning.deciding(decide):
+            timing = self.bench.contenders[self.contender](case, inputs, self.stopwatch)
+        check_compiled(said[0], [settings[PROGRAMS] for settings in looked_up.values() if PROGRAMS in settings])
+        return timing.median, looked_up
+
+    def baseline(self, cases: Sequence[Case]) -> dict[Key, dict[Case, tuple[float, Settings]]]:
+        """For each key the cases that look it up, how long they take and what they got."""
+        found: dict[Key, dict[Case, tuple[float, Settings]]] = {}
+        for case in cases:
+            if time.perf_counter() >= self.end:
+                break
+            try:
+                seconds, looked_up = self.measure(case, {})
+            except (MemoryError, NotImplementedError, *FAILURES) as error:
+                self.console.print(f"{case.name}: passed over, {reason(error)}", highlight=False)
+                continue
+            for key, settings in looked_up.items():
+                found.setdefault(key, {})[case] = seconds, settings
+        return found
+
+    def search(self, key: Key, cases: Mapping[Case, tuple[float, Settings]], end: float) -> dict[str, Any]:
+        """The best candidate that is found until `end`, and all that were tried."""
+        start = next(iter(cases.values()))[1]
+        before = {case: seconds for case, (seconds, _) in cases.items()}
+        best, times = start, before
+        tried: list[dict[str, Any]] = []
+        candidates = nearest_first(SPACES[key[0]](dict(key[1])), start)
+        for number, candidate in enumerate(candidates):
+            if time.perf_counter() >= min(end, self.end):
+                tried.append({"not reached": len(candidates) - number})
+                break
+            entry, measured = self.attempt(key, candidate, times)
+            tried.append({"config": candidate} | entry)
+            if measured is not None and mean_ratio(measured, times) < WORTHWHILE:
+                best, times = candidate, measured
+        microseconds = {case.name: [1e6 * before[case], 1e6 * times[case]] for case in before}
+        return {"key": dict(key[1]), "config": best, "us_before_and_after": microseconds, "tried": tried}
+
+    def attempt(
+        self, key: Key, candidate: Settings, times: Mapping[Case, float]
+    ) -> tuple[dict[str, Any], dict[Case, float] | None]:
+        """A candidate's entry in the report, and its times if it was worth measuring them all."""
+        measured: dict[Case, float] = {}
+        for case, best in times.items():
+            try:
+                measured[case], _ = self.measure(case, {key: candidate})
+            except (MemoryError, NotImplementedError, *FAILURES) as error:
+                return {"passed over": reason(error)}, None
+            if measured[case] > HOPELESS * best:
+                break
+        entry = {"us": {case.name: 1e6 * seconds for case, seconds in measured.items()}}
+        return entry, measured if len(measured) == len(times) else None
+
+
+def check_compiled(said: str, programs: Sequence[int]) -> None:
+    """Raises RuntimeError for what the compilers said about kernels that were just compiled, if that rules them out."""
+    if spilled := spilled_bytes(said):
+        raise RuntimeError(f"spills {spilled} bytes")
+    shared = shared_bytes(said) + 1024
+    for side_by_side in programs:
+        if side_by_side * shared > SHARED_BYTES:
+            raise RuntimeError(f"{side_by_side} programs of {shared} bytes do not fit in {SHARED_BYTES}")
+
+
+def mean_ratio(times: Mapping[Case, float], others: Mapping[Case, float]) -> float:
+    """Geometric mean of times by others' times."""
+    return math.exp(sum(math.log(times[case] / others[case]) for case in times) / len(times))
+
+
+# --- what is kept
+
+
+def merged(tuned: Mapping[str, Any], op: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's content with one entry more, in place of any with its key."""
+    others = [other for other in tuned.get(op, ()) if other["key"] != entry["key"]]
+    return {**tuned, op: [*others, {"key": entry["key"], "config": entry["config"]}]}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operation", choices=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
+    parser.add_argument("--grid", default="tune", help="of the operation's benchmark; default: tune")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only cases with this in their name")
+    parser.add_argument("--contender", default="mosaic", help="implementation; default: mosaic")
+    parser.add_argument("--only", nargs="+", choices=SPACES, default=list(SPACES), metavar="KIND", help="default: all")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="shared out among the keys")
+    parser.add_argument("--tuned", type=Path, metavar="OUT", help="default: pallas_attn/tuned/<device>.json")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/tune_OP_<device>.json")
+    args = parser.parse_args(argv)
+    bench = load(args.operation)
+    for name, known in (("grid", bench.grids), ("contender", bench.contenders)):
+        if getattr(args, name) not in known:
+            parser.error(f"--{name}: {args.operation} has {', '.join(known)}; got {getattr(args, name)!r}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, console = parse_args(argv), Console(width=160)
+    bench, device = load(args.operation), tuning.device_name()
+    end = time.perf_counter() + args.limit_seconds
+    tuner = Tuner(bench, args.contender, Stopwatch(), end, console)
+    found = tuner.baseline([case for case in bench.grids[args.grid] if args.match in case.name])
+    keys = [key for kind in args.only for key in found if key[0] == kind]
+    tuned_path = args.tuned or TUNED / f"{device}.json"
+    tuned = json.loads(tuned_path.read_text()) if tuned_path.is_file() else {}
+    report = description() | {"operation": args.operation, "grid": args.grid, "searched": {}}
+    for number, key in enumerate(keys):
+        share = (end - time.perf_counter()) / (len(keys) - number)
+        entry = tuner.search(key, found[key], time.perf_counter() + share)
+        report["searched"].setdefault(key[0], []).append(entry)
+        if any("us" in candidate for candidate in entry["tried"]):
+            tuned = merged(tuned, key[0], entry)
+            write(tuned_path, tuned)
+        write(args.json or RESULTS / f"tune_{args.operation}_{device}.json", report)
+        console.print(f"{key[0]} {entry['key']}: {entry['config']}", entry["us_before_and_after"], highlight=False)
+    console.print(f"{len(keys)} keys, written to {tuned_path}" if keys else "nothing to tune was looked up")
+    return 0 if keys else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
