@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -163,39 +164,52 @@ def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
     powers = np.exp2(np.linspace(-12, 19, 64))
     q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
     meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
+    meant = np.take(meant, mosaic_quantised.as_keys(jnp.arange(64)), axis=-1)
     terms, scale = mosaic_quantised.query_terms(q, kv)
     np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
     far, _ = mosaic_quantised.query_terms(jnp.full_like(q, 1e30), kv)
     assert all(jnp.isfinite(term).all() for term in far)
 
 
-def test_int8_pairs_become_float16() -> None:
-    """The interpreter has no PTX: every pair of bytes through the instructions, read off their text."""
-    pairs = np.arange(2**16, dtype=np.uint32)
-    registers: dict[str, np.ndarray] = {"$1": pairs}
+def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
+    """What conversions of words of four 8-bit numbers give, pairs of float16: the interpreter has no PTX."""
+    registers: dict[str, np.ndarray] = {"$2": words}
 
     def value(operand: str) -> np.ndarray:
-        return registers[operand] if operand in registers else np.full_like(pairs, int(operand, 16))
+        return registers[operand] if operand in registers else np.full_like(words, int(operand, 0))
 
-    for line in mosaic_quantised.INT8_PAIR.replace(";", "").splitlines():
-        operation, *operands = line.replace(",", "").split() or [""]
+    for line in assembly.translate(str.maketrans("", "", ";,{}")).splitlines():
+        operation, *operands = line.split() or [""]
         if operation == "xor.b32":
-            result = value(operands[1]) ^ value(operands[2])
+            registers[operands[0]] = value(operands[1]) ^ value(operands[2])
+        elif operation == "mov.b32" and len(operands) == 3:  # to both halves
+            registers[operands[0]], registers[operands[1]] = value(operands[2]) & 0xFFFF, value(operands[2]) >> 16
         elif operation == "mov.b32":
-            result = value(operands[1])
+            registers[operands[0]] = value(operands[1])
         elif operation == "prmt.b32":
             source = np.stack([value(operands[1]), value(operands[2])], axis=1).view(np.uint8)
             picks = [int(pick, 16) for pick in operands[3][:1:-1]]
-            result = np.ascontiguousarray(source[:, picks]).view(np.uint32)[:, 0]
+            registers[operands[0]] = np.ascontiguousarray(source[:, picks]).view(np.uint32)[:, 0]
         elif operation == "sub.f16x2":
             a, b = (value(operand).view(np.float16) for operand in operands[1:])
-            result = (a - b).view(np.uint32)
+            registers[operands[0]] = (a - b).view(np.uint32)
+        elif operation == "cvt.rn.f16x2.e4m3x2":
+            pairs = value(operands[1]).astype(np.uint16).view(ml_dtypes.float8_e4m3fn)
+            registers[operands[0]] = pairs.astype(np.float16).view(np.uint32)
         else:
-            assert operation in ("", "{", "}", ".reg"), line
-            continue
-        registers[operands[0]] = result
-    signed = pairs.astype(np.uint16).view(np.int8)
-    np.testing.assert_array_equal(registers["$0"].view(np.float16), signed.astype(np.float16))
+            assert operation in ("", ".reg"), line
+    return [registers[name].view(np.float16).reshape(-1, 2) for name in ("$0", "$1")]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_conversions_to_float16(dtype: Any) -> None:
+    """Of every pair of numbers beside every other, as keys and as values."""
+    low = np.arange(2**16, dtype=np.uint32)
+    words = low | harness.fresh_rng().permutation(low) << 16
+    numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
+        got = run_ptx(mosaic_quantised.conversion(dtype, order), words)
+        np.testing.assert_array_equal(np.concatenate(got, axis=1), numbers[:, order])
 
 
 # --- calls

@@ -118,7 +118,6 @@ class Memory(NamedTuple):
     Attributes:
       q: [terms, width, D].
       k, v: [stages, tokens, D], as cached.
-      values: [tokens, D], v of a tile in 16 bits where the cache has 8, else None.
       p: [width, tokens], probabilities.
       out: [width, D].
       notes: int32 [stages + 2, at least pages and width]. A row for each stage: position of each page's first token, or
@@ -131,7 +130,6 @@ class Memory(NamedTuple):
     q: Any
     k: Any
     v: Any
-    values: Any
     p: Any
     out: Any
     notes: Any
@@ -149,7 +147,6 @@ class Memory(NamedTuple):
             q=mosaic.operand((terms, width, head_dim), dtype),
             k=tiles,
             v=tiles,
-            values=None if static.scales is None else mosaic.operand((tokens, head_dim), dtype),
             p=mosaic.operand((width, tokens), dtype),
             out=plgpu.SMEM((width, head_dim), out_dtype),
             notes=plgpu.SMEM((stages + 2, max(static.pages, width)), jnp.int32),
@@ -212,7 +209,8 @@ class Piece:
         state = State.empty(x.q.shape[-1], static.columns.width)
         state = state._replace(l=mosaic.filled(0.0, static.shape, TILE))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
-        acc = self.scaled(acc)
+        if static.scales is not None:
+            acc = self.scaled(mosaic_quantised.in_order(acc))
         real = mosaic.load(self.limits(0), PER_COLUMN) >= 0
         return State(
             jnp.where(real, m, -jnp.inf),
@@ -226,7 +224,7 @@ class Piece:
             return acc * self.x.v_scale[self.head]
         if self.static.scales == "channel":
             return acc * over_tokens(mosaic.load(self.x.v_scale.at[self.head], PER_TOKEN), acc.shape)
-        return acc
+        return acc  # those of tokens are in it
 
     # Copies
 
@@ -335,16 +333,20 @@ class Piece:
             whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
         return whole
 
-    def hide(self, base: list[Any], values: Ref, s: Any, v_scale: Any) -> tuple[Any, Any]:
+    def hide(self, base: list[Any], v: Ref, s: Any, v_scale: Any) -> tuple[Any, Any]:
         """Masks what is not visible. Values no column sees become 0 whatever they are, 0 · NaN being NaN; their scales
         become 1.
         """
         position = self.positions(base)
         alive = self.alive(position)
-        for i in range(0, values.shape[1], 64):  # in few registers
-            part = values.at[:, pl.ds(i, 64)]
-            v = plgpu.load(part, layout=TILE)
-            part[...] = jnp.where(over_tokens(alive, v.shape), v, jnp.zeros((), v.dtype))
+        if self.static.scales is None:
+            for i in range(0, v.shape[1], 64):  # in few registers
+                part = v.at[:, pl.ds(i, 64)]
+                values = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(over_tokens(alive, values.shape), values, jnp.zeros((), values.dtype))
+        else:
+            mosaic_quantised.clear(v, alive)
+            plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(alive, v_scale, 1.0)
         return jnp.where(self.visible(position), s, -jnp.inf), v_scale
@@ -359,11 +361,12 @@ class Piece:
         slot = lax.rem(tile, stages)
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
-        values = mem.v.at[slot] if mem.values is None else mem.values
+        v = mem.v.at[slot]
         k_scale, v_scale = self.token_scales(slot)
         s = self.scores(slot, k_scale)
-        hide = functools.partial(self.hide, base, values)
+        hide = functools.partial(self.hide, base, v)
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
+        wide = None if static.scales is None else mosaic_quantised.load_transposed(v)
         if v_scale is not None:
             # Into the probability, which is rounded to 16 bits: no more than 1 then either.
             v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
@@ -375,7 +378,10 @@ class Piece:
         mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
         plgpu.commit_smem()
         acc = acc * over_columns(shrink, acc.shape)
-        acc = mosaic.add_product(acc, values.transpose((1, 0)), mem.p.transpose((1, 0)))
+        if wide is None:
+            acc = mosaic.add_product(acc, v.transpose((1, 0)), mem.p.transpose((1, 0)))
+        else:
+            acc = mosaic_quantised.add_product_widened(acc, wide, mem.p.transpose((1, 0)))
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(shrink, shape) + p  # noqa: E741
@@ -393,14 +399,11 @@ class Piece:
         return k_scale, v_scale
 
     def scores(self, slot: Any, k_scale: Any) -> Any:
-        """K qᵀ of a tile, scaled and capped. Brings the values of an 8-bit cache to 16 bits, too."""
+        """K qᵀ of a tile, scaled and capped."""
         static, mem = self.static, self.mem
         terms = [mem.q.at[i] for i in range(mem.q.shape[0])]
-        if mem.values is None:
-            s = mosaic.multiply(mem.k.at[slot], terms)
-        else:
-            mosaic_quantised.widen(mem.v.at[slot], mem.values)
-            s = mosaic_quantised.multiply_widened(mem.k.at[slot], terms)
+        multiply = mosaic.multiply if static.scales is None else mosaic_quantised.multiply_widened
+        s = multiply(mem.k.at[slot], terms)
         s *= static.score_scale * self.x.k_scale[self.head] if static.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, static.shape)

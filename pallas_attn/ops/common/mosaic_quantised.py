@@ -1,23 +1,31 @@
 """8-bit caches in Mosaic GPU kernels: what the tensor cores work in, and bringing it to them.
 
 The tensor cores multiply in float16 here: it holds what e4m3 and int8 do, and two numbers take one instruction (e4m3)
-or three (int8). Keys go through registers, which wgmma reads its left operand from; values go back to shared memory,
-because wgmma transposes only from there.
+or less than three (int8). Both go through registers, which wgmma reads its left operand from, never back to shared
+memory. `ldmatrix` brings them there, 16 bytes of a row to four neighbouring threads. It deals in 16-bit numbers, two of
+ours, so channels end up in an order of their own:
+
+- Keys [tokens, channels], the left operand as it lies: a thread gets channels 4j to 4j + 3 of 16 of a token, where
+  wgmma expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order; the queries are brought into the
+  same one before the kernel (`query_terms`).
+- Values [tokens, channels], transposed: rows r and r + 8 of 16 of the product are channels 2r and 2r + 1. The
+  accumulator keeps that order until a piece is done (`in_order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
@@ -26,21 +34,39 @@ from pallas_attn.types import PagedKV, ScaleLayout
 QUERY_SCALE = 2.0**-4
 """bfloat16 queries are multiplied with this: float16 then holds those from 2**-13 to 2**20 exactly, and saturates."""
 
-WIDENED_COLUMNS = 64
-"""Columns of an 8-bit tile that are in registers at once."""
+WIDENED_COLUMNS = 128
+"""Channels of keys that are in registers at once."""
 
-INT8_PAIR = """
-{
-.reg .b32 biased, exponents, halves, bias;
-xor.b32 biased, $1, 0x8080;
-mov.b32 exponents, 0x64646464;
-prmt.b32 halves, biased, exponents, 0x4140;
-mov.b32 bias, 0x64806480;
-sub.f16x2 $0, halves, bias;
-}
+NARROW = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64)))
+"""How `mosaic.operand` lays out a tile of 8-bit numbers: rows of 64 bytes, whose 16-byte chunk c of row r is at
+c ^ (r / 2).
 """
-"""Two int8 to float16: byte b, with its sign flipped b + 128, is the mantissa of 0x6400 + b + 128, which is the float16
-1024 + b + 128.
+
+E4M3_TO_F16 = """
+{{
+.reg .b32 ordered;
+.reg .b16 low, high;
+prmt.b32 ordered, $2, 0, 0x{3}{2}{1}{0};
+mov.b32 {{low, high}}, ordered;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}}
+"""
+
+INT8_TO_F16 = """
+{{
+.reg .b32 biased, exponents, bias, low, high;
+xor.b32 biased, $2, 0x80808080;
+mov.b32 exponents, 0x64646464;
+mov.b32 bias, 0x64806480;
+prmt.b32 low, biased, exponents, 0x4{1}4{0};
+prmt.b32 high, biased, exponents, 0x4{3}4{2};
+sub.f16x2 $0, low, bias;
+sub.f16x2 $1, high, bias;
+}}
+"""
+"""Four int8 to float16: byte b, with its sign flipped b + 128, is the mantissa of 0x6400 + b + 128, which is the
+float16 1024 + b + 128.
 """
 
 
@@ -64,72 +90,264 @@ def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], 
     """Queries as a sum of terms the tensor cores can multiply with the cache, and what they were multiplied with.
 
     One term where it holds them exactly. Scales of keys by channel are multiplied in, and take two: the LSE would show
-    their rounding.
+    their rounding. Over an 8-bit cache the channels are in the order in which `multiply_widened` meets those of keys.
     """
-    by_channel = scale_layout(kv) == "channel"
-    if kv.k_scale is None or (q.dtype == jnp.float16 and not by_channel):
+    if kv.k_scale is None:
         return [q], 1.0
+    if scale_layout(kv) != "channel" and q.dtype == jnp.float16:
+        return [as_keys(q)], 1.0
     exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
-    if not by_channel:
-        return [jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16)], QUERY_SCALE
+    if scale_layout(kv) != "channel":
+        return [as_keys(jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16))], QUERY_SCALE
     exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
-    exact = jnp.clip(exact, -limit, limit)
-    high = exact.astype(jnp.float16)
-    return [high, (exact - high.astype(jnp.float32)).astype(jnp.float16)], 1.0
+    exact = as_keys(jnp.clip(exact, -limit, limit))
+    # Not a conversion there and back: on GPUs the compiler would drop both, and `low` with them.
+    high = lax.reduce_precision(exact, exponent_bits=5, mantissa_bits=10)
+    return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
 # --- in the kernel
 
 
 def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit a [M, K] and float16 bs [N, K] in shared memory.
+    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit a [M, K] and float16 bs [N, K] in shared memory, whose
+    columns are in the order of `as_keys`.
 
     The interpreter has no wgmma of registers.
     """
-    parts = [pl.ds(i, WIDENED_COLUMNS) for i in range(0, a.shape[1], WIDENED_COLUMNS)]
     if interpreted():
-        products = [
-            jnp.dot(_load_widened(a.at[:, part]), b.at[:, part][...].T, preferred_element_type=jnp.float32)
-            for b in bs
-            for part in parts
-        ]
+        wide = as_keys(a[...].astype(jnp.float16))
+        products = [jnp.dot(wide, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
+    parts = range(0, a.shape[1], WIDENED_COLUMNS)
 
     def accumulate(total: Ref) -> jax.Array:
-        for part in parts:
-            widened = _load_widened(a.at[:, part])
+        for i in parts:
+            part = pl.ds(i, min(WIDENED_COLUMNS, a.shape[1]))
+            wide = _load_rows(a.at[:, part])
             for b in bs:
-                plgpu.wgmma(total, widened, b.at[:, part].transpose((1, 0)))
-            plgpu.wgmma_wait(0)  # or the next part would need registers of its own
+                plgpu.wgmma(total, wide, b.at[:, part].transpose((1, 0)))
+            if len(parts) > 1:
+                plgpu.wgmma_wait(0)  # or the next part would need registers of its own
         return total[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], bs[0].shape[0]), jnp.float32))
 
 
-def widen(narrow: Ref, wide: Ref) -> None:
-    """Writes an 8-bit tile to a float16 one, both in shared memory."""
-    for i in range(0, wide.shape[1], WIDENED_COLUMNS):
-        part = pl.ds(i, WIDENED_COLUMNS)
-        wide.at[:, part][...] = _load_widened(narrow.at[:, part])
+def load_transposed(tile: Ref) -> jax.Array:
+    """An 8-bit tile [tokens, channels] as float16 [channels, tokens] in registers, its rows ordered `as_values`."""
+    if interpreted():
+        return as_values(tile[...].astype(jnp.float16).T)
+    return _load_columns(tile)
 
 
-def _load_widened(ref: Ref) -> jax.Array:
-    narrow = plgpu.load(ref, layout=TILE, optimized=False)
-    if narrow.dtype != jnp.int8 or interpreted():
-        return narrow.astype(jnp.float16)
+def add_product_widened(total: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
+    """total + a @ b in float32, for float16 a [M, K] in registers and b [K, N] in shared memory."""
+    if interpreted():
+        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))
+    return added
 
-    # The compiler would convert int8 one by one, with an instruction of a fraction of the rate.
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(narrow.shape, jnp.float16, layout=TILE))
-    def widened(_: Any, narrow: Any) -> Any:
-        i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
-        registers = np.empty_like(narrow.registers)
-        for i, pair in np.ndenumerate(narrow.registers):
-            bits = arith.extui(i32, mgpu.utils.bitcast(pair, i16))
-            wide: Any = llvm.inline_asm(i32, [bits], INT8_PAIR, "=r,r")
-            registers[i] = mgpu.utils.bitcast(wide, ir.VectorType.get((2,), ir.F16Type.get()))
-        return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
 
-    return widened(narrow)
+def clear(tile: Ref, alive: jax.Array) -> None:
+    """Makes the rows of an 8-bit tile 0 where alive [tokens], in layout PER_TOKEN, is not true."""
+    if interpreted():
+        tile[...] = jnp.where(alive[:, None], tile[...], jnp.zeros((), tile.dtype))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(NARROW, PER_TOKEN))
+    def write_zeros(_: Any, tile: ir.Value, alive: Any) -> None:
+        warp, lane = _warp_and_lane()
+        tile_bytes, column_bytes = _strides(tile)
+        zero = vector.broadcast(ir.VectorType.get((4,), _i32()), mgpu.c(0, _i32()))
+        within = _sum(_times(_shifted(lane, 2), 64), _times(_masked(lane, 3), 16))
+        for i, flag in enumerate(alive.registers.flat):
+            block, half = divmod(i, 2)
+            offset = _sum(_times(warp, 2 * tile_bytes), within)
+            dead = arith.cmpi(
+                arith.CmpIPredicate.eq,
+                vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])),
+                mgpu.c(0, _i32()),
+            )
+            with mgpu.when(dead):
+                for column in range(ir.MemRefType(tile.type).shape[1]):
+                    constant = (8 * block + half) * tile_bytes + column * column_bytes
+                    llvm.store(zero, _at(tile, _sum(offset, mgpu.c(constant, _i32()))))
+
+    write_zeros(tile, jnp.where(alive, 1, 0))
+
+
+def in_order(product: jax.Array) -> jax.Array:
+    """Brings the rows of a product from the order of `as_values` to their own."""
+    rows, columns = product.shape
+    if interpreted():
+        return product.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
+    def exchange(_: Any, product: Any) -> Any:
+        _, lane = _warp_and_lane()
+        odd = arith.trunci(ir.IntegerType.get_signless(1), _masked(_shifted(lane, 2), 1))
+        # Row g of the first half is row g % 2 of thread row g / 2; row g of the second, of thread row g / 2 + 4.
+        sources = [_sum(_times(_shifted(lane, 3), 4), _masked(lane, 3))]
+        sources.append(_sum(sources[0], mgpu.c(16, _i32())))
+        registers = product.registers.reshape(rows // 64, columns // 8, 2)
+        ordered = np.empty_like(registers)
+        for (*place, half), _ in np.ndenumerate(registers):
+            pair = registers[*place]
+            numbers = [
+                arith.select(odd, _shuffle(pair[1], i, sources[half]), _shuffle(pair[0], i, sources[half]))
+                for i in range(2)
+            ]
+            ordered[*place, half] = vector.from_elements(pair[0].type, numbers)
+        return mgpu.FragmentedArray(
+            _registers=ordered.reshape(product.registers.shape), _layout=product.layout, _is_signed=None
+        )
+
+    return exchange(product)
+
+
+# --- orders of channels
+
+
+def as_keys(x: jax.Array) -> jax.Array:
+    """The last axis in the order in which `_load_rows` gives wgmma the channels of keys."""
+    return x.reshape(*x.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(x.shape)
+
+
+def as_values(x: jax.Array) -> jax.Array:
+    """The rows [channels, n] in the order in which `_load_columns` gives them to wgmma."""
+    return x.reshape(-1, 8, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+# --- shared memory to registers
+
+
+def _load_rows(tile: Ref) -> jax.Array:
+    """Float16 [tokens, channels], columns in the order of `as_keys`, as wgmma's left operand.
+
+    Of the four 8 x 16 byte matrices that one `ldmatrix` brings, two are below one another, two beside.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float16, layout=TILE))
+    def load(_: Any, tile: ir.Value) -> Any:
+        warp, lane = _warp_and_lane()
+        tile_bytes, column_bytes = _strides(tile)
+        row, matrix = _masked(lane, 7), _shifted(lane, 3)
+        row_tile = _sum(_times(warp, 2), _masked(matrix, 1))
+        offset = _sum(_times(row_tile, tile_bytes), _times(row, 64))
+        chunk = _times(arith.xori(_shifted(matrix, 1), _shifted(row, 1)), 16)
+        starts = [_at(tile, _sum(offset, part)) for part in (chunk, arith.xori(chunk, mgpu.c(32, _i32())))]
+        registers = np.empty((tokens // 64, channels // 8, 2), dtype=object)
+        for block, chunks in np.ndindex(tokens // 64, channels // 32):
+            constant = 8 * block * tile_bytes + chunks // 2 * column_bytes
+            for i, word in enumerate(_load_matrices(starts[chunks % 2], constant, nvvm.MMALayout.row)):
+                column = 4 * chunks + 2 * (i // 2)
+                registers[block, column : column + 2, i % 2] = _widened(word, assembly)
+        return _fragments(registers)
+
+    (tokens, channels), assembly = tile.shape, conversion(tile.dtype, (0, 1, 2, 3))
+    return load(tile)
+
+
+def _load_columns(tile: Ref) -> jax.Array:
+    """Float16 [channels, tokens], rows in the order of `as_values`, as wgmma's left operand.
+
+    The four matrices that one `ldmatrix` brings, transposed, are below one another.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct(tile.shape[::-1], jnp.float16, layout=TILE)
+    )
+    def load(_: Any, tile: ir.Value) -> Any:
+        warp, lane = _warp_and_lane()
+        tile_bytes, column_bytes = _strides(tile)
+        row, matrix = _masked(lane, 7), _shifted(lane, 3)
+        offset = _sum(_times(matrix, tile_bytes), _times(row, 64))
+        start = _at(tile, _sum(offset, _times(arith.xori(warp, _shifted(row, 1)), 16)))
+        registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
+        for block, rows in np.ndindex(channels // 64, tokens // 32):
+            constant = 4 * rows * tile_bytes + block * column_bytes
+            for i, word in enumerate(_load_matrices(start, constant, nvvm.MMALayout.col)):
+                registers[block, 4 * rows + i] = _widened(word, assembly)
+        return _fragments(registers)
+
+    (tokens, channels), assembly = tile.shape, conversion(tile.dtype, (0, 2, 1, 3))
+    return load(tile)
+
+
+def _load_matrices(start: ir.Value, offset: int, layout: Any) -> Iterator[ir.Value]:
+    """The four words that a thread gets of four matrices, whose rows begin at the `start` of a thread each."""
+    words = nvvm.ldmatrix(
+        mgpu.utils.getelementptr(start, [offset], ir.IntegerType.get_signless(8)),
+        num=4,
+        layout=layout,
+        shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
+        elt_type=nvvm.LdStMatrixEltType.B16,
+    )
+    return (llvm.extractvalue(_i32(), words, [i]) for i in range(4))
+
+
+def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
+    """PTX that makes two pairs of float16, $0 and $1, of the four 8-bit numbers of a word, $2, taken in an order."""
+    return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
+
+
+def _widened(word: ir.Value, assembly: str) -> list[ir.Value]:
+    """The pairs that a `conversion` makes of a word."""
+    pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([_i32()] * 2), [word], assembly, "=r,=r,r")
+    halves = ir.VectorType.get((2,), ir.F16Type.get())
+    return [mgpu.utils.bitcast(llvm.extractvalue(_i32(), pairs, [i]), halves) for i in range(2)]
+
+
+def _fragments(registers: np.ndarray) -> Any:
+    """Registers [blocks of 64 rows, 8 columns each, halves of 16 rows] as an array in layout TILE."""
+    blocks, columns, _ = registers.shape
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((64 * blocks, 8 * columns))
+    return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Of a thread in its warpgroup."""
+    thread = mgpu.utils.thread_idx()
+    return _masked(_shifted(thread, 5), 3), _masked(thread, 31)
+
+
+def _strides(tile: ir.Value) -> tuple[int, int]:
+    """Bytes from 8 rows of a tile to the next 8, and from 64 columns to the next."""
+    strides, _ = ir.MemRefType(tile.type).get_strides_and_offset()
+    return strides[0], strides[1]
+
+
+def _at(tile: ir.Value, offset: ir.Value) -> ir.Value:
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [offset], ir.IntegerType.get_signless(8))
+
+
+def _shuffle(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
+    """One of a pair of float32, from another thread of the warp."""
+    number = vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+    everybody: Any = mgpu.c(0xFFFFFFFF, _i32())
+    clamp: Any = mgpu.c(31, _i32())
+    return nvvm.shfl_sync(everybody, number, lane, clamp, nvvm.ShflKind.idx)
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _sum(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.addi(a, b)
+
+
+def _times(a: ir.Value, factor: int) -> ir.Value:
+    return arith.muli(a, mgpu.c(factor, _i32()))
+
+
+def _shifted(a: ir.Value, bits: int) -> ir.Value:
+    return arith.shrui(a, mgpu.c(bits, _i32()))
+
+
+def _masked(a: ir.Value, mask: int) -> ir.Value:
+    return arith.andi(a, mgpu.c(mask, _i32()))
 
 
 def load_per_token(ref: Ref, groups: int, group_tokens: int) -> jax.Array:

@@ -102,8 +102,7 @@ def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
     """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
     queries, probabilities = key.terms * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
     output, notes = key.columns * key.head_dim * key.out_bytes, 1024
-    widened = tile_tokens * key.head_dim * 2 if key.cache_bytes == 1 else 0
     scales = 1024 if key.token_scales else 0  # what rounding adds to those of the tiles
     barriers, system = 288, 1024
     reductions = reduction_bytes(key.columns)
-    return queries + probabilities + output + notes + widened + scales + barriers + system + reductions
+    return queries + probabilities + output + notes + scales + barriers + system + reductions
