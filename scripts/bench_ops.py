@@ -32,13 +32,19 @@ if __name__ == "__main__":
 from pallas_attn import tuning
 from scripts.bench_case import Bench, Case, noting_configs
 from scripts.bench_device import Rates, description, measure_rates
+from scripts.bench_plot import plot_report
 from scripts.bench_pools import Pools
 from scripts.bench_report import results_table, summary
 from scripts.bench_timing import Stopwatch
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
-OPERATIONS = {"paged_decode": "bench_decode"}
+OPERATIONS = {
+    "paged_decode": "bench_decode",
+    "plan_decode": "bench_plan",
+    "merge_states": "bench_merge",
+    "write_kv": "bench_write",
+}
 """Module of scripts/ with the `BENCH` of each operation."""
 
 ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
@@ -182,6 +188,12 @@ def main(argv: list[str] | None = None) -> int:
         write(out, report)
         console.print(summary(report["cases"][-1]), highlight=False, soft_wrap=True)
     console.print(results_table(report))
+    picture = out.with_suffix(".png")
+    try:
+        plot_report(picture, report)
+        console.print(f"drawn in {picture}")
+    except ImportError as missing:
+        console.print(f"not drawn: {missing}")
     console.print(f"{len(report['cases'])} of {len(cases)} cases, written to {out}")
     return 0
 
