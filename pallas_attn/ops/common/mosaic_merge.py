@@ -191,7 +191,10 @@ class Output(NamedTuple):
         inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
         out = state.acc * over_columns(inverse, state.acc.shape)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out for another row
-        self.tile.transpose((1, 0))[...] = out.astype(self.tile.dtype)
+        out = out.astype(self.tile.dtype)
+        if out.dtype == jnp.float32:  # only 16-bit tiles are transposed on their way
+            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        self.tile.transpose((1, 0))[...] = out
         plgpu.commit_smem()
         kv_heads = self.out.shape[2] // columns.group
         batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
