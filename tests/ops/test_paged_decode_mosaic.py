@@ -7,8 +7,10 @@ The interpreter is slow, and compiling a kernel for it slower: cases that differ
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -215,14 +218,45 @@ def test_conversions_to_float16(dtype: Any) -> None:
 # --- calls
 
 
-def test_vmap() -> None:
-    case = replace(BASE, kv_lens=(0, 37), pages_per_row=4, num_pages=9, kv_heads=1, q_heads=2)
-    inputs = [draw(case), draw(case)]
-    arrays = [{name: value for name, value in each.decode().items() if value is not None} for each in inputs]
-    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *arrays)
-    got = jax.jit(jax.vmap(functools.partial(call, case)))(stacked)
+SMALL = replace(BASE, kv_lens=(0, 37), pages_per_row=4, num_pages=9, kv_heads=1, q_heads=2)
+
+
+def check_all(got: Any, inputs: Sequence[Inputs]) -> None:
+    """The results of several calls, stacked, against numpy."""
     outs, lses = zip(*(each.expected_decode() for each in inputs), strict=True)
-    harness.assert_attention_close(got, (np.stack(outs), np.stack(lses)), MOSAIC.tolerance(case.dtype))
+    harness.assert_attention_close(got, (np.stack(outs), np.stack(lses)), MOSAIC.tolerance(SMALL.dtype))
+
+
+def arguments(inputs: Inputs) -> dict[str, Any]:
+    return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.decode().items() if value is not None}
+
+
+def test_vmap() -> None:
+    inputs = [draw(SMALL), draw(SMALL)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arguments, inputs))
+    check_all(jax.jit(jax.vmap(functools.partial(call, SMALL)))(stacked), inputs)
+
+
+def test_layers_of_a_scan_share_a_pool() -> None:
+    """Each has pages of its own in it, and tables that say so: nothing of the pool is sliced."""
+    inputs = [draw(SMALL), draw(SMALL)]
+    each = [arguments(layer) for layer in inputs]
+    pool = jax.tree.map(lambda *x: jnp.concatenate(x), *(layer["kv"] for layer in each))
+
+    def layer(pool: Any, x: Any) -> tuple[Any, Any]:
+        q, tables, i = x
+        moved = {"q": q, "kv": pool, "block_tables": tables + i * SMALL.num_pages}
+        return pool, call(SMALL, each[0] | moved)
+
+    steps: Any = [jnp.stack([layer[name] for layer in each]) for name in ("q", "block_tables")] + [jnp.arange(2)]
+    check_all(jax.jit(lambda pool: lax.scan(layer, pool, steps)[1])(pool), inputs)
+
+
+def test_float32_output() -> None:
+    inputs = draw(SMALL)
+    got = harness.compiled(paged_decode, MOSAIC, return_lse=True, out_dtype="float32")(**arguments(inputs))
+    assert got[0].dtype == jnp.float32
+    check_all(jax.tree.map(lambda x: x[None], got), [inputs])
 
 
 REFUSED = {
@@ -241,13 +275,26 @@ def test_refuses_in_words(case: PagedCase, reason: str) -> None:
     assert reason in explanation.refused["mosaic"]
 
 
-def test_refuses_a_cpu_that_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "capability", lambda: dispatch.Capability("cpu", None))
-    arrays = draw(BASE).decode()
+def refusal(monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None) -> str:
+    """Of a device, by a kernel that is not interpreted."""
+    monkeypatch.setattr(dispatch, "capability", lambda: dispatch.Capability(platform, compute_capability))
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):
-        refused = explain("paged_decode", **arrays).refused
-    assert refused == {"mosaic": "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"}
+        return explain("paged_decode", **draw(BASE).decode()).refused["mosaic"]
+
+
+def test_refuses_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = "needs a GPU of compute capability 9.0 (H100, H200), this is"
+    assert refusal(monkeypatch, "cpu", None) == f"{needed} cpu"
+    assert refusal(monkeypatch, "gpu", (8, 0)) == f"{needed} gpu 8.0"
+
+
+def test_refuses_an_assembler_that_breaks_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "ptxas"
+    path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "version 12.8.93, and ptxas of CUDA 12.8.0 to 12.9.0 miscompiles" in refusal(monkeypatch, "gpu", (9, 0))
 
 
 def test_is_chosen_on_hopper_and_in_the_interpreter() -> None:

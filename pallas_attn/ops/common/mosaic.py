@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import dispatch
+from pallas_attn.ops.common.assembler import require_sound_assembler
 
 HOPPER = (9, 0)
 
@@ -38,12 +39,18 @@ def interpreted() -> bool:
 
 
 def require_hopper() -> None:
-    """Raises NotImplementedError unless kernels run interpreted or are compiled for compute capability 9.0."""
-    here = dispatch.capability()
-    if interpreted() or (here.platform == "gpu" and here.compute_capability == HOPPER):
+    """Raises NotImplementedError unless kernels run interpreted, or are compiled for compute capability 9.0 by an
+    assembler that does not break them.
+    """
+    if interpreted():
         return
-    version = "" if here.compute_capability is None else f" {'.'.join(map(str, here.compute_capability))}"
-    raise NotImplementedError(f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}")
+    here = dispatch.capability()
+    if here.platform != "gpu" or here.compute_capability != HOPPER:
+        version = "" if here.compute_capability is None else f" {'.'.join(map(str, here.compute_capability))}"
+        raise NotImplementedError(
+            f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}"
+        )
+    require_sound_assembler()
 
 
 def multiprocessors() -> int:
