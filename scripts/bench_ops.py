@@ -181,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.json or RESULTS / f"{args.operation}_{tuning.device_name()}.json"
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}
     report |= {"complete": False, "cases": []}
+    write(out, report)
     for case in cases_within(cases, args.limit_seconds):
         report["cases"].append(session.run(case))
         report["complete"] = len(report["cases"]) == len(cases)

@@ -76,7 +76,7 @@ class Stopwatch:
     Attributes:
       sample_seconds: that a sample takes at least.
       samples: of which the median is the result.
-      kernels: also take the times of single kernels, with CUPTI. For that the chain is compiled and run once more.
+      kernels: on a GPU also take the times of single kernels, with CUPTI, from a run of the chain compiled once more.
     """
 
     sample_seconds: float = 0.02
@@ -107,8 +107,8 @@ class Stopwatch:
           carried: donated; gone afterwards.
           options: of the compiler, for GPUs.
         """
-        kernels = _kernel_times(call, carried, shared, owns) if self.kernels else None
         on_gpu = jax.default_backend() == "gpu"
+        kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
         runs = _Runs(call, carried, shared, owns, SERIAL | dict(options or {}) if on_gpu else {})
         seconds, repeats = self.take(runs.run)
         method = "replayed XLA command buffers" if on_gpu else "compiled chain"

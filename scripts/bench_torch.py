@@ -108,7 +108,9 @@ def flex(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing
     past = s.context - s.queries
     mask = None
     if s.queries > 1:
-        mask = module.create_block_mask(lambda b, h, query, key: key <= query + past, None, None, s.queries, s.context)
+        mask = module.create_block_mask(
+            lambda b, h, query, key: key <= query + past, None, None, s.queries, s.context, "cuda"
+        )
     attend = torch.compile(module.flex_attention, dynamic=False)
     q = [as_torch(q).transpose(1, 2) for q in arrays.q]
     keys, values = contiguous(case, arrays)

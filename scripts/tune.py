@@ -57,7 +57,7 @@ type Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 def paged_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
     """Tiles of which as many as are asked for fit shared memory, beside about a fifth that other things take."""
-    for tile_tokens, stages, programs in itertools.product((64, 128, 256), (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 6)):
+    for tile_tokens, stages, programs in itertools.product((64, 128, 256), range(2, 9), range(1, 9)):
         tiles = 2 * tile_tokens * key["head_dim"] * key["cache_bytes"] * stages * programs
         if tiles <= SHARED_BYTES and tiles >= SHARED_BYTES // 8:
             yield {"tile_tokens": tile_tokens, "stages": stages, "programs_per_multiprocessor": programs}
@@ -93,7 +93,7 @@ def nearest_first(candidates: Iterable[Settings], start: Settings) -> list[Setti
     def distance(candidate: Settings) -> float:
         return sum(abs(math.log2((candidate[name] + 1) / (start[name] + 1))) for name in candidate)
 
-    return sorted((c for c in candidates if c != start), key=distance)
+    return sorted((c for c in candidates if distance(c) > 0), key=distance)
 
 
 # --- measuring

@@ -1,0 +1,346 @@
+"""The benchmark of operations: it measures what it says, and nothing stops it. Its times are nobody's promise."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, HeadWindow, plan_decode
+from scripts import (
+    bench_decode,
+    bench_merge,
+    bench_ops,
+    bench_plan,
+    bench_pools,
+    bench_timing,
+    bench_torch,
+    bench_write,
+)
+from scripts.bench_case import Bench
+from scripts.bench_decode_case import DecodeCase
+from scripts.bench_device import Rates
+from scripts.bench_plot import plot_report
+from scripts.bench_timing import Stopwatch, Timing
+from tests.cases import Decode
+
+RATES = Rates(copy=4e12, matrix=8e14)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Chains of three calls, and no large copies and products."""
+    monkeypatch.setattr(bench_pools, "MAX_CALLS", 3)
+    monkeypatch.setattr(bench_plan, "MAX_CALLS", 3)
+    monkeypatch.setattr(bench_ops, "measure_rates", lambda _: RATES)
+
+
+def run(operation, tmp_path, *more):
+    out = tmp_path / "out.json"
+    settings = ["--samples", "2", "--sample-seconds", "0.001", "--json", str(out)]
+    assert bench_ops.main([operation, *settings, *more]) == 0
+    return json.loads(out.read_text())
+
+
+# --- whole runs
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "contender"),
+    [
+        ("paged_decode", "int8-head", "xla"),
+        ("plan_decode", "", "ours"),
+        ("merge_states", "", "ours"),
+        ("write_kv", "int8-head", "xla"),
+    ],
+)
+def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):
+    report = run(operation, tmp_path, "--match", case)
+    assert report["complete"]
+    assert report["device"] == jax.devices()[0].device_kind
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["rates"] == dataclasses.asdict(RATES)
+    (case,) = report["cases"]
+    entry = case["results"][contender]
+    assert entry["min_us"] <= entry["median_us"] <= entry["max_us"]
+    assert entry["samples"] == 2
+    assert entry["calls_per_sample"] % 3 == 0
+    assert case["floor_us"] == pytest.approx(1e6 * max(case["bytes"] / 4e12, case["flops"] / 8e14))
+    assert entry["fraction_of_floor"] == pytest.approx(case["floor_us"] / entry["median_us"])
+    assert entry["bytes_per_s"] == pytest.approx(1e6 * case["bytes"] / entry["median_us"])
+    assert case["case"] in capsys.readouterr().out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_who_cannot_take_part_is_told_with_the_reason(quick, tmp_path, capsys):
+    report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "mosaic", "cudnn")
+    results = report["cases"][0]["results"]
+    if jax.default_backend() == "cpu":
+        assert "compute capability 9.0" in results["mosaic"]["absent"]
+        assert "torch" in results["cudnn"]["absent"]
+        assert "compute capability 9.0" in capsys.readouterr().out
+
+
+def test_configurations_are_reported(quick, tmp_path):
+    report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "xla")
+    assert report["cases"][0]["results"]["xla"]["config"]["paged_decode/xla"]["group_rows"] == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeCase:
+    name: str
+    num_bytes: int = 4_000_000
+    flops: int = 0
+
+
+def fake_inputs(case, pools):
+    if case.name == "large":
+        raise MemoryError("it is too large")
+
+
+def broken(case, inputs, stopwatch):
+    if case.name == "second":
+        raise RuntimeError("out\nof luck")
+    return Timing([2e-6, 1e-6, 4e-6], 30, "counted", output=np.ones(3, np.float32))
+
+
+def sound(case, inputs, stopwatch):
+    return Timing([5e-6], 10, "counted", output=np.full((1, 3), 1.5, np.float32))
+
+
+@pytest.fixture
+def fake(monkeypatch, quick):
+    cases = [FakeCase("first"), FakeCase("large"), FakeCase("second"), FakeCase("third")]
+    bench = Bench({"small": cases}, {"broken": broken, "sound": sound}, fake_inputs)
+    monkeypatch.setattr(bench_ops, "load", lambda _: bench)
+
+
+def test_failures_are_told_and_the_rest_goes_on(fake, tmp_path):
+    cases = {case["case"]: case for case in run("merge_states", tmp_path)["cases"]}
+    assert list(cases) == ["first", "large", "second", "third"]
+    assert cases["large"]["skipped"] == "it is too large"
+    assert cases["second"]["results"]["broken"] == {"error": "RuntimeError: out of luck"}
+    assert cases["second"]["results"]["sound"]["median_us"] == pytest.approx(5)
+    assert cases["third"]["results"]["broken"]["fraction_of_floor"] == pytest.approx(0.5)
+
+
+def test_outputs_are_compared(fake, tmp_path):
+    results = run("merge_states", tmp_path, "--match", "first")["cases"][0]["results"]
+    assert "compared_with" not in results["broken"]
+    assert results["sound"]["compared_with"] == "broken"
+    assert results["sound"]["largest_difference"] == 0.5
+
+
+def test_a_limit_stops_between_cases(fake, tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(bench_ops.time, "perf_counter", lambda: next(clock))
+    report = run("merge_states", tmp_path, "--limit-seconds", "12")
+    assert 0 < len(report["cases"]) < 4
+    assert not report["complete"]
+    report = run("merge_states", tmp_path, "--limit-seconds", "0")
+    assert report["cases"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--grid", "none"], ["--contenders", "xla", "nobody"], ["--samples", "0"], ["--sample-seconds", "0"]]
+)
+def test_wrong_arguments_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as raised:
+        bench_ops.main(["paged_decode", *wrong])
+    assert raised.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_report_without_results_can_be_drawn(tmp_path):
+    cases = [{"case": "large", "bytes": 8, "flops": 8, "skipped": "too large"}]
+    report = {"operation": "x", "device": "cpu", "grid": "small", "rates": dataclasses.asdict(RATES), "cases": cases}
+    plot_report(tmp_path / "empty.png", report)
+    assert (tmp_path / "empty.png").stat().st_size
+
+
+# --- timing
+
+
+def test_samples_last_long_enough_and_count_their_repeats():
+    asked = []
+
+    def run(repeats):
+        asked.append(repeats)
+        return 1e-4 * repeats
+
+    samples, repeats = Stopwatch(sample_seconds=0.01, samples=5).take(run)
+    assert samples == pytest.approx([1e-4] * 5)
+    assert asked[-5:] == [repeats] * 5
+    assert 1e-4 * repeats >= 0.01
+
+
+def test_a_run_longer_than_a_sample_is_not_repeated():
+    _, repeats = Stopwatch(sample_seconds=0.01, samples=3).take(lambda repeats: 7.0 * repeats)
+    assert repeats == 1
+
+
+def multiply(carried, shared, own):
+    return carried + 1, own @ shared
+
+
+def test_every_call_of_a_chain_is_made():
+    owns = [jnp.full((8, 8), i, jnp.float32) for i in range(4)]
+    shared = jnp.eye(8)
+    compiled = jax.jit(bench_timing._chain(multiply)).lower(jnp.int32(0), shared, owns).compile()
+    module = compiled.as_text() or ""
+    assert module.count(" dot(") == 4
+    outputs, carried = bench_timing._chain(multiply)(jnp.int32(0), shared, owns)
+    assert carried == 4
+    np.testing.assert_array_equal(outputs[3], owns[3])
+
+
+def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
+    owns = [jnp.full((8, 8), i, jnp.float32) for i in range(1, 4)]
+    runs = bench_timing._Runs(multiply, jnp.int32(0), jnp.eye(8), owns, {})
+    before = runs._outputs[0].unsafe_buffer_pointer()
+    assert runs.run(2) > 0
+    assert runs._carried == 6
+    np.testing.assert_array_equal(runs.first_output(), owns[0])
+    assert runs._outputs[0].unsafe_buffer_pointer() == before
+
+
+def test_a_chain_is_timed_by_the_call():
+    timing = Stopwatch(0.001, 3).chain(multiply, [jnp.ones((8, 8))] * 5, carried=jnp.int32(0), shared=jnp.eye(8))
+    assert len(timing.samples) == 3
+    assert timing.calls % 5 == 0
+    assert timing.output is not None
+    assert timing.output.shape == (8, 8)
+
+
+def test_writes_go_to_the_pool_in_place():
+    """A copy of the pool would be timed along with the write."""
+    case = bench_write.WriteCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
+    compiled: list[Any] = []
+
+    def compile_chain(call, owns, *, carried, shared):
+        chain = jax.jit(bench_timing._chain(call), donate_argnums=0)
+        compiled.append(chain.lower(carried, shared, owns[:2]).compile())
+        return Timing([1.0], 1, "not at all")
+
+    stopwatch: Any = SimpleNamespace(chain=compile_chain)
+    bench_write.ours("xla", case, bench_write.inputs(case, bench_pools.Pools()), stopwatch)
+    memory = compiled[0].memory_analysis()
+    assert memory.alias_size_in_bytes >= 2**20
+    assert memory.temp_size_in_bytes < 2**19
+
+
+# --- cases
+
+
+def test_decode_bytes_are_those_of_keys_and_values():
+    shape = Decode(4, 100, 32, 8, 128, page_size=64)
+    assert DecodeCase(shape).num_bytes == 2 * 8 * 128 * 400 * 2
+    assert DecodeCase(shape, "int8-head").num_bytes == 8 * 128 * 400 * 2
+    assert DecodeCase(shape, "fp8-token").num_bytes == 8 * (128 + 4) * 400 * 2
+    assert DecodeCase(shape).flops == 4 * 32 * 128 * 400
+
+
+@pytest.mark.parametrize(("window", "heads", "sinks"), [(64, 3, 0), (100, 2, 20), (100, 2, 128), (1000, 4, 0)])
+def test_walked_pages_are_the_plans(window, heads, sinks):
+    shape = Decode(5, 700, 8, 4, 64, queries=3, page_size=16, window=window)
+    case = DecodeCase(shape, varied=True, windowed_heads=heads, sink_tokens=sinks)
+    plan = plan_decode(
+        jnp.asarray(case.lens),
+        q_lens=jnp.full((5,), 3, jnp.int32),
+        window=case.window,
+        page_size=16,
+        num_q_heads=8,
+        num_kv_heads=4,
+        num_programs=7,
+    )
+    np.testing.assert_array_equal(case.walked_pages.reshape(-1), plan.num_pages)
+    assert isinstance(case.window, HeadWindow)
+    assert np.count_nonzero(np.asarray(case.window.window) == FULL) == 4 - heads
+    np.testing.assert_array_equal(case.plan(7).program_row, plan.program_row)
+
+
+@pytest.mark.parametrize("bench", [bench_decode.BENCH, bench_plan.BENCH, bench_merge.BENCH, bench_write.BENCH])
+def test_cases_of_a_grid_have_names_of_their_own_and_floors(bench):
+    for grid in bench.grids.values():
+        assert len({case.name for case in grid}) == len(grid)
+        assert all(case.num_bytes > 0 for case in grid)
+        json.dumps([dataclasses.asdict(case) for case in grid])
+
+
+def test_quick_grids_are_quick():
+    quick = bench_decode.GRIDS["gqa-quick"]
+    assert {case.cache for case in quick} == {"bf16", "int8-head", "fp8-head"}
+    assert len(quick) <= 36
+
+
+def test_no_two_calls_read_the_same_page():
+    tables = bench_pools.tables(np.random.default_rng(0), 40, 3, (4, 3))
+    ids = np.concatenate([np.asarray(table).reshape(-1) for table in tables])
+    assert len(set(ids.tolist())) == 36
+    assert ids.min() >= 0
+    assert ids.max() < 40
+
+
+def test_chains_read_more_than_caches_hold():
+    shapes = {case.shape for case in bench_decode.GRIDS["gqa-quick"]}
+    for case in map(DecodeCase, shapes):
+        assert case.calls * case.num_bytes >= 2**31 or case.calls == bench_pools.MAX_CALLS
+
+
+@pytest.mark.parametrize(("tokens", "run"), [(6, 1), (8, 4), (7, 4), (96, 48)])
+def test_slots_are_written_once(tokens, run):
+    case = bench_write.WriteCase(tokens, run, "bf16", rope=False, page_size=16, pool_bytes=2**16)
+    calls = np.stack(bench_write.all_slots(case))
+    assert calls.shape == (case.calls, tokens)
+    assert len(np.unique(calls)) == calls.size
+    assert calls.min() >= 0
+    assert calls.max() < case.pool_pages * 16
+    for i in range(1, tokens):
+        if i % run and i % 16:
+            np.testing.assert_array_equal(calls[:, i], calls[:, i - 1] + 1)
+
+
+def test_pools_are_kept_for_cases_they_will_do_for():
+    pools = bench_pools.Pools()
+    sizes = {"page_size": 16, "num_kv_heads": 2, "head_dim": 16}
+    first = pools.get("int8-head", 6, **sizes)
+    assert first.k.shape == (6, 2, 16, 16)
+    assert np.std(np.asarray(first.k, np.float32)) == pytest.approx(40, rel=0.1)
+    assert np.abs(np.asarray(first.k[5], np.float32)).max() > 0
+    assert pools.get("int8-head", 5, **sizes) is first
+    assert pools.get("int8-head", 7, **sizes) is not first
+    scales = pools.get("fp8-token", 5, **sizes).k_scale
+    assert scales is not None
+    assert scales.shape == (5, 2, 16)
+
+
+def test_pools_larger_than_memory_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(bench_pools, "memory_bytes", lambda: 10_000)
+    with pytest.raises(MemoryError, match="GB"):
+        bench_pools.Pools().get("bf16", 100, page_size=16, num_kv_heads=2, head_dim=16)
+
+
+def test_long_pools_are_filled_to_the_end(monkeypatch):
+    monkeypatch.setattr(bench_pools, "CHUNK_BYTES", 3 * 2 * 16 * 16 * 4)
+    spec = bench_pools.cache_spec("f32", num_pages=8, page_size=16, num_kv_heads=2, head_dim=16)
+    pool = bench_pools.random_pool(spec)
+    spread = np.std(np.asarray(pool.k).reshape(8, -1), axis=1)
+    np.testing.assert_allclose(spread, 1.0, rtol=0.25)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(Decode(2, 64, 4, 2, 16), "int8-head"),
+        DecodeCase(Decode(2, 64, 4, 2, 16), varied=True),
+        DecodeCase(Decode(2, 64, 4, 2, 16, window=8)),
+        DecodeCase(Decode(2, 64, 4, 2, 16, learned_sinks=True)),
+    ],
+)
+def test_what_contiguous_attention_cannot_stand_in_for_is_refused(case):
+    with pytest.raises(NotImplementedError):
+        bench_torch.refuse(case)
