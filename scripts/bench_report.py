@@ -11,7 +11,8 @@ def cell(entry: dict[str, Any]) -> str:
     """A contender's result in a few characters."""
     if "median_us" not in entry:
         return "absent" if "absent" in entry else "failed"
-    return f"{entry['median_us']:,.1f} us {entry['fraction_of_floor']:.0%}"
+    waits = " of the host" if entry.get("host_us", 0.0) > 0.9 * entry["median_us"] else ""
+    return f"{entry['median_us']:,.1f} us{waits} {entry['fraction_of_floor']:.0%}"
 
 
 def summary(case: dict[str, Any]) -> str:

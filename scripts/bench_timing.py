@@ -42,6 +42,7 @@ class Timing:
       method: how the samples were taken.
       kernels: seconds a call by kernel, from CUPTI; None where that was not asked for.
       output: of the first call, for a comparison; None where it means nothing.
+      host: seconds a call that the host takes to queue a run. Where they are as many, it is the host that was measured.
     """
 
     samples: Sequence[float]
@@ -49,6 +50,7 @@ class Timing:
     method: str
     kernels: Mapping[str, float] | None = None
     output: np.ndarray | None = None
+    host: float | None = None
 
     @property
     def median(self) -> float:
@@ -64,6 +66,8 @@ class Timing:
             "calls_per_sample": self.calls,
             "method": self.method,
         }
+        if self.host is not None:
+            fields["host_us"] = 1e6 * self.host
         if self.kernels is not None:
             fields["kernels_us"] = {name: 1e6 * seconds for name, seconds in self.kernels.items()}
         return fields
@@ -113,7 +117,8 @@ class Stopwatch:
         seconds, repeats = self.take(runs.run)
         method = "replayed XLA command buffers" if on_gpu else "compiled chain"
         samples = [s / len(owns) for s in seconds]
-        return Timing(samples, repeats * len(owns), f"{method}, wall time", kernels, runs.first_output())
+        host = runs.host_seconds() / len(owns) if on_gpu else None
+        return Timing(samples, repeats * len(owns), f"{method}, wall time", kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
         """Times what calls of torch launch, captured in a CUDA graph, one after the other.
@@ -160,10 +165,21 @@ class _Runs:
     def run(self, repeats: int) -> float:
         """Seconds that so many runs take."""
         began = time.perf_counter()
-        for _ in range(repeats):
-            self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
+        self._queue(repeats)
         jax.block_until_ready((self._outputs, self._carried))
         return time.perf_counter() - began
+
+    def host_seconds(self) -> float:
+        """Seconds that it takes to queue a run, on an idle device."""
+        began = time.perf_counter()
+        self._queue(4)
+        took = time.perf_counter() - began
+        jax.block_until_ready((self._outputs, self._carried))
+        return took / 4
+
+    def _queue(self, repeats: int) -> None:
+        for _ in range(repeats):
+            self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
 
     def first_output(self) -> np.ndarray | None:
         """Of the first call in float32; None where that is no single array."""

@@ -25,6 +25,7 @@ from scripts.bench_case import Bench
 from scripts.bench_decode_case import DecodeCase
 from scripts.bench_device import Rates
 from scripts.bench_plot import plot_report
+from scripts.bench_report import cell
 from scripts.bench_timing import Stopwatch, Timing
 from tests.cases import Decode
 
@@ -162,6 +163,14 @@ def test_a_report_without_results_can_be_drawn(tmp_path):
     assert (tmp_path / "empty.png").stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("host_us", "shown"), [(None, "5.0 us 50%"), (1.0, "5.0 us 50%"), (4.9, "5.0 us of the host 50%")]
+)
+def test_times_that_are_the_hosts_are_told_apart(host_us, shown):
+    entry = {"median_us": 5.0, "fraction_of_floor": 0.5} | ({} if host_us is None else {"host_us": host_us})
+    assert cell(entry) == shown
+
+
 # --- timing
 
 
@@ -204,6 +213,8 @@ def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
     before = runs._outputs[0].unsafe_buffer_pointer()
     assert runs.run(2) > 0
     assert runs._carried == 6
+    assert runs.host_seconds() > 0
+    assert runs._carried == 18
     np.testing.assert_array_equal(runs.first_output(), owns[0])
     assert runs._outputs[0].unsafe_buffer_pointer() == before
 
