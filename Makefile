@@ -61,8 +61,10 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine here; the result goes to benchmarks/results
+bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here; results go to benchmarks/results
 	$(BIN)/python scripts/bench_engine.py
+	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
+	$(BIN)/python scripts/bench_ops.py write_kv --grid $(if $(CUDA),writes,small)
 
 dist: | python  ## a wheel in dist/, tried in an empty environment with the README's example
 	rm -rf dist .venv-dist
