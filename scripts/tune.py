@@ -76,12 +76,20 @@ def paged_decode_xla(key: Mapping[str, Any]) -> Iterator[Settings]:
             yield {"tile_tokens": tile_tokens, "group_rows": group_rows}
 
 
+def kv_write_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Scans matter only where groups of tokens have a scale."""
+    scans = (1, 2, 4, 8, 16) if key["group_tokens"] else (None,)
+    for row_threads, scan_tokens in itertools.product((1, 2, 4, 8, 16, 32), scans):
+        yield {"row_threads": row_threads} | ({} if scan_tokens is None else {"scan_tokens": scan_tokens})
+
+
 SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
     "paged_decode/mosaic": paged_decode_mosaic,
     "paged_decode/xla": paged_decode_xla,
     "plan_decode": plan_decode,
+    "kv_write/mosaic": kv_write_mosaic,
 }
-"""Candidates by kind of configuration, for a key."""
+"""Candidates by kind of configuration, for a key; fields that one does not name stay as they are."""
 
 PROGRAMS = "programs_per_multiprocessor"
 """The field, where there is one, that says how many programs have to fit side by side."""
@@ -167,7 +175,7 @@ class Tuner:
             entry, measured = self.attempt(key, candidate, times)
             tried.append({"config": candidate} | entry)
             if measured is not None and mean_ratio(measured, times) < WORTHWHILE:
-                best, times = candidate, measured
+                best, times = start | candidate, measured
         microseconds = {case.name: [1e6 * before[case], 1e6 * times[case]] for case in before}
         return {"key": dict(key[1]), "config": best, "us_before_and_after": microseconds, "tried": tried}
 

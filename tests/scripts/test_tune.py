@@ -84,6 +84,7 @@ def test_the_fastest_is_found_for_each_key(card, run, tmp_path):
     (tmp_path / "tuned.json").write_text(json.dumps({"fake": [old, other], "more": [other]}))
     status, tuned, report = run()
     assert status == 0
+    assert tuned["fake"][-1]["config"].keys() == {"size", "programs_per_multiprocessor"}
     found = {entry["key"]["kind"]: entry["config"]["size"] for entry in tuned["fake"]}
     assert found == {"x": 8, "y": 2, "z": 1}
     assert tuned["more"] == [other]
