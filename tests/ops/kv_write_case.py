@@ -6,18 +6,34 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
-from pallas_attn.ops.kv_write import write_kv
+from pallas_attn.ops.kv_write import IMPLEMENTATIONS, write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
-from tests.ops.harness import Variant, compiled
+from tests.ops.harness import VARIANTS, Variant, compiled
 
 NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
 NUM_TOKENS = 6
 QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
 PLAIN = ["bfloat16", "float16", "float32"]
+
+MOSAIC = Variant("mosaic")
+"""Its kernels, which need a GPU; test_kv_write_mosaic.py has them interpreted."""
+PORTABLE = [VARIANTS[name] for name in IMPLEMENTATIONS if name != "mosaic"]
+RUNNABLE = PORTABLE + ([MOSAIC] if jax.default_backend() == "gpu" else [])
+
+each_variant = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, id=variant.implementation, marks=pytest.mark.gpu if variant == MOSAIC else ())
+        for variant in (*PORTABLE, MOSAIC)
+    ],
+)
+"""Runs a test, which takes `variant`, for each implementation."""
 
 
 def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES) -> CacheSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_attn.ops.kv_write import IMPLEMENTATIONS, write_kv
+from pallas_attn.ops.kv_write import write_kv
 from pallas_attn.types import PagedKV, Rope, kv_cache_spec
 from tests.ops.harness import (
     VARIANTS,
@@ -24,7 +25,6 @@ from tests.ops.harness import (
     compiled,
     fresh_rng,
     scope_names,
-    variants,
 )
 from tests.ops.kv_write_case import (
     HEADS,
@@ -33,6 +33,7 @@ from tests.ops.kv_write_case import (
     PAGE_SIZE,
     WIDTH,
     cache_spec,
+    each_variant,
     random_slots,
     stale_cache,
     tokens,
@@ -44,13 +45,14 @@ FLOAT8 = [("float8_e4m3fn", "head"), ("float8_e4m3fn", 2)]
 XLA = VARIANTS["xla"]
 
 
-def scan_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
+def scan_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = "xla") -> PagedKV:
     """A step's layers, or a loop's steps, each writing its tokens into the cache it carries."""
-    return lax.scan(lambda kv, x: (write_kv(kv, *x, implementation="xla"), None), kv, (k, v, slots))[0]
+    write_step = lambda kv, x: (write_kv(kv, *x, implementation=implementation), None)  # noqa: E731
+    return lax.scan(write_step, kv, (k, v, slots))[0]
 
 
-def single_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
-    return write_kv(kv, k, v, slots, implementation="xla")
+def single_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = "xla") -> PagedKV:
+    return write_kv(kv, k, v, slots, implementation=implementation)
 
 
 def shapes(dtype: str, scales: Any, rank: int, steps: tuple[int, ...] = ()) -> tuple[Any, ...]:
@@ -95,9 +97,10 @@ def test_a_donated_cache_is_written_in_place_on_a_gpu(dtype: str, scales: Any) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize(("dtype", "scales"), [("int8", 4), ("float8_e4m3fn", "head")])
-def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: int) -> None:
+def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: int, implementation: str) -> None:
     num_pages, heads, page_size, width = 66_000, 8, 64, 128
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=width, dtype=dtype, scales=scales
@@ -108,7 +111,8 @@ def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank:
     slots = pages * page_size + 3
     if rank == 2:
         slots = (pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None]) * page_size + 3
-    kv = jax.jit(single_write, donate_argnums=0)(PagedKV.allocate(spec), x, x, slots)
+    write_one = functools.partial(single_write, implementation=implementation)
+    kv = jax.jit(write_one, donate_argnums=0)(PagedKV.allocate(spec), x, x, slots)
     for array in (kv.k, kv.v):
         written = array[pages, :, 3]
         assert (written == written.max()).all()
@@ -116,8 +120,9 @@ def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank:
         assert sum(int(jnp.count_nonzero(array[i : i + 1000])) for i in range(0, num_pages, 1000)) == written.size
 
 
+@each_variant
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
-def test_a_scan_writes_what_calls_write(dtype: str, scales: Any) -> None:
+def test_a_scan_writes_what_calls_write(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
     kv = stale_cache(rng, dtype, scales)
     if scales == "head":
@@ -127,7 +132,8 @@ def test_a_scan_writes_what_calls_write(dtype: str, scales: Any) -> None:
     want = kv
     for i in range(3):
         want = write(XLA, want, k[i], v[i], slots[i])
-    assert_same_bits(jax.jit(scan_write, donate_argnums=0)(kv, k, v, slots), want)
+    write_all = functools.partial(scan_write, implementation=variant.implementation)
+    assert_same_bits(jax.jit(write_all, donate_argnums=0)(kv, k, v, slots), want)
 
 
 def test_other_slots_do_not_retrace() -> None:
@@ -139,7 +145,7 @@ def test_other_slots_do_not_retrace() -> None:
         kv = traced_once(kv, *tokens(rng), random_slots(rng, 1))
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", 2)])
 def test_vmap_writes_each_cache(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
@@ -161,7 +167,7 @@ def test_exports_for_both_platforms(dtype: str, scales: Any) -> None:
     assert [a.shape for a in exported.out_avals] == [a.shape for a in jax.tree.leaves(args[0])]
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 def test_runs_on_the_device_under_its_name(variant: Variant) -> None:
     kv, k, v, slots = shapes("int8", 2, 1)
     call = compiled(write_kv, variant)
@@ -169,7 +175,7 @@ def test_runs_on_the_device_under_its_name(variant: Variant) -> None:
     assert "write_kv" in scope_names(call, kv=kv, k=k, v=v, slots=slots)
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 def test_no_token_is_a_call_too(variant: Variant) -> None:
     kv, (k, v) = stale_cache(fresh_rng(), "int8", 2), tokens(fresh_rng())
     angles = jnp.zeros((0, WIDTH // 2))
@@ -244,5 +250,5 @@ def test_bad_calls_are_refused_by_name(changes: dict[str, Any], message: str) ->
 
 
 def test_an_implementation_that_is_missing_is_not_replaced() -> None:
-    with pytest.raises(NotImplementedError, match="write_kv has no 'mosaic' implementation"):
-        write_kv(**good_call(implementation="mosaic"))
+    with pytest.raises(NotImplementedError, match="write_kv has no 'triton' implementation"):
+        write_kv(**good_call(implementation="triton"))

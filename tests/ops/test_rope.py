@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_attn.ops.common.rope import rms_norm, rotate
-from pallas_attn.ops.kv_write import IMPLEMENTATIONS
 from pallas_attn.types import PagedKV, Rope
-from tests.ops.harness import Variant, assert_same_bits, fresh_rng, variants
+from tests.ops.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.kv_write_case import (
     HEADS,
     NUM_PAGES,
@@ -20,6 +19,7 @@ from tests.ops.kv_write_case import (
     QMAX,
     WIDTH,
     cache_spec,
+    each_variant,
     stale_cache,
     tokens,
     write,
@@ -79,7 +79,7 @@ def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
     np.testing.assert_allclose(got, normed(np.asarray(x).astype(np.float64), weight, 1e-2), rtol=1e-5, atol=1e-5)
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 @each_style
 @pytest.mark.parametrize(
     ("half", "norm_order"),
@@ -103,7 +103,7 @@ def test_write_turns_keys_and_queries_and_leaves_values(
     assert_same_bits(got.v[page, :, offset], v)
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 def test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype(variant: Variant) -> None:
     rng = fresh_rng()
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32)
@@ -115,7 +115,7 @@ def test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_d
     assert rotated.dtype == q.dtype
 
 
-@variants(IMPLEMENTATIONS)
+@each_variant
 @pytest.mark.parametrize("dtype", list(QMAX))
 def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()

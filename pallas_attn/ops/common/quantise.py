@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,9 @@ from jaxtyping import Array, Float, Num
 from pallas_attn.types import QMAX
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+
+type Divide = Callable[[jax.Array, jax.Array], jax.Array]
+"""Correctly rounded division of float32; kernels have their own."""
 
 
 def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
@@ -44,7 +49,10 @@ def dequantise(values: Num[Array, "*#shape"], scale: Float[Array, "*#shape"]) ->
 
 
 def amax_scale(
-    amax: Float[Array, "*shape"], dtype: jax.typing.DTypeLike, at_least: Float[Array, "*shape"] | float = 0.0
+    amax: Float[Array, "*shape"],
+    dtype: jax.typing.DTypeLike,
+    at_least: Float[Array, "*shape"] | float = 0.0,
+    divide: Divide = divide,
 ) -> Float[Array, "*shape"]:
     """The scale that lets `dtype` hold values up to `amax`: amax / qmax, no less than `at_least`, and 1 instead of 0.
 
@@ -55,7 +63,10 @@ def amax_scale(
 
 
 def held_scale(
-    stored_amax: Float[Array, "*shape"], scale: Float[Array, "*shape"], dtype: jax.typing.DTypeLike
+    stored_amax: Float[Array, "*shape"],
+    scale: Float[Array, "*shape"],
+    dtype: jax.typing.DTypeLike,
+    divide: Divide = divide,
 ) -> Float[Array, "*shape"]:
     """The scale that stored values still call for, by the largest of them: scale · (stored_amax / qmax).
 

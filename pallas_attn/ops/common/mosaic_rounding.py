@@ -1,0 +1,147 @@
+"""Quotients in Mosaic GPU kernels that are the same float32 everywhere, and quantising with them.
+
+`pallas_attn.ops.common.quantise` says what is computed. There a quotient goes through float64, of which a GPU has too
+little; here it is made of float32 alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
+
+from pallas_attn.ops.common import quantise
+from pallas_attn.ops.common.mosaic import interpreted
+from pallas_attn.ops.common.mosaic_rows import RowLayout
+from pallas_attn.types import QMAX
+
+EXPONENT = 0x7F800000
+"""The bits of a float32 that say its power of two."""
+
+ROUND_TO_INTEGER = 1.5 * 2**23
+"""Added to a small float32, this leaves the nearest integer in its low bits, ties to even."""
+
+NEARLY_TWO = 2 - 2.0**-23
+RECIPROCAL_OF_NEARLY_TWO = 0.5 + 2.0**-24
+
+
+def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
+    """x / y of float32, correctly rounded. For a few values: it takes dozens of instructions."""
+    if interpreted():
+        return quantise.divide(x, y)
+    return _elementwise(_instruction("div.rn.f32"), layout, x, y)
+
+
+class Divisor(NamedTuple):
+    """Scales below 2**127 that many values are quantised by.
+
+    Attributes:
+      power: of two.
+      normal: power · scale, from 1 to 2.
+      reciprocal: of `normal`, correctly rounded.
+      bound: what values times `power` are clipped to, qmax · power · scale. This is rounded, so the quotient is about
+        qmax, which is near enough: it is stored as qmax.
+    """
+
+    scale: Any
+    power: Any
+    normal: Any
+    reciprocal: Any
+    bound: Any
+
+    @staticmethod
+    def of(scale: jax.Array, dtype: Any, layout: Any) -> Divisor:
+        """From float32 scales of a cache of this dtype, in registers of this layout."""
+        if interpreted():
+            return Divisor(*[scale] * 5)
+        exponent = lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT
+        power = lax.bitcast_convert_type(jnp.maximum((254 << 23) - exponent, 1 << 23), jnp.float32)
+        normal = scale * power
+        guess = _elementwise(_instruction("rcp.approx.ftz.f32"), layout, normal)
+        one = jnp.full_like(normal, 1.0)
+        reciprocal = _elementwise(functools.partial(refined_reciprocal, MLIR), layout, normal, guess, one)
+        reciprocal = jnp.where(normal == NEARLY_TWO, RECIPROCAL_OF_NEARLY_TWO, reciprocal)
+        return Divisor(scale, power, normal, reciprocal, normal * QMAX[jnp.dtype(dtype)])
+
+    def spread(self, layout: RowLayout, columns: int) -> Divisor:
+        """From a divisor of each row to one of each of its columns."""
+        return Divisor(*(layout.spread(each, columns) for each in self))
+
+    def quantise(self, x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
+        """`quantise.quantise` of float32 x by these scales."""
+        if interpreted():
+            return quantise.quantise(x, self.scale, dtype)
+        x = jnp.clip(x * self.power, -self.bound, self.bound)
+        quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return lax.bitcast_convert_type(quotient + ROUND_TO_INTEGER, jnp.int32).astype(dtype)
+        return quotient.astype(dtype)
+
+
+class Arithmetic[T](NamedTuple):
+    """What quotients are made of: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
+
+    multiply: Callable[[T, T], T]
+    fma: Callable[[T, T, T], T]
+    negate: Callable[[T], T]
+
+
+MLIR = Arithmetic(arith.mulf, mlir_math.fma, arith.negf)
+
+
+def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> T:
+    """1 / y of float32, from a guess that is off by two units in the last place at most.
+
+    The first correction leaves less than one, from where the second rounds correctly (Markstein, IBM Journal of
+    Research and Development 34, 1990) but where y has all bits set, as `NEARLY_TWO` has: there it is a tie.
+    """
+    _, fma, negate = arithmetic
+    for _ in range(2):
+        guess = fma(fma(negate(y), guess, one), guess, guess)
+    return guess
+
+
+def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) -> T:
+    """x / y of float32, correctly rounded, from `refined_reciprocal`.
+
+    What the product is off by, the first correction brings below a unit in the last place. Then the remainder is exact,
+    and the second one rounds as division does (Markstein again). The instruction does the same where nothing can
+    overflow, but also has to find out whether it can. Signs are such that -0 stays -0.
+    """
+    multiply, fma, negate = arithmetic
+    quotient, step = multiply(x, reciprocal), negate(reciprocal)
+    for _ in range(2):
+        quotient = fma(fma(quotient, y, negate(x)), step, quotient)
+    return quotient
+
+
+def _elementwise(function: Callable[..., ir.Value], layout: Any, *operands: jax.Array) -> jax.Array:
+    """A function of registers, which hold vectors of float32, for all those of arrays."""
+    result = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)
+    def apply(_: Any, first: Any, *others: Any) -> Any:
+        return first._pointwise(function, *others)
+
+    return apply(*(plgpu.layout_cast(operand, layout) for operand in operands))
+
+
+def _instruction(name: str) -> Callable[..., ir.Value]:
+    """An instruction of PTX that makes a float32 of float32 operands, for vectors of them."""
+
+    def apply(*vectors: ir.Value) -> ir.Value:
+        text = f"{name} {', '.join(f'${i}' for i in range(len(vectors) + 1))};"
+        constraints = ",".join(["=f", *"f" * len(vectors)])
+        elements = zip(*([vector.extract(v, [], [i]) for i in range(v.type.shape[0])] for v in vectors), strict=True)
+        results: Any = [llvm.inline_asm(ir.F32Type.get(), each, text, constraints) for each in elements]
+        return vector.from_elements(vectors[0].type, results)
+
+    return apply

@@ -1,0 +1,82 @@
+"""What can be turned in `write_kv`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from pallas_attn import tuning
+
+type Rotation = Literal["none", "neox", "interleaved"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a program of the Mosaic kernel takes its part of the work.
+
+    Attributes:
+      row_threads: threads that share a token of a head, or as many as its columns let.
+      scan_tokens: tokens among which a program looks for those that lead a group, where groups of tokens have a scale.
+    """
+
+    row_threads: int
+    scan_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.row_threads not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"{self.row_threads=} must be a power of two, at most a warp's 32")
+        if not 1 <= self.scan_tokens <= 16:
+            raise ValueError(f"{self.scan_tokens=} must be from 1 to 16")
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKey:
+    """What the best configuration depends on.
+
+    Attributes:
+      head_dim: D.
+      rotary_half: pairs of columns that are rotated.
+      rotation: which columns make a pair.
+      entries: T·Hkv.
+      group_tokens: tokens that share a dynamic scale; 0 without one.
+    """
+
+    head_dim: int
+    rotary_half: int
+    rotation: Rotation
+    entries: int
+    group_tokens: int
+
+    @property
+    def unit(self) -> int:
+        """The largest power of two that divides every stretch of columns that is treated alike."""
+        rotated = self.rotary_half if self.rotation == "neox" else 2 * self.rotary_half
+        common = math.gcd(rotated, self.head_dim - 2 * self.rotary_half) if rotated else self.head_dim
+        return common & -common
+
+    def threads_and_vector(self, config: MosaicConfig) -> tuple[int, int]:
+        """Threads that share a row, and the neighbouring columns that each takes at a time."""
+        threads = min(config.row_threads, self.unit // (2 if self.rotation == "interleaved" else 1), 32)
+        return threads, min(8, self.unit // threads)
+
+
+def mosaic_config(key: MosaicKey) -> MosaicConfig:
+    """The configuration of the Mosaic kernel."""
+    return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _mosaic_heuristic(key))
+
+
+PROGRAMS = 264
+"""Two a multiprocessor: with fewer, some wait for memory and do nothing else."""
+
+
+def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
+    """16 columns a thread; fewer where a program would have rows to spare, tokens or those of a group being few."""
+    row_threads = 1
+    while row_threads < 32 and (key.head_dim > 16 * row_threads or _rows_to_spare(key, 128 // row_threads)):
+        row_threads *= 2
+    return MosaicConfig(row_threads, scan_tokens=min(16, max(1, key.entries // 4096)))
+
+
+def _rows_to_spare(key: MosaicKey, rows: int) -> bool:
+    return rows > key.group_tokens if key.group_tokens > 1 else key.entries < PROGRAMS * rows

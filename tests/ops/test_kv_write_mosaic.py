@@ -1,0 +1,217 @@
+"""The Mosaic kernel behind `write_kv`: the contract's own tests, interpreted on the CPU, and what is its alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
+from pallas_attn.ops.common import mosaic_rounding, quantise
+from pallas_attn.ops.common.mosaic_rounding import Arithmetic, Divisor, refined_quotient
+from pallas_attn.ops.kv_write.config import MosaicConfig
+from tests.ops import test_kv_write as contract
+from tests.ops import test_kv_write_call as call_contract
+from tests.ops import test_rope as rope_contract
+from tests.ops.harness import Variant, assert_same_bits, fresh_rng
+from tests.ops.kv_write_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
+
+# So few entries a program that the inputs make many, and groups that several of them touch.
+MOSAIC = Variant("mosaic", MosaicConfig(row_threads=32, scan_tokens=2))
+FP8 = "float8_e4m3fn"
+
+
+@pytest.fixture
+def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs kernels interpreted; fails a test in which two accesses raced, which the interpreter only prints."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    params = plgpu.InterpretGPUParams(detect_races=True, **getattr(request, "param", {}))
+    with plgpu.force_gpu_interpret_mode(params):
+        yield
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "RACE DETECTED" not in printed
+
+
+def dynamic(dtype: str, rank: int, groups: int) -> tuple[Callable[..., None], dict[str, Any]]:
+    arguments = {"dtype": dtype, "rank": rank, "groups": groups}
+    return contract.test_dynamic_scales_follow_the_rule_to_the_byte, arguments
+
+
+def static(dtype: str, rank: int, layout: str) -> tuple[Callable[..., None], dict[str, Any]]:
+    return contract.test_static_scales_are_used_as_given, {"dtype": dtype, "rank": rank, "layout": layout}
+
+
+def turned(style: str, half: int, norm_order: str | None) -> tuple[Callable[..., None], dict[str, Any]]:
+    arguments = {"style": style, "half": half, "norm_order": norm_order}
+    return rope_contract.test_write_turns_keys_and_queries_and_leaves_values, arguments
+
+
+CONTRACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "bfloat16": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "bfloat16", "rank": 1}),
+    "float16, slots by head": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "float16", "rank": 2}),
+    "bits": (contract.test_tokens_in_the_cache_dtype_are_moved_bit_for_bit, {}),
+    "int8 by channel": static("int8", 1, "channel"),
+    "float8 by head, slots by head": static(FP8, 2, "head"),
+    "int8 by token": dynamic("int8", 1, PAGE_SIZE),
+    "float8 by two tokens, slots by head": dynamic(FP8, 2, 4),
+    "int8 by four tokens": dynamic("int8", 1, 2),
+    "float8 by page, slots by head": dynamic(FP8, 2, 1),
+    "no slot": (contract.test_tokens_without_a_slot_leave_every_byte, {"dtype": "int8", "scales": 2}),
+    "no slot in a group": (contract.test_tokens_without_a_slot_count_in_no_group, {"dtype": "int8"}),
+    "all columns rotated": turned("neox", 8, None),
+    "some columns rotated, norm before": turned("neox", 4, "before_rope"),
+    "neighbours rotated, norm after": turned("interleaved", 4, "after_rope"),
+    "two columns rotated": turned("interleaved", 1, "before_rope"),
+    "rotated, to other dtypes": (
+        rope_contract.test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype,
+        {},
+    ),
+    "rotated, int8 by token": (rope_contract.test_write_quantises_rotated_keys_from_float32, {"dtype": "int8"}),
+    "vmap": (call_contract.test_vmap_writes_each_cache, {"dtype": "int8", "scales": 2}),
+    "scan": (call_contract.test_a_scan_writes_what_calls_write, {"dtype": "int8", "scales": 2}),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("test", "arguments"), CONTRACT.values(), ids=CONTRACT)
+def test_contract(test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    test(**arguments, variant=MOSAIC)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", [name for name in vars(contract.TestGroups) if name.startswith("test_")])
+def test_contract_of_groups(name: str) -> None:
+    getattr(contract.TestGroups(), name)("int8", MOSAIC)
+
+
+@pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
+@pytest.mark.usefixtures("interpreter")
+def test_a_chunk_in_any_order(interpreter: None) -> None:
+    """Tokens of one group come from programs of their own, and notes that nobody wrote name a token that exists."""
+    rng = fresh_rng()
+    kv = stale_cache(rng, "int8", 2)
+    for start in (0, 6, 3):  # the last again, as after a draft
+        slots = jnp.asarray(2 * PAGE_SIZE + start + rng.permutation(NUM_TOKENS), jnp.int32)
+        k, v = tokens(rng, spread=2.0)
+        want = numpy_write(kv, k, v, slots)
+        kv = write(MOSAIC, kv, k, v, slots)
+        assert_same_bits(kv, want)
+
+
+# --- arithmetic that the interpreter has no instructions for
+
+
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
+    """a · b + c of float32, rounded once: the sum in float64 is made odd where it is not exact."""
+    a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+    product = a * b  # exact
+    total = product + c
+    rest = total - product
+    error = (product - (total - rest)) + (c - rest)
+    with np.errstate(invalid="ignore"):
+        even = (total.view(np.int64) & 1) == 0
+        away = np.where(error > 0, np.inf, -np.inf)
+    return np.where((error != 0) & even, np.nextafter(total, away), total).astype(np.float32)
+
+
+NUMPY = Arithmetic(np.multiply, fma, np.negative)
+
+
+def guessed_reciprocal(rng: np.random.Generator, x: Any) -> np.ndarray:
+    """Off by about a unit in the last place, as the instruction's result may be."""
+    exact = np.float32(1) / np.asarray(x, np.float32)
+    return (exact.view(np.int32) + rng.integers(-1, 2, exact.shape, np.int32)).view(np.float32)
+
+
+@pytest.fixture
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
+    """Lets the arithmetic of a GPU run here, instruction by instruction."""
+    rng = fresh_rng()
+    instructions = {"rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x)}
+    monkeypatch.setattr(mosaic_rounding, "interpreted", lambda: False)
+    monkeypatch.setattr(mosaic_rounding, "MLIR", NUMPY)
+    monkeypatch.setattr(mosaic_rounding, "_instruction", instructions.__getitem__)
+    monkeypatch.setattr(mosaic_rounding, "_elementwise", lambda f, _, *x: jnp.asarray(f(*map(np.asarray, x))))
+    return rng
+
+
+def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
+    """Random ones, and those of numbers with few bits set or almost all, which come nearest to ties."""
+    rng, shape = on_numpy, (2, 200_000)
+    mantissas = rng.choice([0, 2**23 - 1], shape) ^ rng.integers(0, 2 ** rng.integers(0, 24, shape))
+    x, y = (mantissas + (127 << 23)).astype(np.int32).view(np.float32)
+    x = x * np.exp2(rng.integers(-12, 9, x.shape)).astype(np.float32)
+    divisor = Divisor.of(jnp.asarray(y), jnp.int8, None)
+    assert_same_bits(divisor.normal, y)
+    assert_same_bits(divisor.reciprocal, 1 / y)
+    assert_same_bits(refined_quotient(NUMPY, x, y, np.asarray(divisor.reciprocal)), x / y)
+
+
+@pytest.mark.parametrize("dtype", ["int8", FP8])
+def test_quantises_to_the_portable_bytes(dtype: str, on_numpy: np.random.Generator) -> None:
+    """Scales of any size, values beyond their range, and near ties."""
+    rng = on_numpy
+    scale = np.exp2(rng.uniform(-126, 120, (1000, 1))).astype(np.float32)
+    values = rng.choice([1, 100, 1000], (1000, 1)) * rng.standard_normal((1000, 256))
+    ties = np.arange(-128, 128)[None, :] + rng.choice([-1e-7, 0, 0, 1e-7], (1000, 256)) + 0.5
+    with np.errstate(over="ignore"):
+        x = np.where(rng.integers(0, 2, (1000, 1)), values, ties).astype(np.float32) * scale
+    x[:, :4] = [0, -0.0, np.inf, -np.inf]
+    got = Divisor.of(jnp.asarray(scale), dtype, None).quantise(jnp.asarray(x), jnp.dtype(dtype), None)
+    assert_same_bits(got, quantise.quantise(jnp.asarray(x), jnp.asarray(scale), dtype))
+
+
+# --- choice
+
+
+def call(dtype: Any = jnp.bfloat16, scales: Any = None, page_size: int = 64, head_dim: int = 128, **more: Any) -> Any:
+    spec = kv_cache_spec(
+        num_pages=more.pop("num_pages", 100),
+        page_size=page_size,
+        num_kv_heads=HEADS,
+        head_dim=head_dim,
+        dtype=dtype,
+        scales=scales,
+    )
+    x = jax.ShapeDtypeStruct((64, HEADS, head_dim), jnp.bfloat16)
+    kv = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+    return {"kv": kv, "k": x, "v": x, "slots": jax.ShapeDtypeStruct((64,), jnp.int32), **more}
+
+
+def angles(half: int) -> Rope:
+    each = jax.ShapeDtypeStruct((64, half), jnp.float32)
+    return Rope(each, each)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("scales", ["head", "channel", 64, 4])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_is_chosen_on_hopper(dtype: Any, scales: Any) -> None:
+    assert explain("write_kv", **call(dtype, scales)).chosen == "mosaic"
+
+
+REFUSED = {
+    "a page's tokens in one group": (call(jnp.int8, 1, page_size=128), "128 tokens of 128 columns"),
+    "an odd pair": (call(head_dim=255, rope=angles(1)), "1 tokens of 255 columns, 1 or a multiple alike, are 255"),
+    "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 tokens of a head"),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses_in_words(arguments: dict[str, Any], reason: str) -> None:
+    explanation = explain("write_kv", **arguments)
+    assert explanation.chosen == "xla"
+    assert reason in explanation.refused["mosaic"]
+
+
+def test_refuses_a_cpu_that_does_not_interpret() -> None:
+    refused = explain("write_kv", **call()).refused
+    assert refused == {"mosaic": "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"}
