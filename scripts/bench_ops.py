@@ -34,7 +34,7 @@ from scripts.bench_case import Bench, Case, noting_configs
 from scripts.bench_device import Rates, description, measure_rates
 from scripts.bench_plot import plot_report
 from scripts.bench_pools import Pools
-from scripts.bench_report import results_table, summary
+from scripts.bench_report import cache_ratios, results_table, summary
 from scripts.bench_timing import Stopwatch
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -100,8 +100,10 @@ class Session:
             return {"absent": reason(error)}
         except FAILURES as error:
             return {"error": reason(error)}
-        entry = {"fraction_of_floor": floor / timing.median, "bytes_per_s": case.num_bytes / timing.median}
-        entry |= {"flops_per_s": case.flops / timing.median, "took_s": time.perf_counter() - began}
+        bandwidth, arithmetic = case.num_bytes / timing.median, case.flops / timing.median
+        entry = {"fraction_of_floor": floor / timing.median, "took_s": time.perf_counter() - began}
+        entry |= {"bytes_per_s": bandwidth, "fraction_of_copy": bandwidth / self.rates.copy}
+        entry |= {"flops_per_s": arithmetic, "fraction_of_matrix": arithmetic / self.rates.matrix}
         if timing.output is not None:
             entry |= differences(timing.output, outputs)
             outputs[name] = timing.output
@@ -189,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
         write(out, report)
         console.print(summary(report["cases"][-1]), highlight=False, soft_wrap=True)
     console.print(results_table(report))
+    for line in cache_ratios(report):
+        console.print(line, highlight=False)
     picture = out.with_suffix(".png")
     try:
         plot_report(picture, report)

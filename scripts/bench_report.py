@@ -50,3 +50,23 @@ def reasons(report: dict[str, Any]) -> list[str]:
                 if kind in entry:
                     found.setdefault(f"{name} {kind}: {entry[kind]}", case["case"])
     return [f"{text} ({case})" for text, case in found.items()]
+
+
+def cache_ratios(report: dict[str, Any]) -> list[str]:
+    """How long quantised caches take beside bfloat16, where a case differs in nothing else."""
+    plain: dict[str, dict[str, Any]] = {}
+    lines = []
+    for case in report["cases"]:
+        if case["arguments"].get("cache") == "bf16":
+            plain[case["case"].removesuffix("bf16")] = case.get("results", {})
+    for case in report["cases"]:
+        cache = case["arguments"].get("cache", "")
+        base = plain.get(case["case"].removesuffix(cache), {})
+        ratios = [
+            f"{name} {entry['median_us'] / base[name]['median_us']:.2f}x"
+            for name, entry in case.get("results", {}).items()
+            if cache != "bf16" and "median_us" in entry and "median_us" in base.get(name, {})
+        ]
+        if ratios:
+            lines.append(f"{case['case']} beside bf16: {', '.join(ratios)}")
+    return lines

@@ -25,7 +25,7 @@ from scripts.bench_case import Bench
 from scripts.bench_decode_case import DecodeCase
 from scripts.bench_device import Rates
 from scripts.bench_plot import plot_report
-from scripts.bench_report import cell
+from scripts.bench_report import cache_ratios, cell
 from scripts.bench_timing import Stopwatch, Timing
 from tests.cases import Decode
 
@@ -72,6 +72,8 @@ def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):
     assert entry["calls_per_sample"] % 3 == 0
     assert case["floor_us"] == pytest.approx(1e6 * max(case["bytes"] / 4e12, case["flops"] / 8e14))
     assert entry["fraction_of_floor"] == pytest.approx(case["floor_us"] / entry["median_us"])
+    assert entry["fraction_of_copy"] == pytest.approx(entry["bytes_per_s"] / 4e12)
+    assert entry["fraction_of_matrix"] == pytest.approx(entry["flops_per_s"] / 8e14)
     assert entry["bytes_per_s"] == pytest.approx(1e6 * case["bytes"] / entry["median_us"])
     assert case["case"] in capsys.readouterr().out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -169,6 +171,24 @@ def test_a_report_without_results_can_be_drawn(tmp_path):
 def test_times_that_are_the_hosts_are_told_apart(host_us, shown):
     entry = {"median_us": 5.0, "fraction_of_floor": 0.5} | ({} if host_us is None else {"host_us": host_us})
     assert cell(entry) == shown
+
+
+def test_quantised_caches_are_laid_beside_bfloat16():
+    def case(cache, size, **medians):
+        results = {name: {"median_us": median} for name, median in medians.items()}
+        return {
+            "case": f"{size} {cache}",
+            "arguments": {"cache": cache},
+            "results": results | {"flex": {"absent": "no"}},
+        }
+
+    cases = [
+        case("int8-head", "B1", mosaic=6.0, xla=30.0),
+        case("bf16", "B1", mosaic=10.0),
+        case("bf16", "B2", mosaic=9.0),
+    ]
+    cases += [case("fp8-token", "B3", mosaic=5.0), {"case": "B2 fp8-token", "arguments": {"cache": "fp8-token"}}]
+    assert cache_ratios({"cases": cases}) == ["B1 int8-head beside bf16: mosaic 0.60x"]
 
 
 # --- timing
