@@ -69,9 +69,11 @@ def operand(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for tiles [..., rows, columns], swizzled as wgmma wants operands of 16 bits and as threads read
     values of 8 without conflicts.
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    row_bytes = 64 * itemsize
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(row_bytes))
+    row_bytes = 128
+    transforms = (
+        plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(row_bytes),
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

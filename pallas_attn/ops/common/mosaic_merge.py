@@ -27,8 +27,8 @@ LOG2E = math.log2(math.e)
 MERGE_ROWS = 64
 """Rows of the transposed output that one program of the merge takes."""
 
-MERGE_BYTES = 8 * 1024
-"""Of states that a program of the merge reads while it waits for as many."""
+MERGE_BYTES = 32 * 1024
+"""Of states, at most, that a program of the merge reads while it waits for as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,8 @@ def merge_pieces(
     Pieces are merged in their order, whichever programs made them.
     """
     rows, head_dim, width = lse.shape[1], out.shape[3], columns.width
-    at_once = max(1, MERGE_BYTES // (MERGE_ROWS * width * 4))
+    pieces_of_a_row = -(-partials.acc.shape[0] // (columns.blocks * rows))  # on average, at most
+    at_once = max(1, min(MERGE_BYTES // (MERGE_ROWS * width * 4), pieces_of_a_row))
     at_once += at_once * width // 8 % 2  # the stats of as many are a multiple of 128 bytes, where copies may begin
     refs = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(

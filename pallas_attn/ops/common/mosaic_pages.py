@@ -27,6 +27,9 @@ LOG2E = math.log2(math.e)
 NOWHERE = 2**30
 """Position of a token that does not exist: newer than every query."""
 
+SCALES_AT_ONCE = 4
+"""Copies begin at multiples of 16 bytes and are as long."""
+
 SMALLEST_SCALE = 1e-26
 """What a smaller scale of values counts as: its reciprocal enters a sum, which must not overflow."""
 
@@ -81,6 +84,16 @@ class Static:
         return min(self.page_tokens, self.page_size // self.groups)
 
     @property
+    def part_groups(self) -> int:
+        """Groups of tokens in a page, or in the part of one that is in a tile."""
+        return self.page_tokens // self.group_tokens
+
+    def rows(self, pool: Ref, tokens: Any) -> Any:
+        """Rows of a page, or of a tile, that hold so many tokens."""
+        beside = self.page_size // pool.shape[1]
+        return tokens if beside == 1 else lax.div(tokens, beside) if isinstance(tokens, jax.Array) else tokens // beside
+
+    @property
     def arrivals(self) -> int:
         """At a barrier, for each page of a tile."""
         return 4 if self.groups else 2
@@ -91,7 +104,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       q: [terms, blocks·rows, width, D]; queries are the sum of their terms.
-      k, v: [N·Hkv, ps, D].
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       window: a `HeadWindow` or None.
       drafts: [query_blocks, B, width], the draft keys that a column's query sees, as bits; None if causal.
@@ -117,11 +130,12 @@ class Memory(NamedTuple):
 
     Attributes:
       q: [terms, width, D].
-      k, v: [stages, tokens, D], as cached.
+      k, v: [stages, tokens, D], as cached, with as many tokens in a row.
       p: [width, tokens], probabilities.
       out: [width, D].
-      notes: int32 [stages + 2, at least pages and width]. A row for each stage: position of each page's first token, or
-        NOWHERE. Then, for each column, the newest position it sees, and the newest that its window hides.
+      notes: int32 [2 · stages + 2, at least pages and width]. A row for each stage: position of each page's first
+        token, or NOWHERE. Then, for each column, the newest position it sees, and the newest that its window hides.
+        Then, for each stage, where in `scales` those of each page begin, if they may begin in the middle.
       scales: [stages, 2, pages, at least 32], of keys and values, or None. A copy starts at a multiple of 128 bytes.
       landed: a barrier a stage: its tile is there.
       q_landed: the queries are.
@@ -141,7 +155,7 @@ class Memory(NamedTuple):
     def types(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> Memory:
         stages, (tokens, width) = static.stages, static.shape
         terms, dtype, head_dim = x.q.shape[0], x.q.dtype, x.q.shape[-1]
-        tiles = mosaic.operand((stages, tokens, head_dim), x.k.dtype)
+        tiles = mosaic.operand((stages, static.rows(x.k, tokens), x.k.shape[2]), x.k.dtype)
         scales = (stages, 2, static.pages, max(32, static.groups))
         return Memory(
             q=mosaic.operand((terms, width, head_dim), dtype),
@@ -149,7 +163,7 @@ class Memory(NamedTuple):
             v=tiles,
             p=mosaic.operand((width, tokens), dtype),
             out=plgpu.SMEM((width, head_dim), out_dtype),
-            notes=plgpu.SMEM((stages + 2, max(static.pages, width)), jnp.int32),
+            notes=plgpu.SMEM((2 * stages + 2, max(static.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if static.groups else None,
             landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages * static.arrivals),
             q_landed=plgpu.Barrier(num_arrivals=terms),
@@ -161,6 +175,7 @@ class Piece:
     """Pages `start` to `stop` of a row, numbered as in the plan, as a program works through them.
 
     Attributes:
+      walk: which pages of the table those numbers mean.
       batch, head: sequence and KV head of the row.
       first: position of the first query; negative if there are more queries than keys.
       window, sink_tokens: of the head; a window of None hides nothing.
@@ -173,6 +188,7 @@ class Piece:
     row: Any
     start: Any
     stop: Any
+    walk: PageWalk
     batch: Any
     head: Any
     kv_len: Any
@@ -184,13 +200,14 @@ class Piece:
     @staticmethod
     def of(static: Static, x: Inputs, mem: Memory, block: Any, row: Any, start: Any, stop: Any) -> Piece:
         batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
+        walk = PageWalk(x.plan.sink_pages[row], x.plan.first_page[row], stop)
         kv_len, q_len = x.kv_lens[batch], x.q_lens[batch]
         if x.window is None:
             window, sink_tokens = static.window, 0
         else:
             window, sink_tokens = x.window.window[head], x.window.sink_tokens[head]
         lens = kv_len, q_len, kv_len - q_len
-        return Piece(static, x, mem, block, row, start, stop, batch, head, *lens, window, sink_tokens)
+        return Piece(static, x, mem, block, row, start, stop, walk, batch, head, *lens, window, sink_tokens)
 
     @property
     def num_tiles(self) -> Any:
@@ -202,8 +219,14 @@ class Piece:
         for term in range(x.q.shape[0]):
             place = self.block * x.plan.num_pages.shape[0] + self.row
             plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
-        for tile in range(static.stages):
-            pl.when(tile < self.num_tiles)(functools.partial(self.fetch, jnp.int32(tile)))
+        # No load can pass a copy: all pages are looked up before the first one's copy starts.
+        first = [(jnp.int32(tile), self.locate(jnp.int32(tile))) for tile in range(static.stages)]
+
+        @mosaic.first_warp
+        def _fill() -> None:
+            for tile, pages in first:
+                pl.when(tile < self.num_tiles)(functools.partial(self.fetch, tile, pages))
+
         self.note_limits()
         plgpu.barrier_wait(mem.q_landed)
         state = State.empty(x.q.shape[-1], static.columns.width)
@@ -228,36 +251,34 @@ class Piece:
 
     # Copies
 
-    def fetch(self, tile: Any) -> None:
-        """Starts the copies of a tile. Pages that do not exist arrive at once."""
+    def locate(self, tile: Any) -> list[tuple[Any, Any]]:
+        """The pages of a tile: row of the pool, and position of its first token or NOWHERE. Anything past the last tile."""
+        static, tables = self.static, self.x.block_tables
+        pages = []
+        for j in range(static.pages):
+            i = self.start + lax.div(tile, static.tiles_per_page) * static.pages + j
+            entry = jnp.minimum(self.walk.entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
+            if len(tables.shape) == 3:
+                pool_row = tables[self.batch, self.head, entry]
+            else:
+                page = tables[self.batch, entry]
+                pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + self.head)
+            base = entry * static.page_size + lax.rem(tile, static.tiles_per_page) * static.tokens
+            pages.append((pool_row, jnp.where((i < self.stop) & (pool_row >= 0), base, NOWHERE)))
+        return pages
+
+    def fetch(self, tile: Any, pages: list[tuple[Any, Any]]) -> None:
+        """On one warp: starts the copies of a tile. Pages that do not exist arrive at once."""
         static, mem = self.static, self.mem
         slot = lax.rem(tile, static.stages)
+        for j, (pool_row, base) in enumerate(pages):
+            mem.notes[slot, j] = base
+            pl.when(base < NOWHERE)(functools.partial(self.copy, tile, j, pool_row))
 
-        @mosaic.first_warp
-        def _start_copies() -> None:
-            for j in range(static.pages):
-                pool_row, base = self.locate(tile, j)
-                mem.notes[slot, j] = base
-                pl.when(base < NOWHERE)(functools.partial(self.copy, tile, j, pool_row))
-
-                @pl.when(base >= NOWHERE)
-                def _nothing_to_copy() -> None:
-                    for _ in range(static.arrivals):
-                        plgpu.barrier_arrive(mem.landed.at[slot])
-
-    def locate(self, tile: Any, j: int) -> tuple[Any, Any]:
-        """The j-th page of a tile: row of the pool, and position of its first token or NOWHERE."""
-        static, plan, tables = self.static, self.x.plan, self.x.block_tables
-        walk = PageWalk(plan.sink_pages[self.row], plan.first_page[self.row], self.stop)
-        i = self.start + lax.div(tile, static.tiles_per_page) * static.pages + j
-        entry = jnp.minimum(walk.entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
-        if len(tables.shape) == 3:
-            pool_row = tables[self.batch, self.head, entry]
-        else:
-            page = tables[self.batch, entry]
-            pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + self.head)
-        base = entry * static.page_size + lax.rem(tile, static.tiles_per_page) * static.tokens
-        return pool_row, jnp.where((i < self.stop) & (pool_row >= 0), base, NOWHERE)
+            @pl.when(base >= NOWHERE)
+            def _nothing_to_copy() -> None:
+                for _ in range(static.arrivals):
+                    plgpu.barrier_arrive(mem.landed.at[slot])
 
     def copy(self, tile: Any, j: int, pool_row: Any) -> None:
         """Starts the copies of the j-th page of a tile, or of the part of it that is meant."""
@@ -265,16 +286,21 @@ class Piece:
         slot = lax.rem(tile, static.stages)
         landed = mem.landed.at[slot]
         inside = lax.rem(tile, static.tiles_per_page) * static.tokens
-        tokens, place = pl.ds(inside, static.page_tokens), pl.ds(j * static.page_tokens, static.page_tokens)
-        plgpu.copy_gmem_to_smem(x.k.at[pool_row, tokens], mem.k.at[slot, place], landed)
-        plgpu.copy_gmem_to_smem(x.v.at[pool_row, tokens], mem.v.at[slot, place], landed)
+        rows = static.rows(x.k, static.page_tokens)
+        some, place = pl.ds(static.rows(x.k, inside), rows), pl.ds(j * rows, rows)
+        plgpu.copy_gmem_to_smem(x.k.at[pool_row, some], mem.k.at[slot, place], landed)
+        plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
         if static.groups:
-            width = max(
-                4, static.page_tokens // static.group_tokens
-            )  # 16 bytes at least; what is too much stays unread
-            some = pl.ds(pool_row * static.groups + lax.div(inside * static.groups, static.page_size), width)
+            first = pool_row * static.groups + lax.div(inside * static.groups, static.page_size)
+            width = static.part_groups
+            if width < SCALES_AT_ONCE:
+                over = lax.rem(first, SCALES_AT_ONCE)
+                mem.notes[static.stages + 2 + slot, j] = over
+                first, width = first - over, SCALES_AT_ONCE
             for i, scale in enumerate((x.k_scale, x.v_scale)):
-                plgpu.copy_gmem_to_smem(scale.at[some], mem.scales.at[slot, i, j, pl.ds(0, width)], landed)
+                plgpu.copy_gmem_to_smem(
+                    scale.at[pl.ds(first, width)], mem.scales.at[slot, i, j, pl.ds(0, width)], landed
+                )
 
     # Visibility
 
@@ -345,7 +371,7 @@ class Piece:
                 values = plgpu.load(part, layout=TILE)
                 part[...] = jnp.where(over_tokens(alive, values.shape), values, jnp.zeros((), values.dtype))
         else:
-            mosaic_quantised.clear(v, alive)
+            mosaic_quantised.clear(v, self.x.q.shape[-1], alive)
             plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(alive, v_scale, 1.0)
@@ -355,10 +381,11 @@ class Piece:
 
     def step(self, tile: Any, state: State) -> State:
         """Takes in one tile."""
-        static, mem, shape = self.static, self.mem, self.static.shape
+        static, x, mem, shape = self.static, self.x, self.mem, self.static.shape
         m, l, acc = state  # noqa: E741
         stages = static.stages
         slot = lax.rem(tile, stages)
+        following, pages = tile + stages, self.locate(tile + stages)  # known by the time the slot is free
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
         v = mem.v.at[slot]
@@ -366,7 +393,7 @@ class Piece:
         s = self.scores(slot, k_scale)
         hide = functools.partial(self.hide, base, v)
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
-        wide = None if static.scales is None else mosaic_quantised.load_transposed(v)
+        wide = None if static.scales is None else mosaic_quantised.load_transposed(v, x.q.shape[-1])
         if v_scale is not None:
             # Into the probability, which is rounded to 16 bits: no more than 1 then either.
             v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
@@ -385,16 +412,24 @@ class Piece:
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(shrink, shape) + p  # noqa: E741
-        pl.when(tile + stages < self.num_tiles)(functools.partial(self.fetch, tile + stages))
+
+        @pl.when(following < self.num_tiles)
+        def _refill() -> None:
+            mosaic.first_warp(functools.partial(self.fetch, following, pages))
+
         return State(highest, l, acc)
 
     def token_scales(self, slot: Any) -> tuple[Any, Any]:
         """Scales of the keys and values of a tile, one a token, if they come with the tokens."""
-        if not self.static.groups:
+        static, mem = self.static, self.mem
+        if not static.groups:
             return None, None
-        groups, group_tokens = self.static.page_tokens // self.static.group_tokens, self.static.group_tokens
+        begin = None
+        if static.part_groups < SCALES_AT_ONCE:
+            begin = mem.notes.at[static.stages + 2 + slot, pl.ds(0, static.pages)]
         k_scale, v_scale = (
-            mosaic_quantised.load_per_token(self.mem.scales.at[slot, i], groups, group_tokens) for i in range(2)
+            mosaic_quantised.load_per_token(mem.scales.at[slot, i], begin, static.part_groups, static.group_tokens)
+            for i in range(2)
         )
         return k_scale, v_scale
 

@@ -14,6 +14,8 @@ ours, so channels end up in an order of their own:
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,13 +36,13 @@ from pallas_attn.types import PagedKV, ScaleLayout
 QUERY_SCALE = 2.0**-4
 """bfloat16 queries are multiplied with this: float16 then holds those from 2**-13 to 2**20 exactly, and saturates."""
 
-WIDENED_COLUMNS = 128
-"""Channels of keys that are in registers at once."""
-
-NARROW = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64)))
-"""How `mosaic.operand` lays out a tile of 8-bit numbers: rows of 64 bytes, whose 16-byte chunk c of row r is at
-c ^ (r / 2).
+ROW_BYTES = 128
+"""Of a row of a tile. Heads narrower than that have several tokens in a row: copies of 64 bytes at a time reach three
+quarters of the bandwidth.
 """
+
+NARROW = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
+"""How `mosaic.operand` lays out a tile of 8-bit numbers: chunk c, 16 bytes, of row r is where c ^ (r % 8) would be."""
 
 E4M3_TO_F16 = """
 {{
@@ -109,36 +111,41 @@ def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], 
 # --- in the kernel
 
 
+def tokens_in_row(kv: PagedKV) -> int:
+    """How many tokens of a cache are beside one another in the rows of tiles."""
+    return 1 if kv.k_scale is None else max(1, ROW_BYTES // kv.k.shape[-1])
+
+
 def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit a [M, K] and float16 bs [N, K] in shared memory, whose
-    columns are in the order of `as_keys`.
+    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit tile a of [M, K] and float16 bs [N, K], all in shared memory;
+    the columns of bs are in the order of `as_keys`.
 
     The interpreter has no wgmma of registers.
     """
+    channels = bs[0].shape[1]
     if interpreted():
-        wide = as_keys(a[...].astype(jnp.float16))
+        wide = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
         products = [jnp.dot(wide, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
-    parts = range(0, a.shape[1], WIDENED_COLUMNS)
+    some = min(channels, ROW_BYTES)
 
     def accumulate(total: Ref) -> jax.Array:
-        for i in parts:
-            part = pl.ds(i, min(WIDENED_COLUMNS, a.shape[1]))
-            wide = _load_rows(a.at[:, part])
+        for i in range(0, channels, some):
+            wide = _load_rows(a.at[:, pl.ds(i, ROW_BYTES)], some)
             for b in bs:
-                plgpu.wgmma(total, wide, b.at[:, part].transpose((1, 0)))
-            if len(parts) > 1:
-                plgpu.wgmma_wait(0)  # or the next part would need registers of its own
+                plgpu.wgmma(total, wide, b.at[:, pl.ds(i, some)].transpose((1, 0)))
+            if some < channels:
+                plgpu.wgmma_wait(0)  # or the next channels would need registers of their own
         return total[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], bs[0].shape[0]), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((math.prod(a.shape) // channels, bs[0].shape[0]), jnp.float32))
 
 
-def load_transposed(tile: Ref) -> jax.Array:
-    """An 8-bit tile [tokens, channels] as float16 [channels, tokens] in registers, its rows ordered `as_values`."""
+def load_transposed(tile: Ref, channels: int) -> jax.Array:
+    """An 8-bit tile of [tokens, channels] as float16 [channels, tokens] in registers, its rows ordered `as_values`."""
     if interpreted():
-        return as_values(tile[...].astype(jnp.float16).T)
-    return _load_columns(tile)
+        return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
+    return _load_columns(tile, channels)
 
 
 def add_product_widened(total: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
@@ -149,30 +156,25 @@ def add_product_widened(total: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
     return added
 
 
-def clear(tile: Ref, alive: jax.Array) -> None:
-    """Makes the rows of an 8-bit tile 0 where alive [tokens], in layout PER_TOKEN, is not true."""
+def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
+    """Makes an 8-bit tile of [tokens, channels] 0 where alive [tokens], in layout PER_TOKEN, is not true."""
     if interpreted():
-        tile[...] = jnp.where(alive[:, None], tile[...], jnp.zeros((), tile.dtype))
+        numbers = jnp.where(alive[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
+        tile[...] = numbers.reshape(tile.shape)
         return
 
     @plgpu.inline_mgpu(arg_types=(NARROW, PER_TOKEN))
     def write_zeros(_: Any, tile: ir.Value, alive: Any) -> None:
         warp, lane = _warp_and_lane()
-        tile_bytes, column_bytes = _strides(tile)
-        zero = vector.broadcast(ir.VectorType.get((4,), _i32()), mgpu.c(0, _i32()))
-        within = _sum(_times(_shifted(lane, 2), 64), _times(_masked(lane, 3), 16))
+        zeros = vector.broadcast(ir.VectorType.get((4,), _i32()), mgpu.c(0, _i32()))
         for i, flag in enumerate(alive.registers.flat):
             block, half = divmod(i, 2)
-            offset = _sum(_times(warp, 2 * tile_bytes), within)
-            dead = arith.cmpi(
-                arith.CmpIPredicate.eq,
-                vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])),
-                mgpu.c(0, _i32()),
-            )
-            with mgpu.when(dead):
-                for column in range(ir.MemRefType(tile.type).shape[1]):
-                    constant = (8 * block + half) * tile_bytes + column * column_bytes
-                    llvm.store(zero, _at(tile, _sum(offset, mgpu.c(constant, _i32()))))
+            token = _sum(_sum(_times(warp, 16), _shifted(lane, 2)), mgpu.c(64 * block + 8 * half, _i32()))
+            at = _Chunks(tile, channels, token, _masked(lane, 3))
+            first = vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, first, mgpu.c(0, _i32()))):
+                for chunk in range(0, channels // 16, 4):
+                    llvm.store(zeros, at.pointer(0, chunk))
 
     write_zeros(tile, jnp.where(alive, 1, 0))
 
@@ -206,6 +208,39 @@ def in_order(product: jax.Array) -> jax.Array:
     return exchange(product)
 
 
+def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int) -> jax.Array:
+    """Spreads values of groups of tokens over the tokens: ref [n, some] in shared memory holds those of n stretches of
+    groups · group_tokens tokens, from int32 begin [n] on if given; returns [n · groups · group_tokens], in layout
+    PER_TOKEN.
+
+    Pallas has no loads by index.
+    """
+    tokens = ref.shape[0] * groups * group_tokens
+    if interpreted():
+        first = jnp.zeros((ref.shape[0], 1), jnp.int32) if begin is None else begin[...][:, None]
+        values = jnp.take_along_axis(ref[...], first + jnp.arange(groups, dtype=jnp.int32)[None], axis=1)
+        return jnp.repeat(values, group_tokens, axis=1).reshape(tokens)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * (1 if begin is None else 2),
+        return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=PER_TOKEN),
+    )
+    def load(_: Any, ref: ir.Value, *begin: ir.Value) -> Any:
+        index = ir.IndexType.get()
+        size, stretch = mgpu.c(group_tokens, index), mgpu.c(groups * group_tokens, index)
+        layout = mgpu.WGMMA_ROW_LAYOUT
+        registers = np.empty(layout.registers_shape((tokens,)), dtype=object)
+        for i, (token,) in zip(np.ndindex(registers.shape), layout.thread_idxs((tokens,)), strict=True):
+            row, group = arith.divui(token, stretch), arith.divui(arith.remui(token, stretch), size)
+            for first in begin:
+                group = arith.addi(group, arith.index_cast(index, memref.load(first, [row])))
+            value = memref.load(ref, [row, group])
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref) if begin is None else load(ref, begin)
+
+
 # --- orders of channels
 
 
@@ -222,63 +257,85 @@ def as_values(x: jax.Array) -> jax.Array:
 # --- shared memory to registers
 
 
-def _load_rows(tile: Ref) -> jax.Array:
-    """Float16 [tokens, channels], columns in the order of `as_keys`, as wgmma's left operand.
+class _Chunks:
+    """Pointers to chunks of an 8-bit tile of [tokens, channels]: those that a thread begins with, and from there on.
 
-    Of the four 8 x 16 byte matrices that one `ldmatrix` brings, two are below one another, two beside.
+    Attributes:
+      tile: a memref [rows / 8, columns of 128 bytes, 8, 128].
+      token, chunk: where a thread is, below 64 tokens and 4 chunks.
     """
 
-    @plgpu.inline_mgpu(arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float16, layout=TILE))
+    def __init__(self, tile: ir.Value, channels: int, token: ir.Value, chunk: ir.Value) -> None:
+        strides, _ = ir.MemRefType(tile.type).get_strides_and_offset()
+        self._tile, self._row_tile, self._column = tile, strides[0], strides[1]
+        self._tokens_in_row = tokens_in_row = max(1, ROW_BYTES // channels)
+        row = token
+        if tokens_in_row > 1:
+            row = arith.divui(token, mgpu.c(tokens_in_row, _i32()))
+            beside = arith.remui(token, mgpu.c(tokens_in_row, _i32()))
+            chunk = _sum(chunk, _times(beside, channels // 16))
+        self._row = _sum(_times(_shifted(row, 3), self._row_tile), _times(_masked(row, 7), ROW_BYTES))
+        self._chunk = _times(arith.xori(chunk, _masked(row, 7)), 16)
+
+    def pointer(self, tokens: int, chunks: int) -> ir.Value:
+        """Of what is that many tokens, a multiple of 16, and that many chunks farther on; `chunks` adds no carry."""
+        column, chunk = divmod(chunks, ROW_BYTES // 16)
+        constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
+        offset = _sum(self._row, arith.xori(self._chunk, mgpu.c(16 * chunk, _i32())))
+        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(self._tile), [offset], _i8())
+        return mgpu.utils.getelementptr(pointer, [constant], _i8())
+
+
+def _load_rows(tile: Ref, channels: int) -> jax.Array:
+    """Float16 [tokens, channels], columns in the order of `as_keys`, as wgmma's left operand.
+
+    Of the four matrices of 8 tokens and a chunk that one `ldmatrix` brings, two are below one another, two beside.
+    """
+    tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
+
+    @plgpu.inline_mgpu(
+        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((tokens, channels), jnp.float16, layout=TILE)
+    )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = _warp_and_lane()
-        tile_bytes, column_bytes = _strides(tile)
-        row, matrix = _masked(lane, 7), _shifted(lane, 3)
-        row_tile = _sum(_times(warp, 2), _masked(matrix, 1))
-        offset = _sum(_times(row_tile, tile_bytes), _times(row, 64))
-        chunk = _times(arith.xori(_shifted(matrix, 1), _shifted(row, 1)), 16)
-        starts = [_at(tile, _sum(offset, part)) for part in (chunk, arith.xori(chunk, mgpu.c(32, _i32())))]
+        token = _sum(_times(warp, 16), _masked(lane, 15))
+        chunks = _Chunks(tile, channels, token, _shifted(lane, 4))
         registers = np.empty((tokens // 64, channels // 8, 2), dtype=object)
-        for block, chunks in np.ndindex(tokens // 64, channels // 32):
-            constant = 8 * block * tile_bytes + chunks // 2 * column_bytes
-            for i, word in enumerate(_load_matrices(starts[chunks % 2], constant, nvvm.MMALayout.row)):
-                column = 4 * chunks + 2 * (i // 2)
+        for block, chunk in itertools.product(range(tokens // 64), range(0, channels // 16, 2)):
+            for i, word in enumerate(_load_matrices(chunks.pointer(64 * block, chunk), nvvm.MMALayout.row)):
+                column = 2 * (chunk + i // 2)
                 registers[block, column : column + 2, i % 2] = _widened(word, assembly)
         return _fragments(registers)
 
-    (tokens, channels), assembly = tile.shape, conversion(tile.dtype, (0, 1, 2, 3))
     return load(tile)
 
 
-def _load_columns(tile: Ref) -> jax.Array:
+def _load_columns(tile: Ref, channels: int) -> jax.Array:
     """Float16 [channels, tokens], rows in the order of `as_values`, as wgmma's left operand.
 
     The four matrices that one `ldmatrix` brings, transposed, are below one another.
     """
+    tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct(tile.shape[::-1], jnp.float16, layout=TILE)
+        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((channels, tokens), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = _warp_and_lane()
-        tile_bytes, column_bytes = _strides(tile)
-        row, matrix = _masked(lane, 7), _shifted(lane, 3)
-        offset = _sum(_times(matrix, tile_bytes), _times(row, 64))
-        start = _at(tile, _sum(offset, _times(arith.xori(warp, _shifted(row, 1)), 16)))
+        chunks = _Chunks(tile, channels, lane, warp)
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
-            constant = 4 * rows * tile_bytes + block * column_bytes
-            for i, word in enumerate(_load_matrices(start, constant, nvvm.MMALayout.col)):
+            for i, word in enumerate(_load_matrices(chunks.pointer(32 * rows, 4 * block), nvvm.MMALayout.col)):
                 registers[block, 4 * rows + i] = _widened(word, assembly)
         return _fragments(registers)
 
-    (tokens, channels), assembly = tile.shape, conversion(tile.dtype, (0, 2, 1, 3))
     return load(tile)
 
 
-def _load_matrices(start: ir.Value, offset: int, layout: Any) -> Iterator[ir.Value]:
-    """The four words that a thread gets of four matrices, whose rows begin at the `start` of a thread each."""
+def _load_matrices(pointer: ir.Value, layout: Any) -> Iterator[ir.Value]:
+    """The four words that a thread gets of four matrices, whose rows begin at the `pointer` of a thread each."""
     words = nvvm.ldmatrix(
-        mgpu.utils.getelementptr(start, [offset], ir.IntegerType.get_signless(8)),
+        pointer,
         num=4,
         layout=layout,
         shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
@@ -312,16 +369,6 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     return _masked(_shifted(thread, 5), 3), _masked(thread, 31)
 
 
-def _strides(tile: ir.Value) -> tuple[int, int]:
-    """Bytes from 8 rows of a tile to the next 8, and from 64 columns to the next."""
-    strides, _ = ir.MemRefType(tile.type).get_strides_and_offset()
-    return strides[0], strides[1]
-
-
-def _at(tile: ir.Value, offset: ir.Value) -> ir.Value:
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [offset], ir.IntegerType.get_signless(8))
-
-
 def _shuffle(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
     """One of a pair of float32, from another thread of the warp."""
     number = vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
@@ -332,6 +379,10 @@ def _shuffle(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
 
 def _i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
+
+
+def _i8() -> ir.Type:
+    return ir.IntegerType.get_signless(8)
 
 
 def _sum(a: ir.Value, b: ir.Value) -> ir.Value:
@@ -348,30 +399,3 @@ def _shifted(a: ir.Value, bits: int) -> ir.Value:
 
 def _masked(a: ir.Value, mask: int) -> ir.Value:
     return arith.andi(a, mgpu.c(mask, _i32()))
-
-
-def load_per_token(ref: Ref, groups: int, group_tokens: int) -> jax.Array:
-    """Spreads values of groups of tokens over the tokens: ref [n, at least `groups`] in shared memory holds those of n
-    stretches of groups · group_tokens tokens; returns [n · groups · group_tokens], in layout PER_TOKEN.
-
-    Pallas has no loads by index.
-    """
-    tokens = ref.shape[0] * groups * group_tokens
-    if interpreted():
-        return jnp.repeat(ref[...][:, :groups], group_tokens, axis=1).reshape(tokens)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=PER_TOKEN)
-    )
-    def load(_: Any, ref: ir.Value) -> Any:
-        size = mgpu.c(group_tokens, ir.IndexType.get())
-        stretch = mgpu.c(groups * group_tokens, ir.IndexType.get())
-        layout = mgpu.WGMMA_ROW_LAYOUT
-        registers = np.empty(layout.registers_shape((tokens,)), dtype=object)
-        for i, (token,) in zip(np.ndindex(registers.shape), layout.thread_idxs((tokens,)), strict=True):
-            group = arith.divui(arith.remui(token, stretch), size)
-            value = memref.load(ref, [arith.divui(token, stretch), group])
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return load(ref)

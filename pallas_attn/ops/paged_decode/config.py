@@ -78,6 +78,10 @@ SHARED_BYTES = 227 * 1024
 """Shared memory of a Hopper multiprocessor that programs can have."""
 
 
+MAX_STAGES = 4
+"""More than these are not used unless they were measured to help."""
+
+
 def reduction_bytes(columns: int) -> int:
     """Shared memory for maxima and sums over the tokens of a tile; with 128 bytes a column one round is enough."""
     return min(128 * columns, 4096)
@@ -94,14 +98,15 @@ def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
         stage = 2 * tile * key.cache_bytes + (16 * tile_tokens if key.token_scales else 0)
         stages = (SHARED_BYTES // programs - _bytes_beside_tiles(key, tile_tokens)) // stage
         if stages >= 2:
-            return MosaicConfig(tile_tokens, min(stages, 4), programs)
+            return MosaicConfig(tile_tokens, min(stages, MAX_STAGES), programs)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
 def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
     """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
     queries, probabilities = key.terms * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
-    output, notes = key.columns * key.head_dim * key.out_bytes, 1024
+    output = key.columns * key.head_dim * key.out_bytes
+    notes = -(-4 * (2 * MAX_STAGES + 2) * key.columns // 1024) * 1024
     scales = 1024 if key.token_scales else 0  # what rounding adds to those of the tiles
     barriers, system = 288, 1024
     reductions = reduction_bytes(key.columns)

@@ -51,7 +51,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_attn.ops.common import mosaic, mosaic_quantised
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_merge import Columns, Output, Partials, merge_pieces
-from pallas_attn.ops.common.mosaic_pages import Inputs, Memory, Piece, Static
+from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE, Inputs, Memory, Piece, Static
 from pallas_attn.ops.common.plan import plan_decode
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
@@ -97,10 +97,12 @@ def paged_decode(
             num_kv_heads=num_kv_heads,
             num_programs=settings.programs_per_multiprocessor * mosaic.multiprocessors(),
         )
+    beside = mosaic_quantised.tokens_in_row(kv)
+    rows = -1, page_size // beside, head_dim * beside
     inputs = Inputs(
         q=jnp.stack([columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]),
-        k=kv.k.reshape(-1, page_size, head_dim),
-        v=kv.v.reshape(-1, page_size, head_dim),
+        k=kv.k.reshape(rows),
+        v=kv.v.reshape(rows),
         k_scale=None if scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
         block_tables=block_tables,
@@ -156,8 +158,11 @@ def _as_bits(draft_mask: Bool[Array, "B Q Q"]) -> Int32[Array, "B Q"]:
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Scales that come with the tokens, as the kernel copies them: some of one array, from anywhere."""
-    return scale.reshape(-1) if scale is not None and scale.ndim == 3 else scale
+    """Scales that come with the tokens, as the kernel copies them: some of one array, never past its end."""
+    if scale is None or scale.ndim != 3:
+        return scale
+    scale = scale.reshape(-1)
+    return jnp.pad(scale, (0, -scale.size % SCALES_AT_ONCE)) if scale.size % SCALES_AT_ONCE else scale
 
 
 def _launch(
