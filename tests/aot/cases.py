@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from tests.aot.case import Case
+from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.portable import PORTABLE
+from tests.aot.writes import WRITES, WRITES_MORE
 
-CASES: dict[str, Case] = {**PORTABLE}
+CASES: dict[str, Case] = PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE
 
-ON_BOTH_PLUGINS = frozenset({"experts-64-tokens", "xla-paged-decode-bf16"})
-"""Cases that the other plugin compiles in the ordinary run too: one of each kernel. The rest are `slow` there."""
+SLOW = (DECODE_MORE.keys() - DECODE.keys()) | WRITES_MORE.keys()
+"""Left to the slow run."""
+
+ON_BOTH_PLUGINS = frozenset(
+    {
+        "experts-64-tokens",
+        "paged-decode-bf16-d128-n8",
+        "paged-decode-int8-channel-d128-n8",
+        "paged-decode-fp8-token-d128-n8",
+        "write-kv-bf16-no-norm",
+        "write-kv-int8-page",
+        "xla-paged-decode-bf16",
+    }
+)
+"""Cases that the other plugin compiles in the ordinary run too: one of each kernel."""

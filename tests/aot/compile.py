@@ -78,7 +78,8 @@ def main(requests: IO[str]) -> None:
     printed, card, cases = Printed(), device.h200(), SAMPLES | CASES
     for line in requests:
         report = compile_case(cases[line.strip()], card, printed)
-        print(json.dumps(dataclasses.asdict(report)), file=answers, flush=True)
+        answer = json.dumps(dataclasses.asdict(report))
+        print(f"\n{answer}", file=answers, flush=True)  # a line to itself, whatever was said before
 
 
 if __name__ == "__main__":

@@ -1,0 +1,319 @@
+"""`paged_decode` on Hopper: every configuration that config.py or a packaged tuning can choose, features, and calls."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+
+import pallas_attn
+from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
+from pallas_attn.ops.common.mosaic_merge import Columns
+from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns
+from tests.aot.case import Case, Tile, shape
+
+BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
+CACHES: dict[str, tuple[Any, Any]] = {
+    "bf16": (jnp.bfloat16, None),
+    "f16": (jnp.float16, None),
+    **{f"int8-{scales}": (jnp.int8, scales) for scales in ("head", "channel", "group", "token")},
+    **{f"fp8-{scales}": (jnp.float8_e4m3fn, scales) for scales in ("head", "channel", "group", "token")},
+}
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+OPERATION = "paged_decode/mosaic"
+"""What tunings are packaged under."""
+
+paged_decode = functools.partial(pallas_attn.paged_decode, return_lse=True, implementation="mosaic")
+
+
+def ints(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the kernel is compiled for, as far as its sizes depend on it, and the page size.
+
+    Attributes:
+      cache: of `CACHES`.
+      columns: query rows of a KV head that a program takes at once.
+      out: dtype of the output.
+    """
+
+    cache: str
+    head_dim: int = 128
+    columns: int = 8
+    out: Any = jnp.bfloat16
+    page_size: int = 64
+
+    def __str__(self) -> str:
+        out = "" if self.out == jnp.bfloat16 else "-f32-out"
+        pages = "" if self.page_size == 64 else f"-p{self.page_size}"
+        return f"paged-decode-{self.cache}-d{self.head_dim}-n{self.columns}{out}{pages}"
+
+    @property
+    def cache_bytes(self) -> int:
+        return jnp.dtype(CACHES[self.cache][0]).itemsize
+
+    @property
+    def terms(self) -> int:
+        """16-bit numbers a query is made of."""
+        return 2 if self.cache.endswith("-channel") else 1
+
+    @property
+    def key(self) -> MosaicKey:
+        """What its sizes are looked up by."""
+        token_scales = self.cache.endswith(("-group", "-token"))
+        out_bytes = jnp.dtype(self.out).itemsize
+        return MosaicKey(self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes)
+
+    def paged_kv(self, num_pages: int = BATCH * PAGES) -> PagedKV:
+        dtype, scales = CACHES[self.cache]
+        spec = kv_cache_spec(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_kv_heads=KV_HEADS,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            scales={"group": 4, "token": self.page_size}.get(scales, scales),
+        )
+        return jax.eval_shape(lambda: PagedKV.allocate(spec))
+
+    def plan(self, mode: Literal["balanced", "fixed"] = "balanced") -> Any:
+        """What `plan_decode` makes of a batch; the same shapes for any window."""
+        make = functools.partial(
+            pallas_attn.plan_decode,
+            page_size=self.page_size,
+            num_q_heads=KV_HEADS,
+            num_kv_heads=KV_HEADS,
+            num_programs=264,
+            mode=mode,
+        )
+        return jax.eval_shape(make, ints(BATCH))
+
+    def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES) -> dict[str, Any]:
+        """Shapes of a call of so many queries, with as many heads as fill the columns."""
+        q_dtype = jnp.float16 if self.cache == "f16" else jnp.bfloat16
+        return {
+            "q": shape(BATCH, queries, self.columns // queries * KV_HEADS, self.head_dim, dtype=q_dtype),
+            "kv": self.paged_kv(num_pages),
+            "block_tables": ints(BATCH, PAGES),
+            "kv_lens": ints(BATCH),
+            "plan": self.plan(),
+        }
+
+    @property
+    def tile(self) -> Tile:
+        """Of `TOKENS` tokens, whatever the kernel takes at once."""
+        elements = TOKENS * self.head_dim
+        return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
+
+    def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
+        """A call with the sizes that are packaged for a device, or those of one that nothing was measured on."""
+
+        def call(**arguments: Any) -> Any:
+            with mock.patch.object(tuning, "device_name", return_value=device):
+                return paged_decode(**arguments, out_dtype=self.out, **static)
+
+        return Case(call, arguments or self.arguments(), cache="kv", temporaries=64 * 2**20, tile=self.tile)
+
+
+# --- configurations
+
+
+def widths(cache: str, head_dim: int) -> range:
+    """Every number of columns that a program takes at once."""
+    return range(8, max_columns(head_dim, jnp.dtype(CACHES[cache][0]).itemsize) + 1, 8)
+
+
+def widest(cache: str, head_dim: int) -> int:
+    return widths(cache, head_dim)[-1]
+
+
+def configurations() -> list[Configuration]:
+    """One for each key there can be, and each cache of it; then other pages."""
+    every = [
+        Configuration(cache, head_dim, columns, out)
+        for cache, head_dim in itertools.product(CACHES, HEAD_DIMS)
+        for columns, out in itertools.product(widths(cache, head_dim), (jnp.bfloat16, jnp.float32))
+    ]
+    few = [c for c in every if c.out == jnp.bfloat16 and c.columns == 8]
+    many = [replace(c, columns=widest(c.cache, c.head_dim)) for c in few]
+    pages = [*itertools.product(few, (16, 32, 128)), *itertools.product(many, (16,))]
+    return every + [replace(c, page_size=size) for c, size in pages]
+
+
+CONFIGURATIONS = configurations()
+
+
+def tunings() -> dict[str, list[MosaicKey]]:
+    """Of each device that has packaged tunings: what it has sizes for."""
+    folder = resources.files(pallas_attn) / "tuned"
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+    entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
+    return {device: [MosaicKey(**entry["key"]) for entry in found] for device, found in entries.items()}
+
+
+def tuned(configurations: Iterable[Configuration]) -> dict[str, Case]:
+    """Those that a device has sizes of its own for."""
+    return {
+        f"{c}@{device}": c.case(device=device)
+        for c, (device, keys) in itertools.product(configurations, tunings().items())
+        if c.key in keys
+    }
+
+
+# --- features
+
+HEAD_WINDOWS = {"window": jax.eval_shape(HeadWindow, ints(KV_HEADS), ints(KV_HEADS))}
+HEAD_TABLES = {"block_tables": ints(BATCH, KV_HEADS, PAGES)}
+BF16 = Configuration("bf16")
+
+
+def drafts(queries: int) -> dict[str, Any]:
+    return {"q_lens": ints(BATCH), "draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
+
+
+def sinks(columns: int) -> dict[str, Any]:
+    return {"sinks": shape(columns * KV_HEADS, dtype=jnp.float32)}
+
+
+def blocks() -> Case:
+    """12 heads of 8 queries take two programs."""
+    columns = Columns(group=12, queries=8, limit=max_columns(128, 2))
+    q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
+    return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
+
+
+def features() -> dict[str, Case]:
+    """Each by itself."""
+    plain, speculative = BF16.arguments(), replace(BF16, columns=32)
+    eight = speculative.arguments(queries=8)
+    return {
+        "head-windows": BF16.case(plain | HEAD_WINDOWS),
+        "head-tables": BF16.case(plain | HEAD_TABLES),
+        "soft-cap": BF16.case(soft_cap=50.0),
+        "sinks": BF16.case(plain | sinks(8)),
+        "drafts": speculative.case(eight | {"q_lens": ints(BATCH)}),
+        "draft-tree": speculative.case(eight | drafts(8)),
+    }
+
+
+def unlike() -> dict[str, Case]:
+    """What `all_features` cannot have, too."""
+    plain = BF16.arguments()
+    return {
+        "window": BF16.case(window=1024),
+        "fixed-plan": BF16.case(plain | {"plan": BF16.plan("fixed")}),
+        "no-plan": BF16.case({name: value for name, value in plain.items() if name != "plan"}),
+        "blocks": blocks(),
+    }
+
+
+def all_features(configuration: Configuration) -> Case:
+    """What needs the most registers: everything at once, over the smallest pages."""
+    wide = replace(configuration, page_size=16, out=jnp.float32)
+    arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
+    return wide.case(arguments, soft_cap=50.0)
+
+
+# --- calls
+
+
+def mapped(q: Any, block_tables: Any, kv_lens: Any, kv: PagedKV) -> Any:
+    """Several batches over one pool."""
+
+    def call(q: Any, block_tables: Any, kv_lens: Any) -> Any:
+        return paged_decode(q, kv, block_tables, kv_lens)
+
+    return jax.vmap(call)(q, block_tables, kv_lens)
+
+
+LAYERS = 4
+
+
+def layers(q: Any, kv: PagedKV, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
+    """A step of a model whose layers share one pool, each with pages of its own."""
+    pages = kv.k.shape[0] // LAYERS
+    slots = pallas_attn.slot_mapping(
+        block_tables, jnp.arange(BATCH + 1, dtype=jnp.int32), kv_lens, page_size=kv.k.shape[2], length=BATCH
+    )
+
+    def layer(carried: tuple[Any, PagedKV], i: Any) -> tuple[tuple[Any, PagedKV], None]:
+        x, kv = carried
+        new = x[:, 0, :KV_HEADS]
+        kv = pallas_attn.write_kv(kv, new, new, slots + i * pages * kv.k.shape[2], implementation="xla")
+        x, _ = paged_decode(x, kv, block_tables + i * pages, kv_lens, plan=plan)
+        return (x, kv), None
+
+    return lax.scan(layer, (q, kv), jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+
+def exported(**arguments: Any) -> Any:
+    """A call after a round trip through jax.export."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    serialised = export.export(jax.jit(paged_decode), platforms=("cuda",))(**shapes).serialize()
+    return export.deserialize(serialised).call(**arguments)
+
+
+LARGE = 2**17
+"""Pages of a pool of 2**33 elements each of keys and values."""
+
+
+def calls() -> dict[str, Case]:
+    plain = BF16.arguments()
+    mapped_over = {name: plain[name] for name in ("q", "block_tables", "kv_lens")}
+    stacked = {name: shape(3, *a.shape, dtype=a.dtype) for name, a in mapped_over.items()}
+    fp8 = Configuration("fp8-token")
+    return {
+        "vmap": replace(BF16.case(stacked | {"kv": plain["kv"]}), function=mapped),
+        "layers": replace(BF16.case(plain), function=layers, donated=True),
+        "export": replace(BF16.case(plain), function=exported),
+        "large-pool": fp8.case(fp8.arguments(num_pages=LARGE)),
+    }
+
+
+# --- all of them
+
+CONTRASTS = ("bf16", "int8-head", "fp8-token")
+"""Caches that differ most."""
+
+
+def is_typical(c: Configuration) -> bool:
+    """Whether others are much like it."""
+    if c != Configuration(c.cache, c.head_dim, c.columns):
+        return False
+    if c.cache in CONTRASTS:
+        return c.columns == 8 or (c.columns == widest(c.cache, c.head_dim) and c.head_dim > 64)
+    return c.columns == 8 and c.head_dim == 128 and c.cache in ("f16", "int8-channel", "fp8-head", "fp8-group")
+
+
+def with_all_features(configurations: Iterable[Configuration]) -> dict[str, Case]:
+    return {f"{c}-all-features": all_features(c) for c in configurations if c.page_size == 16}
+
+
+DECODE: dict[str, Case] = {
+    **{str(c): c.case() for c in filter(is_typical, CONFIGURATIONS)},
+    **with_all_features(c for c in CONFIGURATIONS if c.cache in CONTRASTS and c.head_dim == 128 and c.columns > 8),
+    **tuned(filter(is_typical, CONFIGURATIONS)),
+    **{f"paged-decode-{name}": case for name, case in (unlike() | calls()).items()},
+}
+"""Typical ones, and what is unlike any other."""
+
+DECODE_MORE: dict[str, Case] = {
+    **{str(c): c.case() for c in CONFIGURATIONS},
+    **with_all_features(CONFIGURATIONS),
+    **tuned(CONFIGURATIONS),
+    **{f"paged-decode-{name}": case for name, case in features().items()},
+}
+"""All of them, and each feature by itself."""
