@@ -14,7 +14,7 @@ from scripts import bench_flashinfer, bench_torch
 from scripts.bench_case import Bench, noting_configs
 from scripts.bench_decode_case import DecodeCase, DecodeInputs, inputs
 from scripts.bench_device import multiprocessors
-from scripts.bench_pools import CACHES
+from scripts.bench_pools import CACHES, chain_of
 from scripts.bench_timing import Stopwatch, Timing
 from tests import cases
 from tests.cases import Decode
@@ -38,7 +38,7 @@ def ours(implementation: str, case: DecodeCase, arrays: DecodeInputs, stopwatch:
         jax.eval_shape(call, None, shared, owns[0])
     if config := noted.get("paged_decode/mosaic"):
         shared["plan"] = case.plan(config.programs_per_multiprocessor * multiprocessors())
-    return stopwatch.chain(call, owns, shared=shared)
+    return stopwatch.chain(call, chain_of(implementation, owns), shared=shared)
 
 
 # --- grids

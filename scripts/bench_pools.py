@@ -32,6 +32,9 @@ for the host to keep ahead."""
 MAX_CALLS = 64
 """In a chain: still enough where a call takes 10 microseconds, and few enough to compile."""
 
+PORTABLE_CALLS = 8
+"""In a chain of what XLA compiles itself, which it does anew for each call; small caches may stay in the L2 for those."""
+
 CHUNK_BYTES = 64 * 2**20
 """Of random pages made at a time."""
 
@@ -52,6 +55,11 @@ def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int,
 def calls_of(num_bytes: int) -> int:
     """Calls of so many bytes that a chain is made of."""
     return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
+
+
+def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
+    """Those of the calls that a chain of this implementation is made of."""
+    return owns if implementation == "mosaic" else owns[:PORTABLE_CALLS]
 
 
 def check_fits(num_bytes: int) -> None:

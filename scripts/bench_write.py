@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from pallas_attn import Rope, write_kv
 from scripts.bench_case import Bench
-from scripts.bench_pools import Pools, cache_spec, calls_of, check_fits, random_pool, random_values
+from scripts.bench_pools import Pools, cache_spec, calls_of, chain_of, check_fits, random_pool, random_values
 from scripts.bench_timing import Stopwatch, Timing
 
 
@@ -110,7 +110,7 @@ def ours(implementation: str, case: WriteCase, owns: list[dict[str, Array]], sto
     angles = jax.random.uniform(jax.random.key(1), (case.tokens, case.head_dim // 2), maxval=2 * np.pi)
     rope = Rope(jnp.cos(angles), jnp.sin(angles)) if case.rope else None
     kv = random_pool(cache_spec(case.cache, num_pages=case.pool_pages, **case.pool_sizes))
-    return stopwatch.chain(call, owns, carried=kv, shared=rope)
+    return stopwatch.chain(call, chain_of(implementation, owns), carried=kv, shared=rope)
 
 
 def _grid() -> list[WriteCase]:
