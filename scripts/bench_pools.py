@@ -33,7 +33,7 @@ MAX_CALLS = 64
 """In a chain: still enough where a call takes 10 microseconds, and few enough to compile."""
 
 PORTABLE_CALLS = 8
-"""In a chain of what XLA compiles itself, which it does anew for each call; small caches may stay in the L2 for those."""
+"""In a chain of what XLA itself compiles, each call anew. So few calls of small caches may find them in the L2."""
 
 CHUNK_BYTES = 64 * 2**20
 """Of random pages made at a time."""
