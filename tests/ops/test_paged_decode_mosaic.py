@@ -22,7 +22,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, dispatch, explain, paged_decode, plan_decode
+from pallas_attn import FULL, PagedKV, dispatch, explain, paged_decode, plan_decode
 from pallas_attn.ops.common import mosaic_quantised
 from pallas_attn.ops.common import plan as plan_module
 from pallas_attn.ops.paged_decode.config import MosaicConfig
@@ -257,6 +257,20 @@ def test_float32_output() -> None:
     got = harness.compiled(paged_decode, MOSAIC, return_lse=True, out_dtype="float32")(**arguments(inputs))
     assert got[0].dtype == jnp.float32
     check_all(jax.tree.map(lambda x: x[None], got), [inputs])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["compiled"], indirect=True)
+def test_more_rows_than_a_grid_has_on_most_axes() -> None:
+    rows, rng = 70_000, harness.fresh_rng()
+    k, v = (jnp.asarray(rng.standard_normal((64, 1, 16, 64)), jnp.bfloat16) for _ in range(2))
+    tables = jnp.arange(rows, dtype=jnp.int32)[:, None] % 64
+    lens = jnp.where(tables[:, 0] == 0, 0, 1)  # what rows see: nothing, or one token
+    out = jax.jit(functools.partial(paged_decode, implementation="mosaic"))(
+        jnp.zeros((rows, 1, 1, 64), jnp.bfloat16), PagedKV(k, v), tables, lens
+    )
+    want = jnp.where(lens[:, None] > 0, v[tables[:, 0], 0, 0], 0)
+    np.testing.assert_array_equal(out[:, 0, 0], want)
 
 
 REFUSED = {

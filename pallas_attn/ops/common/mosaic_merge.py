@@ -233,8 +233,8 @@ def merge_pieces(
     refs = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns),
-        grid=(rows, columns.blocks, head_dim // MERGE_ROWS),
-        grid_names=("row", "block", "part"),
+        grid=(head_dim // MERGE_ROWS, columns.blocks, rows),  # only the last axis may be longer than 65,535
+        grid_names=("part", "block", "row"),
         scratch_types=[
             plgpu.SMEM((2, at_once, 2, width), jnp.float32),
             plgpu.SMEM((2, at_once, MERGE_ROWS, width), jnp.float32),
