@@ -38,7 +38,7 @@ class MosaicKey:
       head_dim: D.
       rotary_half: pairs of columns that are rotated.
       rotation: which columns make a pair.
-      entries: T·Hkv.
+      entries: T·Hkv, rounded up to a power of two.
       group_tokens: tokens that share a dynamic scale; 0 without one.
     """
 

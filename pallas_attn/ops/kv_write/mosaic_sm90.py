@@ -64,10 +64,10 @@ def write_kv(
     x, arrays = Inputs.of(kv, k, v, slots, rope, q), Pool.of(kv)
     writers = _note_writers(static, x.slots) if static.grouped else None
     pool = Pool(
-        k=jax.new_ref(flat(arrays.k)),
-        v=jax.new_ref(flat(arrays.v)),
-        k_scale=None if arrays.k_scale is None else jax.new_ref(arrays.k_scale.reshape(-1)),
-        v_scale=None if arrays.v_scale is None else jax.new_ref(arrays.v_scale.reshape(-1)),
+        k=mosaic.changeable(flat(arrays.k)),
+        v=mosaic.changeable(flat(arrays.v)),
+        k_scale=None if arrays.k_scale is None else mosaic.changeable(arrays.k_scale.reshape(-1)),
+        v_scale=None if arrays.v_scale is None else mosaic.changeable(arrays.v_scale.reshape(-1)),
     )
     rotated = plgpu.kernel(
         functools.partial(_kernel, static),
@@ -78,7 +78,7 @@ def write_kv(
         kernel_name="write_kv",
     )(x, pool, writers)
     written = {
-        name: jax.freeze(ref).reshape(getattr(arrays, name).shape)
+        name: mosaic.frozen(ref).reshape(getattr(arrays, name).shape)
         for name, ref in pool._asdict().items()
         if ref is not None
     }
@@ -182,7 +182,7 @@ class Static:
         scales, rotation = scale_layout(kv), "none" if rope is None else rope.style
         half = 0 if rope is None else rope.cos.shape[1]
         group = page_size // scales if isinstance(scales, int) else 0
-        key = MosaicKey(head_dim, half, rotation, slots.shape[0] * num_kv_heads, group)
+        key = MosaicKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
         config = mosaic_config(key)
         layout = RowLayout(*key.threads_and_vector(config))
         columns = head_dim // layout.threads * max(1, -(-group // layout.rows))
@@ -301,8 +301,9 @@ def _write_entries(static: Static, x: Inputs, pool: Pool, program: Any) -> None:
     entry = program * layout.rows + layout.iota(layout.rows)
     token, head = (f(entry, like(entry, static.num_kv_heads)) for f in (lax.div, lax.rem))
     slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_noted - 1))
-    there = (entry < static.entries) & (slot >= 0) & (slot < static.num_slots)
-    row, entry, token = (_or_none(there, index) for index in (static.row(slot, head), entry, token))
+    exists = entry < static.entries
+    row = _or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
+    entry, token = _or_none(exists, entry), _or_none(exists, token)  # whether or not they have a slot: no need to wait
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
         k = static.turn(k, x, x.k_norm, token)
