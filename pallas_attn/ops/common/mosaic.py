@@ -93,6 +93,26 @@ def first_warp(start_copies: Callable[[], None]) -> None:
         pl.when(warp == 0)(start_copies)
 
 
+def unsliced[Tree](x: Tree) -> Tree:
+    """Arrays that a kernel reads which also changes some in place.
+
+    Where a scan slices its operands or stacks its results, XLA (jax 0.11 and 0.12) has a kernel read from and write to
+    the stacks themselves, and forgets that results were to be in the place of operands: what the kernel leaves alone is
+    lost. Barriers are what it does not look through.
+    """
+    return lax.optimization_barrier(x)
+
+
+def changeable(x: jax.Array) -> Ref:
+    """A reference through which a kernel changes an array in place: the array itself where it is donated."""
+    return jax.new_ref(unsliced(x))
+
+
+def frozen(ref: Ref) -> jax.Array:
+    """What a `changeable` array has become."""
+    return unsliced(jax.freeze(ref))
+
+
 # --- products
 
 

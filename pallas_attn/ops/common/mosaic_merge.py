@@ -230,7 +230,7 @@ def merge_pieces(
     pieces_of_a_row = -(-partials.acc.shape[0] // (columns.blocks * rows))  # on average, at most
     at_once = max(1, min(MERGE_BYTES // (MERGE_ROWS * width * 4), pieces_of_a_row))
     at_once += at_once * width // 8 % 2  # the stats of as many are a multiple of 128 bytes, where copies may begin
-    refs = jax.new_ref(out), jax.new_ref(lse)
+    refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns),
         grid=(head_dim // MERGE_ROWS, columns.blocks, rows),  # only the last axis may be longer than 65,535
@@ -242,8 +242,8 @@ def merge_pieces(
             plgpu.Barrier(num_barriers=2, num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*refs, partials, piece_offsets, sinks)
-    return jax.freeze(refs[0]), jax.freeze(refs[1])
+    )(*refs, *mosaic.unsliced((partials, piece_offsets, sinks)))
+    return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
 
 
 def _merge_kernel(

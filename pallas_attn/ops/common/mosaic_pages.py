@@ -88,10 +88,9 @@ class Static:
         """Groups of tokens in a page, or in the part of one that is in a tile."""
         return self.page_tokens // self.group_tokens
 
-    def rows(self, pool: Ref, tokens: Any) -> Any:
+    def rows(self, pool: Ref, tokens: int) -> int:
         """Rows of a page, or of a tile, that hold so many tokens."""
-        beside = self.page_size // pool.shape[1]
-        return tokens if beside == 1 else lax.div(tokens, beside) if isinstance(tokens, jax.Array) else tokens // beside
+        return tokens * pool.shape[1] // self.page_size
 
     @property
     def arrivals(self) -> int:
@@ -252,7 +251,7 @@ class Piece:
     # Copies
 
     def locate(self, tile: Any) -> list[tuple[Any, Any]]:
-        """The pages of a tile: row of the pool, and position of its first token or NOWHERE. Anything past the last tile."""
+        """Pages of a tile: row of the pool, and position of the first token or NOWHERE. Anything past the last tile."""
         static, tables = self.static, self.x.block_tables
         pages = []
         for j in range(static.pages):
@@ -287,7 +286,7 @@ class Piece:
         landed = mem.landed.at[slot]
         inside = lax.rem(tile, static.tiles_per_page) * static.tokens
         rows = static.rows(x.k, static.page_tokens)
-        some, place = pl.ds(static.rows(x.k, inside), rows), pl.ds(j * rows, rows)
+        some, place = pl.ds(lax.rem(tile, static.tiles_per_page) * rows, rows), pl.ds(j * rows, rows)
         plgpu.copy_gmem_to_smem(x.k.at[pool_row, some], mem.k.at[slot, place], landed)
         plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
         if static.groups:

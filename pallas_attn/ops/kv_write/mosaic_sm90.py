@@ -46,8 +46,11 @@ from pallas_attn.ops.common.quantise import amax_scale, held_scale
 from pallas_attn.ops.kv_write.config import MosaicKey, mosaic_config
 from pallas_attn.types import PagedKV, Rope, ScaleLayout
 
-MAX_COLUMNS = 64
-"""Values of a row, or of a group's rows, that a thread can hold."""
+FEW_VALUES = 32
+"""How many values of k, of a row or of a group's rows, leave a thread registers for as many of v."""
+
+MANY_VALUES = 64
+"""How many leave none for v, which then has to come after k, nor for addresses of less than 8 values each."""
 
 
 def write_kv(
@@ -76,7 +79,7 @@ def write_kv(
         grid_names=("program",),
         scratch_types=[plgpu.SMEM((static.scan.rows,), jnp.int32)] if static.grouped else [],
         kernel_name="write_kv",
-    )(x, pool, writers)
+    )(mosaic.unsliced(x), pool, mosaic.unsliced(writers))
     written = {
         name: mosaic.frozen(ref).reshape(getattr(arrays, name).shape)
         for name, ref in pool._asdict().items()
@@ -151,6 +154,7 @@ class Static:
     """What a kernel is compiled for, beside shapes and dtypes.
 
     Attributes:
+      few_values: whether there are registers for k and v at once.
       num_tokens, num_kv_heads, page_size: of the call and its cache.
       num_slots: slots from 0 to here are in the pool.
       head_slots: whether every head has slots of its own, in rows.
@@ -162,6 +166,7 @@ class Static:
     """
 
     tile: HeadTile
+    few_values: bool
     num_tokens: int
     num_kv_heads: int
     page_size: int
@@ -185,14 +190,16 @@ class Static:
         key = MosaicKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
         config = mosaic_config(key)
         layout = RowLayout(*key.threads_and_vector(config))
-        columns = head_dim // layout.threads * max(1, -(-group // layout.rows))
-        if columns > MAX_COLUMNS:
+        values = head_dim // layout.threads * max(1, -(-group // layout.rows))
+        limit = MANY_VALUES if group > 1 and layout.vector == 8 else FEW_VALUES
+        if values > limit:
             raise NotImplementedError(
-                f"takes {MAX_COLUMNS} values a thread at most; {max(1, group)} tokens of {head_dim} columns, "
-                f"{key.unit} or a multiple alike, are {columns}"
+                f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in stretches "
+                f"of {key.unit}, are {values}"
             )
         return Static(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
+            few_values=values <= FEW_VALUES,
             num_tokens=slots.shape[0],
             num_kv_heads=num_kv_heads,
             page_size=page_size,
@@ -440,12 +447,13 @@ def _write_group(static: Static, x: Inputs, pool: Pool, writers: Ref, leader: An
     entry = _or_none(new, place if static.head_slots else place * static.num_kv_heads + head)
     first_row = static.row(leader - before, head)
     earlier = _or_none(offset < before, first_row + offset)
-    k, v = tile.load(x.k, entry), tile.load(x.v, entry)
+    load_v = functools.partial(tile.load, x.v, entry)
+    k, early_v = tile.load(x.k, entry), load_v() if static.few_values else None
     if x.cos is not None:
         k = static.turn(k, x, x.k_norm, _or_none(new, lax.div(entry, like(entry, static.num_kv_heads))))
     group = Group(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
     _join_group(tile, group, pool.k, pool.k_scale, k)
-    _join_group(tile, group, pool.v, pool.v_scale, v)
+    _join_group(tile, group, pool.v, pool.v_scale, early_v or load_v())
 
 
 def _join_group(tile: HeadTile, group: Group, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
