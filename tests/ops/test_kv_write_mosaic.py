@@ -198,9 +198,12 @@ def test_is_chosen_on_hopper(dtype: Any, scales: Any) -> None:
 
 
 REFUSED = {
-    "a page's tokens in one group": (call(jnp.int8, 1, page_size=128), "128 tokens of 128 columns"),
-    "an odd pair": (call(head_dim=255, rope=angles(1)), "1 tokens of 255 columns, 1 or a multiple alike, are 255"),
-    "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 tokens of a head"),
+    "a page's tokens in one group": (
+        call(jnp.int8, 1, page_size=128),
+        "takes up to 64 values a thread; 128 tokens of 128 columns, alike in stretches of 128, are 128",
+    ),
+    "many of an odd number of columns": (call(head_dim=255, rope=angles(1)), "alike in stretches of 1, are 255"),
+    "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 tokens of a head, got 2147483648"),
 }
 
 

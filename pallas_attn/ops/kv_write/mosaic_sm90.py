@@ -194,8 +194,8 @@ class Static:
         limit = MANY_VALUES if group > 1 and layout.vector == 8 else FEW_VALUES
         if values > limit:
             raise NotImplementedError(
-                f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in stretches "
-                f"of {key.unit}, are {values}"
+                f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in "
+                f"stretches of {key.unit}, are {values}"
             )
         return Static(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
