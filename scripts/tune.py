@@ -126,7 +126,7 @@ class Tuner:
     console: Console
     pools: Pools = dataclasses.field(default_factory=Pools)
 
-    def measure(self, case: Case, chosen: Mapping[Key, Settings]) -> tuple[float, dict[Key, Settings]]:
+    def measure(self, case: Case, inputs: Any, chosen: Mapping[Key, Settings]) -> tuple[float, dict[Key, Settings]]:
         """Seconds a call takes with some configurations chosen, and all that were looked up.
 
         Raises:
@@ -140,7 +140,6 @@ class Tuner:
             looked_up[name] = dataclasses.asdict(config)
             return config
 
-        inputs = self.bench.inputs(case, self.pools)
         with printed() as said, tuning.deciding(decide):
             timing = self.bench.contenders[self.contender](case, inputs, self.stopwatch)
         check_compiled(said[0], [settings[PROGRAMS] for settings in looked_up.values() if PROGRAMS in settings])
@@ -153,7 +152,7 @@ class Tuner:
             if time.perf_counter() >= self.end:
                 break
             try:
-                seconds, looked_up = self.measure(case, {})
+                seconds, looked_up = self.measure(case, self.bench.inputs(case, self.pools), {})
             except (MemoryError, NotImplementedError, *FAILURES) as error:
                 self.console.print(f"{case.name}: passed over, {reason(error)}", highlight=False)
                 continue
@@ -167,12 +166,13 @@ class Tuner:
         before = {case: seconds for case, (seconds, _) in cases.items()}
         best, times = start, before
         tried: list[dict[str, Any]] = []
+        inputs = {case: self.bench.inputs(case, self.pools) for case in cases}
         candidates = nearest_first(SPACES[key[0]](dict(key[1])), start)
         for number, candidate in enumerate(candidates):
             if time.perf_counter() >= min(end, self.end):
                 tried.append({"not reached": len(candidates) - number})
                 break
-            entry, measured = self.attempt(key, candidate, times)
+            entry, measured = self.attempt(key, candidate, times, inputs)
             tried.append({"config": candidate} | entry)
             if measured is not None and mean_ratio(measured, times) < WORTHWHILE:
                 best, times = start | candidate, measured
@@ -180,13 +180,13 @@ class Tuner:
         return {"key": dict(key[1]), "config": best, "us_before_and_after": microseconds, "tried": tried}
 
     def attempt(
-        self, key: Key, candidate: Settings, times: Mapping[Case, float]
+        self, key: Key, candidate: Settings, times: Mapping[Case, float], inputs: Mapping[Case, Any]
     ) -> tuple[dict[str, Any], dict[Case, float] | None]:
         """A candidate's entry in the report, and its times if it was worth measuring them all."""
         measured: dict[Case, float] = {}
         for case, best in times.items():
             try:
-                measured[case], _ = self.measure(case, {key: candidate})
+                measured[case], _ = self.measure(case, inputs[case], {key: candidate})
             except (MemoryError, NotImplementedError, *FAILURES) as error:
                 return {"passed over": reason(error)}, None
             if measured[case] > HOPELESS * best:
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     args, console = parse_args(argv), Console(width=160)
     bench, device = load(args.operation), tuning.device_name()
     end = time.perf_counter() + args.limit_seconds
-    tuner = Tuner(bench, args.contender, Stopwatch(), end, console)
+    tuner = Tuner(bench, args.contender, Stopwatch(sample_seconds=0.01, samples=5), end, console)
     found = tuner.baseline([case for case in bench.grids[args.grid] if args.match in case.name])
     keys = [key for kind in args.only for key in found if key[0] == kind]
     tuned_path = args.tuned or TUNED / f"{device}.json"

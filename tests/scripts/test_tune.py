@@ -217,7 +217,7 @@ def test_what_is_written_is_what_is_looked_up(card, run, monkeypatch):
 def test_the_real_operation_is_tuned(tmp_path, monkeypatch):
     """The portable implementation, on whatever runs the tests."""
     monkeypatch.setattr("scripts.bench_pools.MAX_CALLS", 2)
-    monkeypatch.setattr(tune, "Stopwatch", lambda: Stopwatch(0.001, 1))
+    monkeypatch.setattr(tune, "Stopwatch", lambda **_: Stopwatch(0.001, 1))
     space = {"paged_decode/xla": lambda key: [{"tile_tokens": 64, "group_rows": 1}]}
     monkeypatch.setattr(tune, "SPACES", space)
     out = ["--tuned", str(tmp_path / "tuned.json"), "--json", str(tmp_path / "report.json")]
