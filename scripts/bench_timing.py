@@ -4,7 +4,8 @@ A chain is one compiled program that calls an operation many times, each time on
 On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
 to the next, so that the graph is never written anew for other addresses. The host queues runs faster than the device
 finishes them. The time of a call is the wall time from the first run of a sample until the last has finished, divided
-by the calls in it: kernels and the gaps between them, without the host.
+by the calls in it: kernels and the gaps between them, without the host. (Whether there are graphs shows in XLA's dump:
+XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" leaves sequences of thunks, with a kCommandBuffer where there is one.)
 
 Calls cannot run into each other: the graph is written in series (`SERIAL`), and runs follow one another on a stream.
 None can be left out: every call has operands of its own, and every output is returned.
@@ -115,10 +116,10 @@ class Stopwatch:
         kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
         runs = _Runs(call, carried, shared, owns, SERIAL | dict(options or {}) if on_gpu else {})
         seconds, repeats = self.take(runs.run)
-        method = "replayed XLA command buffers" if on_gpu else "compiled chain"
         samples = [s / len(owns) for s in seconds]
         host = runs.host_seconds() / len(owns) if on_gpu else None
-        return Timing(samples, repeats * len(owns), f"{method}, wall time", kernels, runs.first_output(), host)
+        method = f"program of {len(owns)} calls, wall time"
+        return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
         """Times what calls of torch launch, captured in a CUDA graph, one after the other.
@@ -144,7 +145,7 @@ class Stopwatch:
         seconds, repeats = self.take(run)
         samples = [s / len(calls) for s in seconds]
         first = outputs[0].float().cpu().numpy() if compared else None
-        return Timing(samples, repeats * len(calls), "replayed CUDA graph, events", output=first)
+        return Timing(samples, repeats * len(calls), f"CUDA graph of {len(calls)} calls, events", output=first)
 
 
 class _Runs:
