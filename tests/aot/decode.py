@@ -29,7 +29,6 @@ CACHES: dict[str, tuple[Any, Any]] = {
     **{f"fp8-{scales}": (jnp.float8_e4m3fn, scales) for scales in ("head", "channel", "group", "token")},
 }
 HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
 OPERATION = "paged_decode/mosaic"
 """What tunings are packaged under."""
 
