@@ -16,35 +16,36 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
 from pallas_attn.ops.kv_write.config import MosaicKey
 from tests.aot.case import Case, shape
 
-KV_HEADS, GROUP, PAGES, PAGE_SIZE = 8, 4, 8192, 64
+KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
 CACHES: dict[str, tuple[Any, Any]] = {
     "bf16": (jnp.bfloat16, None),
     "f16": (jnp.float16, None),
     "int8-head": (jnp.int8, "head"),
     "int8-channel": (jnp.int8, "channel"),
-    "int8-group": (jnp.int8, 4),
-    "int8-page": (jnp.int8, 1),
+    "int8-by-16": (jnp.int8, PAGE_SIZE // 16),
+    "int8-by-64": (jnp.int8, PAGE_SIZE // 64),
     "fp8-head": (jnp.float8_e4m3fn, "head"),
-    "fp8-token": (jnp.float8_e4m3fn, PAGE_SIZE),
-    "fp8-group": (jnp.float8_e4m3fn, 4),
+    "fp8-by-1": (jnp.float8_e4m3fn, PAGE_SIZE),
+    "fp8-by-16": (jnp.float8_e4m3fn, PAGE_SIZE // 16),
 }
+"""Dtype and scales; for groups of so many tokens, or for what is said."""
 FEW, MANY = 64, 8192
 """Tokens of a step of decode and of one of prefill, from which other layouts follow."""
 
 write_kv = functools.partial(pallas_attn.write_kv, implementation="mosaic")
 
 
-def paged_kv(cache: str, head_dim: int) -> PagedKV:
+def paged_kv(cache: str, head_dim: int, num_pages: int) -> PagedKV:
     dtype, scales = CACHES[cache]
     spec = kv_cache_spec(
-        num_pages=PAGES, page_size=PAGE_SIZE, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=dtype, scales=scales
+        num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=dtype, scales=scales
     )
     return jax.eval_shape(lambda: PagedKV.allocate(spec))
 
@@ -63,6 +64,7 @@ def write(
     num_tokens: int,
     head_dim: int = 128,
     *,
+    num_pages: int = 8192,
     head_slots: bool = False,
     device: str = "untuned",
     **more: Any,
@@ -73,10 +75,9 @@ def write(
     """
     new = shape(num_tokens, KV_HEADS, head_dim)
     slots = shape(*((num_tokens, KV_HEADS) if head_slots else (num_tokens,)), dtype=jnp.int32)
-    arguments = {"kv": paged_kv(cache, head_dim), "k": new, "v": new, "slots": slots} | more
-    slots_of_pool = PAGES * PAGE_SIZE * (KV_HEADS if head_slots else 1)
-    grouped = cache.endswith(("-group", "-page"))
-    temporaries = 1024 + (4 * slots_of_pool if grouped else 0)
+    arguments = {"kv": paged_kv(cache, head_dim, num_pages), "k": new, "v": new, "slots": slots} | more
+    slots_of_pool = num_pages * PAGE_SIZE * (KV_HEADS if head_slots else 1)
+    temporaries = 1024 + (4 * slots_of_pool if "-by-" in cache else 0)
 
     def call(**arguments: Any) -> Any:
         with mock.patch.object(tuning, "device_name", return_value=device):
@@ -95,18 +96,37 @@ def in_scan(case: Case) -> Case:
     return replace(case, function=steps, arguments=arguments, temporaries=case.temporaries + 2**20)
 
 
+def exported(case: Case) -> Case:
+    """Such a call after a round trip through jax.export."""
+
+    def call(kv: PagedKV, **arguments: Any) -> Any:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (kv, arguments))
+        jitted = jax.jit(lambda kv, arguments: case.function(kv=kv, **arguments), donate_argnums=0)
+        serialised = export.export(jitted, platforms=("cuda",))(*shapes).serialize()
+        return export.deserialize(serialised).call(kv, arguments)
+
+    return replace(case, function=call)
+
+
+def mapped(case: Case) -> Case:
+    """Such calls for several caches, stacked."""
+    arguments = jax.tree.map(lambda a: shape(2, *a.shape, dtype=a.dtype), dict(case.arguments))
+    function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
+    return replace(case, function=function, arguments=arguments, temporaries=2 * case.temporaries)
+
+
 def tuned() -> Iterator[tuple[str, Case]]:
     """What devices have layouts of their own for."""
+    by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
     folder = resources.files(pallas_attn) / "tuned"
     for file in folder.iterdir() if folder.is_dir() else ():
         device, _, kind = file.name.partition(".")
         for entry in json.loads(file.read_text()).get("kv_write/mosaic", ()) if kind == "json" else ():
             key = MosaicKey(**entry["key"])
-            cache = {0: "bf16", 1: "fp8-token", 16: "fp8-group", 64: "int8-page"}[key.group_tokens]
             tokens, style = key.entries // KV_HEADS, key.rotation
             options = {} if style == "none" else rope(tokens, key.head_dim, key.rotary_half, style=style)
-            name = "-".join(map(str, entry["key"].values()))
-            yield f"write-kv-{name}@{device}", write(cache, tokens, key.head_dim, device=device, **options)
+            case = write(by_group[key.group_tokens], tokens, key.head_dim, device=device, **options)
+            yield f"write-kv-{'-'.join(map(str, entry['key'].values()))}@{device}", case
 
 
 TURNED = {
@@ -116,21 +136,24 @@ TURNED = {
 }
 WRITES = {
     **{f"write-kv-bf16-{name}": write("bf16", MANY, **rope(MANY, 128, **options)) for name, options in TURNED.items()},
-    "write-kv-bf16-few": write("bf16", FEW),
+    "write-kv-bf16": write("bf16", FEW),
     "write-kv-int8-channel": write("int8-channel", MANY),
-    "write-kv-fp8-token": write("fp8-token", MANY),
-    "write-kv-fp8-group-head-slots": write("fp8-group", MANY, head_slots=True),
-    "write-kv-int8-group-scan": in_scan(write("int8-group", FEW)),
-    "write-kv-int8-page": write("int8-page", MANY, **rope(MANY, 128)),
+    "write-kv-int8-by-64": write("int8-by-64", MANY, **rope(MANY, 128)),
+    "write-kv-fp8-by-1": write("fp8-by-1", MANY),
+    "write-kv-fp8-by-16-head-slots": write("fp8-by-16", MANY, head_slots=True),
+    "write-kv-scan": in_scan(write("int8-by-16", FEW)),
+    "write-kv-vmap": mapped(write("bf16", FEW)),
+    "write-kv-export": exported(write("fp8-head", FEW)),
+    "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
     **dict(tuned()),
 }
-"""Every kind of cache, of rotation and of slots."""
+"""Every kind of cache, of rotation, of slots and of call."""
 
 WRITES_MORE = {
     f"write-kv-{cache}-d{head_dim}-{num_tokens}": write(
         cache, num_tokens, head_dim, head_slots=True, **rope(num_tokens, head_dim, head_dim // 4, style="interleaved")
     )
     for cache, head_dim, num_tokens in itertools.product(CACHES, (64, 128, 256), (FEW, 512, MANY))
-    if (cache, head_dim) != ("int8-page", 256)  # too many values for a thread
+    if (cache, head_dim) != ("int8-by-64", 256)  # too many values for a thread
 }
 """Their combinations, and every width of a row in threads."""
