@@ -12,7 +12,8 @@ def cell(entry: dict[str, Any]) -> str:
     if "median_us" not in entry:
         return "absent" if "absent" in entry else "failed"
     waits = " of the host" if entry.get("host_us", 0.0) > 0.9 * entry["median_us"] else ""
-    return f"{entry['median_us']:,.1f} us{waits} {entry['fraction_of_floor']:.0%}"
+    kernels = f" ({sum(entry['kernels_us'].values()):,.1f} in kernels)" if "kernels_us" in entry else ""
+    return f"{entry['median_us']:,.1f} us{waits}{kernels} {entry['fraction_of_floor']:.0%}"
 
 
 def summary(case: dict[str, Any]) -> str:

@@ -4,8 +4,10 @@ A chain is one compiled program that calls an operation many times, each time on
 On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
 to the next, so that the graph is never written anew for other addresses. The host queues runs faster than the device
 finishes them. The time of a call is the wall time from the first run of a sample until the last has finished, divided
-by the calls in it: kernels and the gaps between them, without the host. (Whether there are graphs shows in XLA's dump:
-XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" leaves sequences of thunks, with a kCommandBuffer where there is one.)
+by the calls in it: kernels and the gaps between them, without the host.
+
+Whether there are graphs shows in what XLA dumps (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer
+in the sequence of thunks. What the gaps are shows beside the times of single kernels, which CUPTI gives.
 
 Calls cannot run into each other: the graph is written in series (`SERIAL`), and runs follow one another on a stream.
 None can be left out: every call has operands of its own, and every output is returned.

@@ -166,11 +166,16 @@ def test_a_report_without_results_can_be_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("host_us", "shown"), [(None, "5.0 us 50%"), (1.0, "5.0 us 50%"), (4.9, "5.0 us of the host 50%")]
+    ("more", "shown"),
+    [
+        ({}, "5.0 us 50%"),
+        ({"host_us": 1.0}, "5.0 us 50%"),
+        ({"host_us": 4.9}, "5.0 us of the host 50%"),
+        ({"kernels_us": {"decode": 3.0, "merge": 1.25}}, "5.0 us (4.2 in kernels) 50%"),
+    ],
 )
-def test_times_that_are_the_hosts_are_told_apart(host_us, shown):
-    entry = {"median_us": 5.0, "fraction_of_floor": 0.5} | ({} if host_us is None else {"host_us": host_us})
-    assert cell(entry) == shown
+def test_what_a_time_is_made_of_is_told(more, shown):
+    assert cell({"median_us": 5.0, "fraction_of_floor": 0.5} | more) == shown
 
 
 def test_quantised_caches_are_laid_beside_bfloat16():
