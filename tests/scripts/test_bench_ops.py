@@ -252,6 +252,17 @@ def test_a_chain_is_timed_by_the_call():
     assert timing.output.shape == (8, 8)
 
 
+def test_what_is_done_on_gpus_only(monkeypatch):
+    """The compiler knows the options, and the host's time is taken."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    timing = Stopwatch(0.001, 1).chain(multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8))
+    assert timing.fields()["host_us"] > 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_thing"):
+        Stopwatch(0.001, 1).chain(
+            multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8), options={"xla_gpu_no_such_thing": 1}
+        )
+
+
 def test_writes_go_to_the_pool_in_place():
     """A copy of the pool would be timed along with the write."""
     case = bench_write.WriteCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
