@@ -129,7 +129,7 @@ def tuned() -> Iterator[tuple[str, Case]]:
             yield f"write-kv-{'-'.join(map(str, entry['key'].values()))}@{device}", case
 
 
-TURNED = {
+TURNED: dict[str, dict[str, Any]] = {
     "neox-partial-norm-after": {"half": 32, "norm_order": "after_rope"},
     "interleaved": {"style": "interleaved"},
     "no-norm": {"norms": False},
