@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -170,128 +169,66 @@ class Memory(NamedTuple):
         )
 
 
-class Span(NamedTuple):
-    """Consecutive pages of a row, and what is to be known of the row: scalars.
-
-    Attributes:
-      number: of the piece that the pages are.
-      row: a KV head of a sequence.
-      start, stop: pages, numbered as in the plan.
-      num_pages, next_row, sink_pages, first_page: of the row, from the plan.
-      kv_len, q_len: of its sequence.
-      window, sink_tokens: of its head; None if they are not a `HeadWindow`'s.
-    """
-
-    number: Any
-    row: Any
-    start: Any
-    stop: Any
-    num_pages: Any
-    next_row: Any
-    sink_pages: Any
-    first_page: Any
-    kv_len: Any
-    q_len: Any
-    window: Any
-    sink_tokens: Any
-
-    @staticmethod
-    def of(static: Static, x: Inputs, number: Any, row: Any, start: Any, end_row: Any, end_page: Any) -> Span:
-        """From `start` on, as far as a piece goes before a program's end; no pages where that is already past."""
-        plan = x.plan
-        ours = (row < end_row) | ((row == end_row) & (start < end_page))
-        row = jnp.minimum(row, plan.num_pages.shape[0] - 1)
-        batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
-        num_pages = plan.num_pages[row]
-        stop = jnp.where(row == end_row, end_page, num_pages)
-        if plan.piece_pages:
-            stop = jnp.minimum(stop, (lax.div(start, plan.piece_pages) + 1) * plan.piece_pages)
-        return Span(
-            number=number,
-            row=row,
-            start=start,
-            stop=jnp.where(ours, stop, start),
-            num_pages=num_pages,
-            next_row=plan.next_row[row],
-            sink_pages=plan.sink_pages[row],
-            first_page=plan.first_page[row],
-            kv_len=x.kv_lens[batch],
-            q_len=x.q_lens[batch],
-            window=None if x.window is None else x.window.window[head],
-            sink_tokens=None if x.window is None else x.window.sink_tokens[head],
-        )
-
-    def num_tiles(self, static: Static) -> Any:
-        return pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
-
-
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The pages of a span, as a program works through them.
+    """Pages `start` to `stop` of a row, numbered as in the plan, as a program works through them.
 
     Attributes:
-      span, following: these pages, and those of the program's next piece, of which the first tiles are fetched while
-        the last ones of this are worked on.
-      position: of the first tile, among all the tiles of the program; the one at position i goes to slot i % stages.
-      ready: tiles that are on their way when the piece begins.
+      walk: which pages of the table those numbers mean.
+      batch, head: sequence and KV head of the row.
+      first: position of the first query; negative if there are more queries than keys.
+      window, sink_tokens: of the head; a window of None hides nothing.
     """
 
     static: Static
     x: Inputs
     mem: Memory
     block: Any
-    span: Span
-    following: Span
-    position: Any
-    ready: Any
+    row: Any
+    start: Any
+    stop: Any
+    walk: PageWalk
+    batch: Any
+    head: Any
+    kv_len: Any
+    q_len: Any
+    first: Any
+    window: Any
+    sink_tokens: Any
+
+    @staticmethod
+    def of(static: Static, x: Inputs, mem: Memory, block: Any, row: Any, start: Any, stop: Any) -> Piece:
+        batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
+        walk = PageWalk(x.plan.sink_pages[row], x.plan.first_page[row], stop)
+        kv_len, q_len = x.kv_lens[batch], x.q_lens[batch]
+        if x.window is None:
+            window, sink_tokens = static.window, 0
+        else:
+            window, sink_tokens = x.window.window[head], x.window.sink_tokens[head]
+        lens = kv_len, q_len, kv_len - q_len
+        return Piece(static, x, mem, block, row, start, stop, walk, batch, head, *lens, window, sink_tokens)
 
     @property
     def num_tiles(self) -> Any:
-        return self.span.num_tiles(self.static)
-
-    @property
-    def following_ready(self) -> Any:
-        """Tiles of the following piece that are on their way when this one ends."""
-        fetched = jnp.minimum(self.num_tiles, self.static.stages)
-        return jnp.minimum(fetched, self.following.num_tiles(self.static))
-
-    @property
-    def batch(self) -> Any:
-        return lax.div(self.span.row, self.static.num_kv_heads)
-
-    @property
-    def head(self) -> Any:
-        return lax.rem(self.span.row, self.static.num_kv_heads)
-
-    @property
-    def first(self) -> Any:
-        """Position of the first query; negative if there are more queries than keys."""
-        return self.span.kv_len - self.span.q_len
-
-    @property
-    def window(self) -> Any:
-        """None hides nothing."""
-        return self.static.window if self.x.window is None else self.span.window
-
-    @property
-    def sink_tokens(self) -> Any:
-        return 0 if self.x.window is None else self.span.sink_tokens
+        return pl.cdiv(self.stop - self.start, self.static.pages) * self.static.tiles_per_page
 
     def attend(self) -> State:
         """Attention over the piece."""
-        mem, static = self.mem, self.static
+        x, mem, static = self.x, self.mem, self.static
+        for term in range(x.q.shape[0]):
+            place = self.block * x.plan.num_pages.shape[0] + self.row
+            plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
         # No load can pass a copy: all pages are looked up before the first one's copy starts.
-        first = [(tile, self.locate(self.span, jnp.int32(tile))) for tile in range(static.stages)]
+        first = [(jnp.int32(tile), self.locate(jnp.int32(tile))) for tile in range(static.stages)]
 
         @mosaic.first_warp
         def _fill() -> None:
             for tile, pages in first:
-                missing = (tile >= self.ready) & (tile < self.num_tiles)
-                pl.when(missing)(functools.partial(self.fetch, jnp.int32(tile), self.position + tile, pages))
+                pl.when(tile < self.num_tiles)(functools.partial(self.fetch, tile, pages))
 
         self.note_limits()
         plgpu.barrier_wait(mem.q_landed)
-        state = State.empty(self.x.q.shape[-1], static.columns.width)
+        state = State.empty(x.q.shape[-1], static.columns.width)
         state = state._replace(l=mosaic.filled(0.0, static.shape, TILE))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if static.scales is not None:
@@ -313,64 +250,56 @@ class Piece:
 
     # Copies
 
-    def fetch_queries(self, span: Span) -> None:
-        """On one warp: starts the copies of the queries of a row."""
-        x, mem = self.x, self.mem
-        for term in range(x.q.shape[0]):
-            place = self.block * x.plan.num_pages.shape[0] + span.row
-            plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
-
-    def locate(self, span: Span, tile: Any) -> list[tuple[Any, Any]]:
+    def locate(self, tile: Any) -> list[tuple[Any, Any]]:
         """Pages of a tile: row of the pool, and position of the first token or NOWHERE. Anything past the last tile."""
         static, tables = self.static, self.x.block_tables
-        batch, head = lax.div(span.row, static.num_kv_heads), lax.rem(span.row, static.num_kv_heads)
-        walk = PageWalk(span.sink_pages, span.first_page, span.stop)
         pages = []
         for j in range(static.pages):
-            i = span.start + lax.div(tile, static.tiles_per_page) * static.pages + j
-            last = jnp.maximum(span.stop - 1, 0)
-            entry = jnp.minimum(walk.entry(jnp.minimum(i, last)), tables.shape[-1] - 1)
+            i = self.start + lax.div(tile, static.tiles_per_page) * static.pages + j
+            entry = jnp.minimum(self.walk.entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
             if len(tables.shape) == 3:
-                pool_row = tables[batch, head, entry]
+                pool_row = tables[self.batch, self.head, entry]
             else:
-                page = tables[batch, entry]
-                pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + head)
+                page = tables[self.batch, entry]
+                pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + self.head)
             base = entry * static.page_size + lax.rem(tile, static.tiles_per_page) * static.tokens
-            pages.append((pool_row, jnp.where((i < span.stop) & (pool_row >= 0), base, NOWHERE)))
+            pages.append((pool_row, jnp.where((i < self.stop) & (pool_row >= 0), base, NOWHERE)))
         return pages
 
-    def fetch(self, tile: Any, position: Any, pages: list[tuple[Any, Any]]) -> None:
+    def fetch(self, tile: Any, pages: list[tuple[Any, Any]]) -> None:
         """On one warp: starts the copies of a tile. Pages that do not exist arrive at once."""
         static, mem = self.static, self.mem
-        slot = lax.rem(position, static.stages)
+        slot = lax.rem(tile, static.stages)
         for j, (pool_row, base) in enumerate(pages):
             mem.notes[slot, j] = base
-            pl.when(base < NOWHERE)(functools.partial(self.copy, tile, slot, j, pool_row))
+            pl.when(base < NOWHERE)(functools.partial(self.copy, tile, j, pool_row))
 
             @pl.when(base >= NOWHERE)
             def _nothing_to_copy() -> None:
                 for _ in range(static.arrivals):
                     plgpu.barrier_arrive(mem.landed.at[slot])
 
-    def copy(self, tile: Any, slot: Any, j: int, pool_row: Any) -> None:
+    def copy(self, tile: Any, j: int, pool_row: Any) -> None:
         """Starts the copies of the j-th page of a tile, or of the part of it that is meant."""
         static, x, mem = self.static, self.x, self.mem
+        slot = lax.rem(tile, static.stages)
         landed = mem.landed.at[slot]
-        part = lax.rem(tile, static.tiles_per_page)
+        inside = lax.rem(tile, static.tiles_per_page) * static.tokens
         rows = static.rows(x.k, static.page_tokens)
-        some, place = pl.ds(part * rows, rows), pl.ds(j * rows, rows)
+        some, place = pl.ds(lax.rem(tile, static.tiles_per_page) * rows, rows), pl.ds(j * rows, rows)
         plgpu.copy_gmem_to_smem(x.k.at[pool_row, some], mem.k.at[slot, place], landed)
         plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
         if static.groups:
-            first = pool_row * static.groups + lax.div(part * static.tokens * static.groups, static.page_size)
+            first = pool_row * static.groups + lax.div(inside * static.groups, static.page_size)
             width = static.part_groups
             if width < SCALES_AT_ONCE:
                 over = lax.rem(first, SCALES_AT_ONCE)
                 mem.notes[static.stages + 2 + slot, j] = over
                 first, width = first - over, SCALES_AT_ONCE
             for i, scale in enumerate((x.k_scale, x.v_scale)):
-                there = mem.scales.at[slot, i, j, pl.ds(0, width)]
-                plgpu.copy_gmem_to_smem(scale.at[pl.ds(first, width)], there, landed)
+                plgpu.copy_gmem_to_smem(
+                    scale.at[pl.ds(first, width)], mem.scales.at[slot, i, j, pl.ds(0, width)], landed
+                )
 
     # Visibility
 
@@ -379,8 +308,8 @@ class Piece:
         would take registers from the steps that do without.
         """
         query = self.static.columns.query(self.block)
-        newest = self.first + query if self.x.drafts is None else self.span.kv_len - 1
-        self.limits(0)[...] = jnp.where(query < self.span.q_len, newest, -1)
+        newest = self.first + query if self.x.drafts is None else self.kv_len - 1
+        self.limits(0)[...] = jnp.where(query < self.q_len, newest, -1)
         if self.window is not None:
             self.limits(1)[...] = jnp.maximum(self.first + query, 0) - self.window
 
@@ -415,7 +344,7 @@ class Piece:
         """Which token some query sees: [tokens]."""
         if self.x.drafts is not None:
             return jnp.where(self.visible(position), 1.0, 0.0).max(axis=1) > 0
-        alive = position < self.span.kv_len
+        alive = position < self.kv_len
         if self.window is not None:
             # Of the new tokens each sees itself; the first query's window reaches back farthest.
             alive &= (position < self.sink_tokens) | (position > jnp.maximum(self.first, 0) - self.window)
@@ -426,7 +355,7 @@ class Piece:
         last = base[-1] + (self.static.page_tokens - 1)
         whole = (last - base[0] == self.static.tokens - 1) & (last < self.first)
         if self.window is not None:
-            whole &= (base[0] > self.span.kv_len - 1 - self.window) | (last < self.sink_tokens)
+            whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
         return whole
 
     def hide(self, base: list[Any], v: Ref, s: Any, v_scale: Any) -> tuple[Any, Any]:
@@ -453,8 +382,9 @@ class Piece:
         """Takes in one tile."""
         static, x, mem, shape = self.static, self.x, self.mem, self.static.shape
         m, l, acc = state  # noqa: E741
-        slot = lax.rem(self.position + tile, static.stages)
-        refill = self.refill(tile)  # looked up by the time the slot is free
+        stages = static.stages
+        slot = lax.rem(tile, stages)
+        following, pages = tile + stages, self.locate(tile + stages)  # known by the time the slot is free
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
         v = mem.v.at[slot]
@@ -482,27 +412,11 @@ class Piece:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(shrink, shape) + p  # noqa: E741
 
-        mosaic.first_warp(refill)
+        @pl.when(following < self.num_tiles)
+        def _refill() -> None:
+            mosaic.first_warp(functools.partial(self.fetch, following, pages))
+
         return State(highest, l, acc)
-
-    def refill(self, tile: Any) -> Callable[[], None]:
-        """What fetches into the slot of a tile that is done with: the one so many stages on, here or in the following
-        piece, and after the last its queries.
-        """
-        stages, num_tiles, following = self.static.stages, self.num_tiles, self.following
-        here = tile + stages < num_tiles
-        over = tile + stages - jnp.maximum(num_tiles, stages)
-        chosen = jnp.where(here, tile + stages, over)
-        position = self.position + chosen + jnp.where(here, 0, num_tiles)
-        span = jax.tree.map(lambda a, b: jnp.where(here, a, b), self.span, following)
-        pages = self.locate(span, chosen)
-
-        def start_copies() -> None:
-            more = following.num_tiles(self.static)
-            pl.when((tile == num_tiles - 1) & (more > 0))(functools.partial(self.fetch_queries, following))
-            pl.when(here | (over < more))(functools.partial(self.fetch, chosen, position, pages))
-
-        return start_copies
 
     def token_scales(self, slot: Any) -> tuple[Any, Any]:
         """Scales of the keys and values of a tile, one a token, if they come with the tokens."""

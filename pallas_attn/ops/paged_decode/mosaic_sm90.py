@@ -51,7 +51,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_attn.ops.common import mosaic, mosaic_quantised
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_merge import Columns, Output, Partials, merge_pieces
-from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE, Inputs, Memory, Piece, Span, Static
+from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE, Inputs, Memory, Piece, Static
 from pallas_attn.ops.common.plan import plan_decode
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
@@ -193,38 +193,34 @@ def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *
     """Works off the pieces of one program."""
     program, block = lax.axis_index("program"), lax.axis_index("block")
     mem, plan, columns = Memory(*memory), x.plan, static.columns
-    until = plan.program_row[program + 1], plan.program_page[program + 1]
+    end_row, end_page = plan.program_row[program + 1], plan.program_page[program + 1]
 
-    def work(at: tuple[Span, Any, Any]) -> tuple[Span, Any, Any]:
-        """One piece; returns where the next begins."""
-        span, position, ready = at
-        to_the_end = span.stop == span.num_pages
-        next_row = jnp.where(to_the_end, span.next_row, span.row)
-        following = Span.of(static, x, span.number + 1, next_row, jnp.where(to_the_end, 0, span.stop), *until)
-        piece = Piece(static, x, mem, block, span, following, position, ready)
+    def work(at: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """One piece, from row and page `at` on; returns where the next begins."""
+        row, page, number = at
+        num_pages = plan.num_pages[row]
+        stop = jnp.where(row == end_row, end_page, num_pages)
+        if plan.piece_pages:
+            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
+        piece = Piece.of(static, x, mem, block, row, page, stop)
         state = piece.attend()
-        alone = (span.start == 0) & to_the_end
+        alone = (page == 0) & (stop == num_pages)
 
         @pl.when(alone)
         def _finish() -> None:
             sink = columns.sink(x.sinks, block, piece.head)
-            Output(out, lse, mem.out).write(columns, block, span.row, state, sink)
+            Output(out, lse, mem.out).write(columns, block, row, state, sink)
 
         @pl.when(~alone)
         def _keep() -> None:
-            partials.write(columns, block, span.number, state)
+            partials.write(columns, block, number, state)
 
-        return following, position + piece.num_tiles, piece.following_ready
+        done = stop == num_pages
+        return jnp.where(done, plan.next_row[row], row), jnp.where(done, 0, stop), number + 1
 
-    first = Span.of(
-        static, x, plan.program_piece[program], plan.program_row[program], plan.program_page[program], *until
-    )
-    none = jnp.int32(0)
+    def is_ours(at: tuple[Any, Any, Any]) -> Any:
+        row, page, _ = at
+        return (row < end_row) | ((row == end_row) & (page < end_page))
 
-    @pl.when(first.start < first.stop)
-    def _begin() -> None:
-        piece = Piece(static, x, mem, block, first, first, none, none)
-        mosaic.first_warp(functools.partial(piece.fetch_queries, first))
-
-    lax.while_loop(lambda at: at[0].start < at[0].stop, work, (first, none, none))
+    lax.while_loop(is_ours, work, (plan.program_row[program], plan.program_page[program], plan.program_piece[program]))
     plgpu.wait_smem_to_gmem(0)
