@@ -24,6 +24,7 @@ from tests.ops.kv_write_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, s
 
 # So few entries a program that the inputs make many, and groups that several of them touch.
 MOSAIC = Variant("mosaic", MosaicConfig(row_threads=32, scan_tokens=2))
+KERNEL, XLA = Variant("mosaic"), Variant("xla")
 FP8 = "float8_e4m3fn"
 
 
@@ -218,3 +219,76 @@ def test_refuses_in_words(arguments: dict[str, Any], reason: str) -> None:
 def test_refuses_a_cpu_that_does_not_interpret() -> None:
     refused = explain("write_kv", **call()).refused
     assert refused == {"mosaic": "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"}
+
+
+# --- real sizes, on a GPU
+
+CACHES = [
+    ("bfloat16", None),
+    ("float16", None),
+    *((dtype, scales) for dtype in ("int8", FP8) for scales in ("head", "channel", 64, 4, 1)),
+]
+
+
+def chunks(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size: int) -> Iterator[jax.Array]:
+    """Slots of three steps, in which two sequences grow by chunks that end anywhere in a page."""
+    pages = rng.permutation(num_pages).reshape(2, -1)
+    position = np.zeros(2, int)
+    for _ in range(3):
+        counts = rng.multinomial(num_tokens, [0.3, 0.7]) - 1  # the last two tokens are padding
+        slots = [np.full(2, -1)]
+        for table, start, count in zip(pages, position, counts, strict=True):
+            positions = start + np.arange(count)
+            slots.insert(0, table[positions // page_size] * page_size + positions % page_size)
+        position += counts
+        yield jnp.asarray(np.concatenate(slots), jnp.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [64, 4096])
+@pytest.mark.parametrize(("dtype", "scales"), CACHES)
+def test_real_sizes_to_the_byte(dtype: str, scales: Any, num_tokens: int) -> None:
+    check_bytes(dtype, scales, num_tokens, page_size=64, head_dim=128)
+
+
+def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int) -> None:
+    """Appended in steps, as XLA has it."""
+    rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
+    spec = kv_cache_spec(
+        num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype, scales=scales
+    )
+    allocated = PagedKV.allocate(spec)
+    if scales in ("head", "channel"):
+        allocated = jax.tree.map(lambda a: a * 0.02 if a.dtype == jnp.float32 else a, allocated)
+    got = want = allocated
+    for slots in chunks(rng, num_tokens, num_pages, page_size):
+        sizes = np.exp(rng.standard_normal((2, num_tokens, 8, 1)))
+        k, v = jnp.asarray(sizes * rng.standard_normal((2, num_tokens, 8, head_dim)), jnp.bfloat16)
+        want = write(XLA, want, k, v, slots)
+        got = write(KERNEL, got, k, v, slots)
+        assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [64, 4096])
+@pytest.mark.parametrize("style", ["neox", "interleaved"])
+@pytest.mark.parametrize(("half", "norm_order"), [(64, "before_rope"), (32, "after_rope")])
+def test_real_sizes_turned(style: Any, half: int, norm_order: Any, num_tokens: int) -> None:
+    check_turned(style, half, norm_order, num_tokens, page_size=64)
+
+
+def check_turned(style: Any, half: int, norm_order: Any, num_tokens: int, page_size: int) -> None:
+    """Within a unit in the last place of bfloat16, as XLA has it."""
+    rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
+    angle = rng.uniform(0, 7, (num_tokens, half))
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    norms = jnp.asarray(1 + 0.3 * rng.standard_normal((2, 128)), jnp.bfloat16)
+    rope = Rope(cos, sin, *norms, style=style, norm_order=norm_order)
+    spec = kv_cache_spec(num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    x = jnp.asarray(rng.standard_normal((num_tokens, 48, 128)), jnp.bfloat16)
+    slots = next(chunks(rng, num_tokens, num_pages, page_size))
+    call = PagedKV.allocate(spec), x[:, :8], x[:, 8:16], slots
+    got, want = (write(variant, *call, rope=rope, q=x[:, 16:]) for variant in (KERNEL, XLA))
+    assert_same_bits(got[0].v, want[0].v)
+    for a, b in ((got[0].k, want[0].k), (got[1], want[1])):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2.0**-7, atol=1e-5)
