@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -128,9 +129,8 @@ def reason(error: BaseException) -> str:
     return text if isinstance(error, (NotImplementedError, MemoryError)) else f"{type(error).__name__}: {text}"
 
 
-def cases_within(cases: list[Any], seconds: float | None) -> Iterator[Any]:
-    """The cases that are reached before so many seconds are over."""
-    end = time.perf_counter() + (float("inf") if seconds is None else seconds)
+def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
+    """The cases that are reached before a time of `time.perf_counter`."""
     for case in cases:
         if time.perf_counter() >= end:
             return
@@ -155,7 +155,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", default="small", help="default: small, which any machine can run")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--match", metavar="TEXT", help="only cases with this in their name")
-    parser.add_argument("--limit-seconds", type=float, help="begin no case after this")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
     parser.add_argument("--samples", type=int, default=Stopwatch.samples)
     parser.add_argument("--sample-seconds", type=float, default=Stopwatch.sample_seconds)
     parser.add_argument("--kernels", action="store_true", help="also the time of each kernel, from CUPTI")
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}
     report |= {"complete": False, "cases": []}
     write(out, report)
-    for case in cases_within(cases, args.limit_seconds):
+    for case in cases_until(began + args.limit_seconds, cases):
         report["cases"].append(session.run(case))
         report["complete"] = len(report["cases"]) == len(cases)
         report["seconds"] = time.perf_counter() - began
