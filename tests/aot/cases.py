@@ -19,7 +19,7 @@ ON_BOTH_PLUGINS = frozenset(
         "paged-decode-int8-channel-d128-n8",
         "paged-decode-fp8-token-d128-n8",
         "write-kv-bf16-no-norm",
-        "write-kv-int8-by-64",
+        "write-kv-scan",
         "xla-paged-decode-bf16",
     }
 )

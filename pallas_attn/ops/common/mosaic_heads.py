@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -30,26 +29,28 @@ class HeadTile:
     interleaved: bool
 
     @property
-    def stretches(self) -> tuple[int, ...]:
-        """Columns of each."""
-        rotated = (2 * self.half,) if self.interleaved else (self.half, self.half)
-        return tuple(columns for columns in (*rotated, self.head_dim - 2 * self.half) if columns)
+    def stretches(self) -> list[tuple[int, int]]:
+        """The first column of each, and how many it has."""
+        rotated = [(0, 2 * self.half)] if self.interleaved else [(0, self.half), (self.half, self.half)]
+        rest = (2 * self.half, self.head_dim - 2 * self.half)
+        return [(first, columns) for first, columns in (*rotated, rest) if columns]
 
     def load(self, ref: Ref, row: jax.Array) -> list[jax.Array]:
-        starts = itertools.accumulate(self.stretches, initial=0)
-        return [self.layout.load(ref, row, *each) for each in zip(starts, self.stretches, strict=False)]
+        """Rows of ref [n, D]; zeros, and no access, where they are negative."""
+        return [self.layout.load(ref, row, first, columns) for first, columns in self.stretches]
 
     def store(self, ref: Ref, row: jax.Array, values: Sequence[jax.Array]) -> None:
-        starts = itertools.accumulate(self.stretches, initial=0)
-        for start, stretch in zip(starts, values, strict=False):
-            self.layout.store(ref, row, start, stretch)
+        """Writes rows of ref [n, D] that are not negative."""
+        for (first, _), stretch in zip(self.stretches, values, strict=True):
+            self.layout.store(ref, row, first, stretch)
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
         """[rows]: the largest magnitude of each row."""
         return functools.reduce(jnp.maximum, (jnp.max(jnp.abs(stretch), axis=1) for stretch in values))
 
     def spread(self, per_row: jax.Array) -> list[jax.Array]:
-        return [self.layout.spread(per_row, columns) for columns in self.stretches]
+        """A value of each row for all of its columns."""
+        return [self.layout.spread(per_row, columns) for _, columns in self.stretches]
 
     def rotate(self, x: Sequence[jax.Array], cos: Ref, sin: Ref, token: jax.Array) -> list[jax.Array]:
         """`ops.common.rope.rotate`, of rows that belong to these tokens."""

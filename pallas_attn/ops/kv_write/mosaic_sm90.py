@@ -338,7 +338,7 @@ def _divide_rows(layout: RowLayout) -> Callable[[jax.Array, jax.Array], jax.Arra
 def _row_divisors(tile: HeadTile, scale: jax.Array, dtype: Any) -> list[Divisor]:
     """Of one scale a row."""
     divisor = Divisor.of(scale, dtype, tile.layout.per_row)
-    return [divisor.spread(tile.layout, columns) for columns in tile.stretches]
+    return [divisor.spread(tile.layout, columns) for _, columns in tile.stretches]
 
 
 def _static_divisors(static: Static, scale: Ref, head: jax.Array, dtype: Any) -> list[Divisor]:
