@@ -27,7 +27,7 @@ EXPONENT = 0x7F800000
 """The bits of a float32 that say its power of two."""
 
 ROUND_TO_INTEGER = 1.5 * 2**23
-"""Added to a small float32, this leaves the nearest integer in its low bits, ties to even."""
+"""Added to a small float32 and subtracted again, this leaves the nearest integer, ties to even."""
 
 NEARLY_TWO = 2 - 2.0**-23
 RECIPROCAL_OF_NEARLY_TWO = 0.5 + 2.0**-24
@@ -82,7 +82,7 @@ class Divisor(NamedTuple):
         x = jnp.clip(x * self.power, -self.bound, self.bound)
         quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
         if jnp.issubdtype(dtype, jnp.integer):
-            return lax.bitcast_convert_type(quotient + ROUND_TO_INTEGER, jnp.int32).astype(dtype)
+            return (quotient + ROUND_TO_INTEGER - ROUND_TO_INTEGER).astype(jnp.int32).astype(dtype)
         return quotient.astype(dtype)
 
 
