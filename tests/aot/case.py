@@ -37,6 +37,7 @@ class Case:
       tensor_cores: one of them uses the tensor cores.
       temporaries: bytes it may use beside arguments and results.
       tile: for the instruction budget; None where there is no tile of a cache.
+      blocks: of its kernel that are meant to share a multiprocessor.
     """
 
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class Case:
     tensor_cores: bool = True
     temporaries: int = 0
     tile: Tile | None = None
+    blocks: int = 1
 
     @property
     def donated_bytes(self) -> int:

@@ -18,7 +18,7 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.ops.common.mosaic_merge import Columns
-from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns
+from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns, mosaic_config
 from tests.aot.case import Case, Tile, shape
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
@@ -120,11 +120,16 @@ class Configuration:
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
         """A call with the sizes that are packaged for a device, or those of one that nothing was measured on."""
 
+        on_device = mock.patch.object(tuning, "device_name", return_value=device)
+
         def call(**arguments: Any) -> Any:
-            with mock.patch.object(tuning, "device_name", return_value=device):
+            with on_device:
                 return paged_decode(**arguments, out_dtype=self.out, **static)
 
-        return Case(call, arguments or self.arguments(), cache="kv", temporaries=64 * 2**20, tile=self.tile)
+        with on_device:
+            blocks = mosaic_config(self.key).programs_per_multiprocessor
+        arguments = arguments or self.arguments()
+        return Case(call, arguments, cache="kv", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
 
 
 # --- configurations

@@ -35,6 +35,11 @@ device_description_str: "NVIDIA H200"
 MAX_SHARED_MEMORY = 232448
 """Bytes a thread block of an H200 may have: 227 KiB."""
 
+MULTIPROCESSOR_SHARED_MEMORY, BLOCK_SHARED_MEMORY = 233472, 1024
+"""Bytes that the thread blocks of a multiprocessor share, and what each takes beside its own."""
+
+MULTIPROCESSOR_REGISTERS = 65536
+
 
 def h200() -> jax.Device:
     """An H200 that can be compiled for but not run on.

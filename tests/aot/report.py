@@ -6,11 +6,14 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from tests.aot import device
 from tests.aot.case import Case
-from tests.aot.device import MAX_SHARED_MEMORY
 
 BARRIER_BYTES = 8
 """Shared memory that one barrier takes."""
+
+WARPGROUP = 128
+"""Threads."""
 
 KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
 """What the assembler says about a kernel, and its disassembly."""
@@ -61,6 +64,17 @@ class Report:
     aliased: int = 0
     copies: tuple[str, ...] = ()
 
+    @property
+    def fitting_blocks(self) -> int:
+        """Thread blocks of one warpgroup that a multiprocessor has registers and shared memory for, of the greediest
+        kernel. Registers are given out by 8 a thread.
+        """
+        registers = max((-(-kernel.registers // 8) * 8 for kernel in self.kernels), default=8)
+        return min(
+            device.MULTIPROCESSOR_REGISTERS // (registers * WARPGROUP),
+            device.MULTIPROCESSOR_SHARED_MEMORY // (self.shared_memory + device.BLOCK_SHARED_MEMORY),
+        )
+
     @staticmethod
     def from_json(fields: dict) -> Report:
         kernels = tuple(
@@ -85,8 +99,10 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield "has no Mosaic GPU kernel"
     if case.tensor_cores and not any(kernel.tensor_cores for kernel in report.kernels):
         yield "uses no tensor cores"
-    if report.shared_memory > MAX_SHARED_MEMORY:
-        yield f"asks for {report.shared_memory} bytes of shared memory, of {MAX_SHARED_MEMORY}"
+    if report.shared_memory > device.MAX_SHARED_MEMORY:
+        yield f"asks for {report.shared_memory} bytes of shared memory, of {device.MAX_SHARED_MEMORY}"
+    elif (fitting := report.fitting_blocks) < case.blocks:
+        yield f"is meant for {case.blocks} thread blocks a multiprocessor, of which {fitting} fit"
     if report.temporaries > case.temporaries:
         yield f"has {report.temporaries} bytes of temporaries, may have {case.temporaries}"
     if report.aliased < case.donated_bytes:

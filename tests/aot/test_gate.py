@@ -129,6 +129,17 @@ def test_shared_memory_has_a_limit():
     assert "232456 bytes of shared memory" in complaint
 
 
+@pytest.mark.parametrize(
+    ("registers", "shared_memory", "fit"), [(128, 1024, 4), (129, 1024, 3), (32, 57344, 4), (32, 57345, 3)]
+)
+def test_thread_blocks_have_to_fit(registers, shared_memory, fit):
+    report = Report(kernels=(Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), ""),), shared_memory=shared_memory)
+    case = Case(abs, {"x": shape(1)}, blocks=4)
+    assert list(complaints(report, case)) == [
+        f"is meant for 4 thread blocks a multiprocessor, of which {fit} fit" for _ in range(4 - fit)
+    ]
+
+
 def test_large_copies_are_found():
     module = """
   %copy.3 = bf16[64,64,128]{2,1,0} copy(%cache.1)

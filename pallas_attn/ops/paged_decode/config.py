@@ -48,6 +48,13 @@ def max_columns(head_dim: int, cache_bytes: int) -> int:
     return 64 * cache_bytes * 64 // max(head_dim, 128)
 
 
+def takes_raw_queries(columns: int) -> bool:
+    """Whether programs arrange queries as columns themselves. It saves a kernel before, and costs shared memory that
+    wide tiles have better use for.
+    """
+    return columns == 8
+
+
 @dataclasses.dataclass(frozen=True)
 class MosaicKey:
     """What the best sizes of the Mosaic kernel depend on.
@@ -92,7 +99,8 @@ def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
     for memory or for its own arithmetic, the others work.
     """
     tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 else 64
-    most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
+    light = key.columns == 8 and tile_tokens == 64 and key.terms == 1
+    most = 4 if light else 3 if key.columns * key.head_dim <= 2048 else 2
     tile = tile_tokens * key.head_dim
     for programs in range(most, 0, -1):
         stage = 2 * tile * key.cache_bytes + (16 * tile_tokens if key.token_scales else 0)
@@ -104,7 +112,8 @@ def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
 
 def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
     """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
-    queries, probabilities = key.terms * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
+    copies = key.terms + takes_raw_queries(key.columns)
+    queries, probabilities = copies * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
     output = key.columns * key.head_dim * key.out_bytes
     notes = -(-4 * (2 * MAX_STAGES + 2) * key.columns // 1024) * 1024
     scales = 1024 if key.token_scales else 0  # what rounding adds to those of the tiles
