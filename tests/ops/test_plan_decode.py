@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, plan_decode
-from pallas_attn.ops.common.plan import FIXED_PIECE_TOKENS, ROW_OVERHEAD_PAGES
+from pallas_attn.ops.common.plan import FIXED_PIECE_TOKENS, heuristic_costs
 from tests.ops import harness
 
 BATCH, KV_HEADS, PS = 6, 2, 16
 PIECE = FIXED_PIECE_TOKENS // PS
+OVERHEAD = heuristic_costs(PS).row_overhead_pages
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 
 
@@ -104,7 +105,7 @@ def check(plan: DecodePlan) -> list[list[Piece]]:
 
 
 def cost(program: list[Piece]) -> int:
-    return sum(stop - start + ROW_OVERHEAD_PAGES for _, start, stop in program)
+    return sum(stop - start + OVERHEAD for _, start, stop in program)
 
 
 def as_lens(lens: Any) -> jax.Array:
@@ -169,11 +170,11 @@ def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], nu
     """Whatever one program has above the mean, beyond rounding, is the price of one cut."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     costs = [cost(program) for program in check(plan)]
-    total = sum(n + ROW_OVERHEAD_PAGES for n in np.asarray(plan.num_pages).tolist() if n)
-    share = max(-(-total // num_programs), ROW_OVERHEAD_PAGES + 1)
-    assert max(costs) <= share + ROW_OVERHEAD_PAGES
+    total = sum(n + OVERHEAD for n in np.asarray(plan.num_pages).tolist() if n)
+    share = max(-(-total // num_programs), OVERHEAD + 1)
+    assert max(costs) <= share + OVERHEAD
     busy = -(-total // share)
-    assert all(c >= share - ROW_OVERHEAD_PAGES for c in costs[: max(busy - 1, 0)])
+    assert all(c >= share - OVERHEAD for c in costs[: max(busy - 1, 0)])
     assert not any(costs[busy:])
 
 
@@ -208,7 +209,7 @@ def test_balanced_cuts_a_long_row_among_all_programs() -> None:
     plan = planner("balanced", 132)(as_lens([0, 0, 0, 100_000, 0, 1]), None, None)
     programs = check(plan)
     assert sum(bool(program) for program in programs) >= 130
-    assert max(map(cost, programs)) < 1.05 * sum(map(cost, programs)) / 132 + ROW_OVERHEAD_PAGES
+    assert max(map(cost, programs)) < 1.05 * sum(map(cost, programs)) / 132 + OVERHEAD
 
 
 @settings(deadline=None)

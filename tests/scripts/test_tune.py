@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import plan_decode, tuning
-from pallas_attn.ops.common.plan import PlanConfig
+from pallas_attn.ops.common.plan import PlanConfig, heuristic_costs
 from pallas_attn.ops.paged_decode.config import MosaicConfig, MosaicKey, mosaic_config
 from scripts import bench_compiler, tune
 from scripts.bench_case import Bench
@@ -174,7 +174,7 @@ def test_candidates_are_configurations_and_among_them_is_what_is_in_use(key):
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_overheads_are_configurations(page_size):
     candidates = list(tune.plan_decode({"page_size": page_size}))
-    assert {"row_overhead_pages": PlanConfig().row_overhead_pages} in candidates
+    assert dataclasses.asdict(heuristic_costs(page_size)) in candidates
     assert max(PlanConfig(**candidate).row_overhead_pages for candidate in candidates) * page_size <= 512
 
 
@@ -189,7 +189,7 @@ def test_the_overhead_moves_the_cuts():
         return np.asarray(plan.program_page).tolist(), np.asarray(plan.program_row).tolist()
 
     assert starts(0) != starts(8)
-    assert starts(2) == starts(PlanConfig().row_overhead_pages)
+    assert starts(4) == starts(heuristic_costs(16).row_overhead_pages)
 
 
 def test_whoever_decides_last_has_the_last_word():

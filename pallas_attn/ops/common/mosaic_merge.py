@@ -73,8 +73,13 @@ class Columns:
         """N of wgmma."""
         return -(-self.used // 8) * 8
 
+    @property
+    def packs_freely(self) -> bool:
+        """Whether `pack` takes no copy."""
+        return self.queries == 1 and self.head_blocks == 1 and self.used == self.width
+
     def pack(self, q: Float[Array, "B Q Hq D"]) -> Float[Array, "blocks rows width D"]:
-        """Queries as columns: without a copy where Q is 1 and the group a multiple of 8 and no more than the limit."""
+        """Queries as columns."""
         batch, _, heads, head_dim = q.shape
         q = jnp.pad(q, ((0, 0), (0, self.query_blocks * self.block_queries - self.queries), (0, 0), (0, 0)))
         kv_heads = heads // self.group
@@ -111,6 +116,10 @@ class Columns:
     def query_block(self, block: Any) -> Any:
         """In a kernel: which queries a block holds."""
         return lax.div(block, self.head_blocks)
+
+    def first_head(self, block: Any, kv_head: Any) -> Any:
+        """In a kernel: the first of the query heads that a block of a KV head holds."""
+        return kv_head * self.group + self.head_block(block) * self.block_heads
 
     def query(self, block: Any) -> Any:
         """In a kernel: int32 [width], the query of each column."""
@@ -198,7 +207,7 @@ class Output(NamedTuple):
         plgpu.commit_smem()
         kv_heads = self.out.shape[2] // columns.group
         batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
-        heads = pl.ds(kv_head * columns.group + columns.head_block(block) * columns.block_heads, columns.block_heads)
+        heads = pl.ds(columns.first_head(block, kv_head), columns.block_heads)
         for i in range(columns.block_queries):
             query = columns.query_block(block) * columns.block_queries + i
 

@@ -39,12 +39,14 @@ class Static:
     """What a kernel is compiled for, beside shapes and dtypes.
 
     Attributes:
+      raw_queries: queries come as the call has them, and not as columns.
       tokens: of a tile.
       stages: tiles in shared memory.
       score_scale: multiplies K qᵀ.
     """
 
     columns: Columns
+    raw_queries: bool
     tokens: int
     stages: int
     page_size: int
@@ -102,7 +104,7 @@ class Inputs(NamedTuple):
     """Arrays, or in the kernel references to them; see `Columns`.
 
     Attributes:
-      q: [terms, blocks·rows, width, D]; queries are the sum of their terms.
+      q: [terms, blocks·rows, width, D]; queries are the sum of their terms. Or [B, Q, Hq, D] (`Static.raw_queries`).
       k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       window: a `HeadWindow` or None.
@@ -129,6 +131,7 @@ class Memory(NamedTuple):
 
     Attributes:
       q: [terms, width, D].
+      raw_q: [width, D], as copied if not in columns yet; else None.
       k, v: [stages, tokens, D], as cached, with as many tokens in a row.
       p: [width, tokens], probabilities.
       out: [width, D].
@@ -141,6 +144,7 @@ class Memory(NamedTuple):
     """
 
     q: Any
+    raw_q: Any
     k: Any
     v: Any
     p: Any
@@ -153,11 +157,12 @@ class Memory(NamedTuple):
     @staticmethod
     def types(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> Memory:
         stages, (tokens, width) = static.stages, static.shape
-        terms, dtype, head_dim = x.q.shape[0], x.q.dtype, x.q.shape[-1]
+        terms, dtype, head_dim = 1 if static.raw_queries else x.q.shape[0], x.q.dtype, x.q.shape[-1]
         tiles = mosaic.operand((stages, static.rows(x.k, tokens), x.k.shape[2]), x.k.dtype)
         scales = (stages, 2, static.pages, max(32, static.groups))
         return Memory(
             q=mosaic.operand((terms, width, head_dim), dtype),
+            raw_q=plgpu.SMEM((width, head_dim), dtype) if static.raw_queries else None,
             k=tiles,
             v=tiles,
             p=mosaic.operand((width, tokens), dtype),
@@ -165,7 +170,7 @@ class Memory(NamedTuple):
             notes=plgpu.SMEM((2 * stages + 2, max(static.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if static.groups else None,
             landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages * static.arrivals),
-            q_landed=plgpu.Barrier(num_arrivals=terms),
+            q_landed=plgpu.Barrier(num_arrivals=static.columns.block_queries if static.raw_queries else terms),
         )
 
 
@@ -214,21 +219,22 @@ class Piece:
 
     def attend(self) -> State:
         """Attention over the piece."""
-        x, mem, static = self.x, self.mem, self.static
-        for term in range(x.q.shape[0]):
-            place = self.block * x.plan.num_pages.shape[0] + self.row
-            plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
+        mem, static = self.mem, self.static
         # No load can pass a copy: all pages are looked up before the first one's copy starts.
         first = [(jnp.int32(tile), self.locate(jnp.int32(tile))) for tile in range(static.stages)]
 
         @mosaic.first_warp
         def _fill() -> None:
+            self.fetch_queries()
             for tile, pages in first:
                 pl.when(tile < self.num_tiles)(functools.partial(self.fetch, tile, pages))
 
         self.note_limits()
         plgpu.barrier_wait(mem.q_landed)
-        state = State.empty(x.q.shape[-1], static.columns.width)
+        if static.raw_queries:
+            mem.q.at[0].transpose((1, 0))[...] = plgpu.load(mem.raw_q.transpose((1, 0)), layout=TILE, optimized=False)
+            plgpu.commit_smem()
+        state = State.empty(self.x.q.shape[-1], static.columns.width)
         state = state._replace(l=mosaic.filled(0.0, static.shape, TILE))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if static.scales is not None:
@@ -249,6 +255,25 @@ class Piece:
         return acc  # those of tokens are in it
 
     # Copies
+
+    def fetch_queries(self) -> None:
+        """On one warp: starts the copies of the queries."""
+        x, mem, columns = self.x, self.mem, self.static.columns
+        if not self.static.raw_queries:
+            for term in range(x.q.shape[0]):
+                place = self.block * x.plan.num_pages.shape[0] + self.row
+                plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
+            return
+        heads = pl.ds(columns.first_head(self.block, self.head), columns.block_heads)
+        for i in range(columns.block_queries):
+            query = columns.query_block(self.block) * columns.block_queries + i
+            place = mem.raw_q.at[pl.ds(i * columns.block_heads, columns.block_heads)]
+
+            @pl.when(query < columns.queries)
+            def _copy(query: Any = query, place: Ref = place) -> None:
+                plgpu.copy_gmem_to_smem(x.q.at[self.batch, query, heads], place, mem.q_landed)
+
+            pl.when(query >= columns.queries)(lambda: plgpu.barrier_arrive(mem.q_landed))
 
     def locate(self, tile: Any) -> list[tuple[Any, Any]]:
         """Pages of a tile: row of the pool, and position of the first token or NOWHERE. Anything past the last tile."""

@@ -13,8 +13,10 @@ from pallas_attn import checks, tuning
 from pallas_attn.ops.common.visibility import head_windows, page_walk
 from pallas_attn.types import DecodePlan, HeadWindow
 
-ROW_OVERHEAD_PAGES = 2
-"""What starting a row costs a program (loading queries, writing a state), in pages, unless it was measured."""
+ROW_OVERHEAD_TOKENS = 64
+"""What starting a row costs a program (loading queries, filling its stages, writing a state), in tokens, unless it was
+measured.
+"""
 
 FIXED_PIECE_TOKENS = 2048
 """Where `fixed` mode cuts: every row at multiples of this many of its visible tokens."""
@@ -28,7 +30,7 @@ class PlanConfig:
       row_overhead_pages: what starting a row costs a program, in pages.
     """
 
-    row_overhead_pages: int = ROW_OVERHEAD_PAGES
+    row_overhead_pages: int
 
     def __post_init__(self) -> None:
         if self.row_overhead_pages < 0:
@@ -87,7 +89,7 @@ def plan_decode(
     if mode == "fixed":
         shares = _fixed_shares(num_pages, num_programs, piece_pages=piece_pages)
     else:
-        costs = tuning.lookup("plan_decode", {"page_size": page_size}, PlanConfig, PlanConfig)
+        costs = tuning.lookup("plan_decode", {"page_size": page_size}, PlanConfig, lambda: heuristic_costs(page_size))
         shares = _balanced_shares(num_pages, num_programs, overhead=costs.row_overhead_pages)
     return DecodePlan(
         sink_pages=sink_pages,
@@ -101,6 +103,11 @@ def plan_decode(
         page_size=page_size,
         piece_pages=piece_pages,
     )
+
+
+def heuristic_costs(page_size: int) -> PlanConfig:
+    """Where nothing was measured."""
+    return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size))
 
 
 class _Shares(NamedTuple):

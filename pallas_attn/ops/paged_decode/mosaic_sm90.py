@@ -99,8 +99,10 @@ def paged_decode(
         )
     beside = mosaic_quantised.tokens_in_row(kv)
     rows = -1, page_size // beside, head_dim * beside
+    raw_queries = scales is None and config.takes_raw_queries(columns.width) and not columns.packs_freely
+    packed = None if raw_queries else [columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]
     inputs = Inputs(
-        q=jnp.stack([columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]),
+        q=q if packed is None else jnp.stack(packed),
         k=kv.k.reshape(rows),
         v=kv.v.reshape(rows),
         k_scale=None if scales == "channel" else _one_axis(kv.k_scale),
@@ -115,6 +117,7 @@ def paged_decode(
     )
     static = Static(
         columns=columns,
+        raw_queries=raw_queries,
         tokens=settings.tile_tokens,
         stages=settings.stages,
         page_size=page_size,
