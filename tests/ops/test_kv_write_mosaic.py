@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
 from pallas_attn.ops.common import mosaic_rounding, quantise
 from pallas_attn.ops.common.mosaic_rounding import Arithmetic, Divisor, refined_quotient
-from pallas_attn.ops.kv_write.config import MosaicConfig
+from pallas_attn.ops.kv_write.config import MosaicConfig, MosaicKey, mosaic_config
 from tests.ops import test_kv_write as contract
 from tests.ops import test_kv_write_call as call_contract
 from tests.ops import test_rope as rope_contract
@@ -135,11 +136,15 @@ def guessed_reciprocal(rng: np.random.Generator, x: Any) -> np.ndarray:
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
     """Lets the arithmetic of a GPU run here, instruction by instruction."""
     rng = fresh_rng()
-    instructions = {"rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x)}
+    instructions = {
+        "rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x),
+        "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int32),
+    }
     monkeypatch.setattr(mosaic_rounding, "interpreted", lambda: False)
     monkeypatch.setattr(mosaic_rounding, "MLIR", NUMPY)
     monkeypatch.setattr(mosaic_rounding, "_instruction", instructions.__getitem__)
-    monkeypatch.setattr(mosaic_rounding, "_elementwise", lambda f, _, *x: jnp.asarray(f(*map(np.asarray, x))))
+    apply = lambda f, _, *x, dtype=jnp.float32: jnp.asarray(f(*map(np.asarray, x)), dtype)  # noqa: E731
+    monkeypatch.setattr(mosaic_rounding, "_elementwise", apply)
     return rng
 
 
@@ -196,6 +201,25 @@ def angles(half: int) -> Rope:
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_is_chosen_on_hopper(dtype: Any, scales: Any) -> None:
     assert explain("write_kv", **call(dtype, scales)).chosen == "mosaic"
+
+
+@pytest.mark.parametrize("rotation", ["none", "neox", "interleaved"])
+def test_threads_share_stretches_evenly(rotation: Any) -> None:
+    """Whatever is asked of the heuristic: of every stretch, threads have as many neighbouring columns each."""
+    for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
+        half = 0 if rotation == "none" else min(half, head_dim // 2)
+        key = MosaicKey(head_dim, half, rotation, entries, group)
+        threads, vector = key.threads_and_vector(mosaic_config(key))
+        stretches = {head_dim - 2 * half, half if rotation == "neox" else 2 * half}
+        assert all(stretch % (threads * vector) == 0 for stretch in stretches)
+        assert 1 <= threads <= 32
+        assert vector % (2 if rotation == "interleaved" else 1) == 0
+
+
+@pytest.mark.parametrize(("row_threads", "scan_tokens"), [(3, 1), (64, 1), (8, 0), (8, 17)])
+def test_refuses_configurations_that_are_none(row_threads: int, scan_tokens: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        MosaicConfig(row_threads, scan_tokens)
 
 
 REFUSED = {

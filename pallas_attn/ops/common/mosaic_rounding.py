@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -26,11 +27,8 @@ from pallas_attn.types import QMAX
 EXPONENT = 0x7F800000
 """The bits of a float32 that say its power of two."""
 
-ROUND_TO_INTEGER = 1.5 * 2**23
-"""Added to a small float32 and subtracted again, this leaves the nearest integer, ties to even."""
-
-NEARLY_TWO = 2 - 2.0**-23
-RECIPROCAL_OF_NEARLY_TWO = 0.5 + 2.0**-24
+SMALLEST_RECIPROCAL = 0.5 + 2.0**-24
+"""Of a float32 below 2."""
 
 
 def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
@@ -68,7 +66,7 @@ class Divisor(NamedTuple):
         guess = _elementwise(_instruction("rcp.approx.ftz.f32"), layout, normal)
         one = jnp.full_like(normal, 1.0)
         reciprocal = _elementwise(functools.partial(refined_reciprocal, MLIR), layout, normal, guess, one)
-        reciprocal = jnp.where(normal == NEARLY_TWO, RECIPROCAL_OF_NEARLY_TWO, reciprocal)
+        reciprocal = jnp.maximum(reciprocal, SMALLEST_RECIPROCAL)
         return Divisor(scale, power, normal, reciprocal, normal * QMAX[jnp.dtype(dtype)])
 
     def spread(self, layout: RowLayout, columns: int) -> Divisor:
@@ -82,7 +80,7 @@ class Divisor(NamedTuple):
         x = jnp.clip(x * self.power, -self.bound, self.bound)
         quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
         if jnp.issubdtype(dtype, jnp.integer):
-            return (quotient + ROUND_TO_INTEGER - ROUND_TO_INTEGER).astype(jnp.int32).astype(dtype)
+            return _elementwise(_instruction("cvt.rni.s32.f32"), layout, quotient, dtype=jnp.int32).astype(dtype)
         return quotient.astype(dtype)
 
 
@@ -101,7 +99,7 @@ def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> 
     """1 / y of float32, from a guess that is off by two units in the last place at most.
 
     The first correction leaves less than one, from where the second rounds correctly (Markstein, IBM Journal of
-    Research and Development 34, 1990) but where y has all bits set, as `NEARLY_TWO` has: there it is a tie.
+    Research and Development 34, 1990) but where y has all bits set: there it is a tie, and may leave a power of two.
     """
     _, fma, negate = arithmetic
     for _ in range(2):
@@ -123,25 +121,32 @@ def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) ->
     return quotient
 
 
-def _elementwise(function: Callable[..., ir.Value], layout: Any, *operands: jax.Array) -> jax.Array:
-    """A function of registers, which hold vectors of float32, for all those of arrays."""
-    result = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout=layout)
+def _elementwise(
+    function: Callable[..., ir.Value], layout: Any, *operands: jax.Array, dtype: Any = jnp.float32
+) -> jax.Array:
+    """A function of registers, which hold vectors of float32, for all those of arrays; of vectors of `dtype`."""
 
-    @plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * len(operands),
+        return_type=plgpu.ShapeDtypeStruct(operands[0].shape, dtype, layout=layout),
+    )
     def apply(_: Any, first: Any, *others: Any) -> Any:
-        return first._pointwise(function, *others)
+        return first._pointwise(function, *others, output_is_signed=mgpu.utils.is_signed(dtype))
 
     return apply(*(plgpu.layout_cast(operand, layout) for operand in operands))
 
 
 def _instruction(name: str) -> Callable[..., ir.Value]:
-    """An instruction of PTX that makes a float32 of float32 operands, for vectors of them."""
+    """An instruction of PTX, of float32 operands, for vectors of them; its first type is that of the result."""
+    rounds_to_integer = ".s32." in name
 
     def apply(*vectors: ir.Value) -> ir.Value:
+        (length,) = vectors[0].type.shape
+        element = ir.IntegerType.get_signless(32) if rounds_to_integer else ir.F32Type.get()
         text = f"{name} {', '.join(f'${i}' for i in range(len(vectors) + 1))};"
-        constraints = ",".join(["=f", *"f" * len(vectors)])
-        elements = zip(*([vector.extract(v, [], [i]) for i in range(v.type.shape[0])] for v in vectors), strict=True)
-        results: Any = [llvm.inline_asm(ir.F32Type.get(), each, text, constraints) for each in elements]
-        return vector.from_elements(vectors[0].type, results)
+        constraints = ",".join(["=r" if rounds_to_integer else "=f", *"f" * len(vectors)])
+        elements = zip(*([vector.extract(v, [], [i]) for i in range(length)] for v in vectors), strict=True)
+        results: Any = [llvm.inline_asm(element, each, text, constraints) for each in elements]
+        return vector.from_elements(ir.VectorType.get((length,), element), results)
 
     return apply
