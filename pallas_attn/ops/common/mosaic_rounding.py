@@ -80,6 +80,8 @@ class Divisor(NamedTuple):
         x = jnp.clip(x * self.power, -self.bound, self.bound)
         quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
         if jnp.issubdtype(dtype, jnp.integer):
+            # Not by adding 1.5 · 2**23 for the low bits: when a byte of a register that holds a float is to be stored,
+            # ptxas before 13.5 converts the float.
             return _elementwise(_instruction("cvt.rni.s32.f32"), layout, quotient, dtype=jnp.int32).astype(dtype)
         return quotient.astype(dtype)
 
