@@ -127,11 +127,13 @@ def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
         wide = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
         products = [jnp.dot(wide, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
-    some = min(channels, ROW_BYTES)
+    in_row = min(channels, ROW_BYTES)
+    some = max(64, in_row // len(bs))  # each of several products holds its left operand in registers of its own
 
     def accumulate(total: Ref) -> jax.Array:
         for i in range(0, channels, some):
-            wide = _load_rows(a.at[:, pl.ds(i, ROW_BYTES)], some)
+            row = pl.ds(i // in_row * in_row, ROW_BYTES)
+            wide = _load_rows(a.at[:, row], in_row, i % in_row, some)
             for b in bs:
                 plgpu.wgmma(total, wide, b.at[:, pl.ds(i, some)].transpose((1, 0)))
             if some < channels:
@@ -286,23 +288,24 @@ class _Chunks:
         return mgpu.utils.getelementptr(pointer, [constant], _i8())
 
 
-def _load_rows(tile: Ref, channels: int) -> jax.Array:
-    """Float16 [tokens, channels], columns in the order of `as_keys`, as wgmma's left operand.
+def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
+    """Float16 [tokens, count], some columns of [tokens, channels] in the order of `as_keys`, as wgmma's left operand.
 
     Of the four matrices of 8 tokens and a chunk that one `ldmatrix` brings, two are below one another, two beside.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((tokens, channels), jnp.float16, layout=TILE)
+        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((tokens, count), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = _warp_and_lane()
         token = _sum(_times(warp, 16), _masked(lane, 15))
         chunks = _Chunks(tile, channels, token, _shifted(lane, 4))
-        registers = np.empty((tokens // 64, channels // 8, 2), dtype=object)
-        for block, chunk in itertools.product(range(tokens // 64), range(0, channels // 16, 2)):
-            for i, word in enumerate(_load_matrices(chunks.pointer(64 * block, chunk), nvvm.MMALayout.row)):
+        registers = np.empty((tokens // 64, count // 8, 2), dtype=object)
+        for block, chunk in itertools.product(range(tokens // 64), range(0, count // 16, 2)):
+            pointer = chunks.pointer(64 * block, first // 16 + chunk)
+            for i, word in enumerate(_load_matrices(pointer, nvvm.MMALayout.row)):
                 column = 2 * (chunk + i // 2)
                 registers[block, column : column + 2, i % 2] = _widened(word, assembly)
         return _fragments(registers)
