@@ -74,7 +74,8 @@ class Configuration:
         """What its sizes are looked up by."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
-        return MosaicKey(self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes)
+        sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
+        return MosaicKey(*sizes, self.page_size)
 
     def paged_kv(self, num_pages: int = BATCH * PAGES) -> PagedKV:
         dtype, scales = CACHES[self.cache]

@@ -159,7 +159,7 @@ def test_what_is_printed_by_any_library_is_read(capfd):
 
 
 KEYS = [
-    MosaicKey(head_dim, cache_bytes, False, 8, 1, 2) for head_dim in (64, 128, 256) for cache_bytes in (1, 2)
+    MosaicKey(head_dim, cache_bytes, False, 8, 1, 2, 64) for head_dim in (64, 128, 256) for cache_bytes in (1, 2)
 ]  # fmt: skip
 
 

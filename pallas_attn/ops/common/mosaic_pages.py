@@ -75,6 +75,12 @@ class Static:
     def tiles_per_page(self) -> int:
         return max(1, self.page_size // self.tokens)
 
+    def page_and_part(self, tile: Any) -> tuple[Any, Any]:
+        """The first page of a tile among those of a piece, and which part of it, if that takes several tiles."""
+        if self.tiles_per_page == 1:
+            return tile * self.pages, 0
+        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
+
     @property
     def groups(self) -> int:
         """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
@@ -278,16 +284,17 @@ class Piece:
     def locate(self, tile: Any) -> list[tuple[Any, Any]]:
         """Pages of a tile: row of the pool, and position of the first token or NOWHERE. Anything past the last tile."""
         static, tables = self.static, self.x.block_tables
+        first, part = static.page_and_part(tile)
         pages = []
         for j in range(static.pages):
-            i = self.start + lax.div(tile, static.tiles_per_page) * static.pages + j
+            i = self.start + first + j
             entry = jnp.minimum(self.walk.entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
             if len(tables.shape) == 3:
                 pool_row = tables[self.batch, self.head, entry]
             else:
                 page = tables[self.batch, entry]
                 pool_row = jnp.where(page < 0, page, page * static.num_kv_heads + self.head)
-            base = entry * static.page_size + lax.rem(tile, static.tiles_per_page) * static.tokens
+            base = entry * static.page_size + part * static.tokens
             pages.append((pool_row, jnp.where((i < self.stop) & (pool_row >= 0), base, NOWHERE)))
         return pages
 
@@ -309,13 +316,15 @@ class Piece:
         static, x, mem = self.static, self.x, self.mem
         slot = lax.rem(tile, static.stages)
         landed = mem.landed.at[slot]
-        inside = lax.rem(tile, static.tiles_per_page) * static.tokens
+        _, part = static.page_and_part(tile)
         rows = static.rows(x.k, static.page_tokens)
-        some, place = pl.ds(lax.rem(tile, static.tiles_per_page) * rows, rows), pl.ds(j * rows, rows)
+        some, place = pl.ds(part * rows, rows), pl.ds(j * rows, rows)
         plgpu.copy_gmem_to_smem(x.k.at[pool_row, some], mem.k.at[slot, place], landed)
         plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
         if static.groups:
-            first = pool_row * static.groups + lax.div(inside * static.groups, static.page_size)
+            first = pool_row * static.groups
+            if static.tiles_per_page > 1:
+                first += lax.div(part * (static.tokens * static.groups), static.page_size)
             width = static.part_groups
             if width < SCALES_AT_ONCE:
                 over = lax.rem(first, SCALES_AT_ONCE)

@@ -48,11 +48,11 @@ def max_columns(head_dim: int, cache_bytes: int) -> int:
     return 64 * cache_bytes * 64 // max(head_dim, 128)
 
 
-def takes_raw_queries(columns: int) -> bool:
-    """Whether programs arrange queries as columns themselves. It saves a kernel before, and costs shared memory that
-    wide tiles have better use for.
+def takes_raw_queries(cache_bytes: int, columns: int) -> bool:
+    """Whether programs arrange queries as columns themselves. It saves a kernel before, but not where that one converts
+    queries too; and it costs shared memory that wide tiles have better use for.
     """
-    return columns == 8
+    return cache_bytes == 2 and columns == 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ class MosaicKey:
       columns: query rows of a KV head that a program takes at once.
       terms: 16-bit numbers a query is made of.
       out_bytes: bytes of a value of the output.
+      page_size: ps.
     """
 
     head_dim: int
@@ -74,6 +75,7 @@ class MosaicKey:
     columns: int
     terms: int
     out_bytes: int
+    page_size: int
 
 
 def mosaic_config(key: MosaicKey) -> MosaicConfig:
@@ -98,9 +100,10 @@ def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
     """As many programs side by side as registers and shared memory hold, each with two tiles or more: while one waits
     for memory or for its own arithmetic, the others work.
     """
-    tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 else 64
-    light = key.columns == 8 and tile_tokens == 64 and key.terms == 1
-    most = 4 if light else 3 if key.columns * key.head_dim <= 2048 else 2
+    tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 and key.page_size > 16 else 64
+    most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
+    if most == 4:  # registers for as many where nothing but the tile is in them
+        most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
     tile = tile_tokens * key.head_dim
     for programs in range(most, 0, -1):
         stage = 2 * tile * key.cache_bytes + (16 * tile_tokens if key.token_scales else 0)
@@ -112,7 +115,7 @@ def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
 
 def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
     """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
-    copies = key.terms + takes_raw_queries(key.columns)
+    copies = key.terms + takes_raw_queries(key.cache_bytes, key.columns)
     queries, probabilities = copies * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
     output = key.columns * key.head_dim * key.out_bytes
     notes = -(-4 * (2 * MAX_STAGES + 2) * key.columns // 1024) * 1024

@@ -85,6 +85,7 @@ def paged_decode(
             columns=columns.width,
             terms=len(terms),
             out_bytes=jnp.dtype(out_dtype).itemsize,
+            page_size=page_size,
         )
     )
     if plan is None:
@@ -99,7 +100,7 @@ def paged_decode(
         )
     beside = mosaic_quantised.tokens_in_row(kv)
     rows = -1, page_size // beside, head_dim * beside
-    raw_queries = scales is None and config.takes_raw_queries(columns.width) and not columns.packs_freely
+    raw_queries = config.takes_raw_queries(kv.k.dtype.itemsize, columns.width) and not columns.packs_freely
     packed = None if raw_queries else [columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]
     inputs = Inputs(
         q=q if packed is None else jnp.stack(packed),
