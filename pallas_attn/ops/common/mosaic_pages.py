@@ -426,7 +426,6 @@ class Piece:
         s = self.scores(slot, k_scale)
         hide = functools.partial(self.hide, base, v)
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
-        wide = None if static.scales is None else mosaic_quantised.load_transposed(v, x.q.shape[-1])
         if v_scale is not None:
             # Into the probability, which is rounded to 16 bits: no more than 1 then either.
             v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
@@ -435,6 +434,7 @@ class Piece:
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
         shrink = jnp.exp2((m - shift) * LOG2E)
+        wide = None if static.scales is None else mosaic_quantised.load_transposed(v, x.q.shape[-1])
         mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
         plgpu.commit_smem()
         acc = acc * over_columns(shrink, acc.shape)
