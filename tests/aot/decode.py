@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
@@ -169,13 +169,14 @@ def tunings() -> dict[str, list[MosaicKey]]:
     return {device: [MosaicKey(**entry["key"]) for entry in found] for device, found in entries.items()}
 
 
-def tuned(configurations: Iterable[Configuration]) -> dict[str, Case]:
-    """Those that a device has sizes of its own for."""
-    return {
-        f"{c}@{device}": c.case(device=device)
-        for c, (device, keys) in itertools.product(configurations, tunings().items())
-        if c.key in keys
-    }
+def tuned() -> Iterator[tuple[str, Configuration]]:
+    """What devices have sizes of their own for: every cache that it may be for."""
+    for device, keys in tunings().items():
+        for key, cache in itertools.product(keys, CACHES):
+            out = jnp.float32 if key.out_bytes == 4 else jnp.bfloat16
+            c = Configuration(cache, key.head_dim, key.columns, out, key.page_size)
+            if c.key == key:
+                yield device, c
 
 
 # --- features
@@ -310,7 +311,7 @@ def with_all_features(configurations: Iterable[Configuration]) -> dict[str, Case
 DECODE: dict[str, Case] = {
     **{str(c): c.case() for c in filter(is_typical, CONFIGURATIONS)},
     **with_all_features(c for c in CONFIGURATIONS if c.cache in CONTRASTS and c.head_dim == 128 and c.columns > 8),
-    **tuned(filter(is_typical, CONFIGURATIONS)),
+    **{f"{c}@{device}": c.case(device=device) for device, c in tuned() if is_typical(c)},
     **{f"paged-decode-{name}": case for name, case in (unlike() | calls()).items()},
 }
 """Typical ones, and what is unlike any other."""
@@ -318,7 +319,7 @@ DECODE: dict[str, Case] = {
 DECODE_MORE: dict[str, Case] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **with_all_features(CONFIGURATIONS),
-    **tuned(CONFIGURATIONS),
+    **{f"{c}@{device}": c.case(device=device) for device, c in tuned()},
     **{f"paged-decode-{name}": case for name, case in features().items()},
 }
 """All of them, and each feature by itself."""

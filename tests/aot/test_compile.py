@@ -1,5 +1,6 @@
 """Every configuration compiles for Hopper, and what comes out is what was meant."""
 
+import jax.numpy as jnp
 import pytest
 
 from tests.aot import decode
@@ -21,17 +22,20 @@ def test_cuda12(compilers, name):
     assert not list(complaints(compilers("cuda12").report(name), CASES[name]))
 
 
-def test_tunings_are_for_configurations_that_are_compiled():
-    known = {configuration.key for configuration in decode.CONFIGURATIONS}
-    for keys in decode.tunings().values():
-        assert known.issuperset(keys)
+def test_packaged_tunings_are_compiled():
+    compiled = {(device, configuration.key) for device, configuration in decode.tuned()}
+    assert compiled == {(device, key) for device, keys in decode.tunings().items() for key in keys}
 
 
-def test_a_packaged_tuning_is_compiled(monkeypatch):
-    typical = decode.Configuration("fp8-head"), decode.Configuration("int8-head"), decode.Configuration("bf16")
-    monkeypatch.setattr(decode, "tunings", lambda: {"nvidia_h200": [typical[0].key], "nvidia_h20": [typical[2].key]})
-    assert list(decode.tuned(typical)) == [
-        "paged-decode-fp8-head-d128-n8@nvidia_h200",
-        "paged-decode-int8-head-d128-n8@nvidia_h200",  # of the same sizes
-        "paged-decode-bf16-d128-n8@nvidia_h20",
+def test_a_tuning_is_for_every_cache_of_its_sizes(monkeypatch):
+    fp8, bf16 = (
+        decode.Configuration("fp8-head", columns=24, page_size=16),
+        decode.Configuration("bf16", out=jnp.float32),
+    )
+    monkeypatch.setattr(decode, "tunings", lambda: {"nvidia_h200": [fp8.key], "nvidia_h20": [bf16.key]})
+    assert [f"{configuration}@{device}" for device, configuration in decode.tuned()] == [
+        "paged-decode-int8-head-d128-n24-p16@nvidia_h200",
+        "paged-decode-fp8-head-d128-n24-p16@nvidia_h200",
+        "paged-decode-bf16-d128-n8-f32-out@nvidia_h20",
+        "paged-decode-f16-d128-n8-f32-out@nvidia_h20",
     ]
