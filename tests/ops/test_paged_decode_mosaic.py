@@ -22,9 +22,10 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, PagedKV, dispatch, explain, paged_decode, plan_decode
+from pallas_attn import FULL, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
 from pallas_attn.ops.common import mosaic_quantised
 from pallas_attn.ops.common import plan as plan_module
+from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import MosaicConfig
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -271,6 +272,21 @@ def test_more_rows_than_a_grid_has_on_most_axes() -> None:
     )
     want = jnp.where(lens[:, None] > 0, v[tables[:, 0], 0, 0], 0)
     np.testing.assert_array_equal(out[:, 0, 0], want)
+
+
+def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the operation plans for itself, from shapes alone; one where nothing follows plans."""
+    planned = []
+
+    def plan(*args: Any, num_programs: int, **kwargs: Any) -> Any:
+        planned.append(num_programs)
+        return plan_decode(*args, num_programs=num_programs, **kwargs)
+
+    monkeypatch.setattr(mosaic_sm90, "plan_decode", plan)
+    narrow, wide = (arguments(draw(replace(SMALL, dtype=dtype))) for dtype in ("bfloat16", "float32"))
+    jax.eval_shape(functools.partial(paged_decode, implementation="mosaic"), **narrow)
+    assert planned == [decode_programs(*jax.eval_shape(lambda: (narrow["q"], narrow["kv"])))]
+    assert decode_programs(wide["q"], wide["kv"]) == 1
 
 
 REFUSED = {

@@ -31,6 +31,12 @@ def _reference() -> Any:
     return implementation.paged_decode
 
 
+def _mosaic_programs() -> Any:
+    import pallas_attn.ops.paged_decode.mosaic_sm90 as implementation
+
+    return implementation.decode_programs
+
+
 IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
@@ -85,6 +91,39 @@ def paged_decode(
     out_dtype = checks.output_dtype(out_dtype, q.dtype)
     out, lse = dispatch.run("paged_decode", IMPLEMENTATIONS, implementation, **call, out_dtype=out_dtype)
     return (out, lse) if return_lse else out
+
+
+def decode_programs(
+    q: Float[Array, "B Q Hq D"] | jax.ShapeDtypeStruct,
+    kv: PagedKV,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> int:
+    """How many programs `plan_decode` should share a step among, for calls of `paged_decode` with such arguments.
+
+    A plan for another number works as well, but not as fast. An operation that is not given a plan makes one for this
+    number, in every layer.
+
+    Args:
+      q, kv, out_dtype: as `paged_decode` gets them; only shapes and dtypes matter, so `jax.ShapeDtypeStruct`s will do.
+
+    Returns:
+      The programs that run side by side on the default device; 1 where no implementation follows plans.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+    """
+    dims = checks.Dims()
+    dims.check("q", q, "B Q Hq D", checks.PLAIN)
+    checks.check_kv(kv, dims)
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    loaders = {"mosaic": _mosaic_programs, "xla": lambda: _one_program}
+    out_dtype = checks.output_dtype(out_dtype, q.dtype)
+    return dispatch.run("decode_programs", loaders, None, q=q, kv=kv, out_dtype=out_dtype)
+
+
+def _one_program(**_: Any) -> int:
+    return 1
 
 
 def _validated(

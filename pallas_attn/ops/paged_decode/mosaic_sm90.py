@@ -74,20 +74,9 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     _refuse(q, kv, draft_mask)
     (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
-    columns = Columns(num_heads // num_kv_heads, q.shape[1], config.max_columns(head_dim, kv.k.dtype.itemsize))
+    columns, settings = _sizes(q, kv, out_dtype)
     scales = mosaic_quantised.scale_layout(kv)
     terms, query_scale = mosaic_quantised.query_terms(q, kv)
-    settings = config.mosaic_config(
-        config.MosaicKey(
-            head_dim=head_dim,
-            cache_bytes=kv.k.dtype.itemsize,
-            token_scales=isinstance(scales, int),
-            columns=columns.width,
-            terms=len(terms),
-            out_bytes=jnp.dtype(out_dtype).itemsize,
-            page_size=page_size,
-        )
-    )
     if plan is None:
         plan = plan_decode(
             kv_lens,
@@ -131,6 +120,28 @@ def paged_decode(
     out, lse, partials = _launch(inputs, static, q.shape, out_dtype)
     out, lse = merge_pieces(out, lse, partials, plan.piece_offsets, inputs.sinks, columns)
     return out, columns.unpack(lse, num_kv_heads)
+
+
+def decode_programs(q: Array, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
+    _refuse(q, kv, None)
+    _, settings = _sizes(q, kv, out_dtype)
+    return settings.programs_per_multiprocessor * mosaic.multiprocessors()
+
+
+def _sizes(q: Array, kv: PagedKV, out_dtype: jax.typing.DTypeLike) -> tuple[Columns, config.MosaicConfig]:
+    num_kv_heads, page_size, head_dim = kv.k.shape[1:]
+    cache_bytes, scales = kv.k.dtype.itemsize, mosaic_quantised.scale_layout(kv)
+    columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], config.max_columns(head_dim, cache_bytes))
+    key = config.MosaicKey(
+        head_dim=head_dim,
+        cache_bytes=cache_bytes,
+        token_scales=isinstance(scales, int),
+        columns=columns.width,
+        terms=2 if scales == "channel" else 1,
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        page_size=page_size,
+    )
+    return columns, config.mosaic_config(key)
 
 
 def _refuse(q: Array, kv: PagedKV, draft_mask: Array | None) -> None:
