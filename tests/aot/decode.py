@@ -215,10 +215,17 @@ def features() -> dict[str, Case]:
     }
 
 
+def group_of_4(head_dim: int) -> Case:
+    """Half of the columns mean nothing, and the kernel itself makes columns of the queries."""
+    few = replace(BF16, head_dim=head_dim)
+    return few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
+
+
 def unlike() -> dict[str, Case]:
-    """What `all_features` cannot have, too."""
+    """What other cases are not."""
     plain = BF16.arguments()
     return {
+        **{f"bf16-d{head_dim}-group-of-4": group_of_4(head_dim) for head_dim in HEAD_DIMS},
         "window": BF16.case(window=1024),
         "fixed-plan": BF16.case(plain | {"plan": BF16.plan("fixed")}),
         "no-plan": BF16.case({name: value for name, value in plain.items() if name != "plan"}),
