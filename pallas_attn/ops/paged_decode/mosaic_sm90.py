@@ -122,13 +122,15 @@ def paged_decode(
     return out, columns.unpack(lse, num_kv_heads)
 
 
-def decode_programs(q: Array, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
+def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
     _refuse(q, kv, None)
     _, settings = _sizes(q, kv, out_dtype)
     return settings.programs_per_multiprocessor * mosaic.multiprocessors()
 
 
-def _sizes(q: Array, kv: PagedKV, out_dtype: jax.typing.DTypeLike) -> tuple[Columns, config.MosaicConfig]:
+def _sizes(
+    q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike
+) -> tuple[Columns, config.MosaicConfig]:
     num_kv_heads, page_size, head_dim = kv.k.shape[1:]
     cache_bytes, scales = kv.k.dtype.itemsize, mosaic_quantised.scale_layout(kv)
     columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], config.max_columns(head_dim, cache_bytes))
@@ -144,7 +146,7 @@ def _sizes(q: Array, kv: PagedKV, out_dtype: jax.typing.DTypeLike) -> tuple[Colu
     return columns, config.mosaic_config(key)
 
 
-def _refuse(q: Array, kv: PagedKV, draft_mask: Array | None) -> None:
+def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
     num_queries, num_heads, head_dim = q.shape[1:]
