@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, plan_decode
-from scripts.bench_pools import CACHES, Pools, cache_spec, calls_of, random_values, tables
+from scripts.bench_pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
 from tests.cases import Decode
 
 
@@ -112,14 +113,23 @@ class DecodeCase:
         return -(-self.shape.context // self.shape.page_size)
 
     @property
+    def cold_calls(self) -> int:
+        """Calls that read pages of their own, until so much was read that the first one's are cold again."""
+        return calls_of(self.num_bytes)
+
+    @property
     def calls(self) -> int:
         """In a chain."""
-        return calls_of(self.num_bytes)
+        return at_least(self.cold_calls)
 
     @property
     def pool_pages(self) -> int:
         """Pages that the calls of a chain read."""
-        return self.calls * self.shape.batch * self.table_pages
+        return self.cold_calls * self.shape.batch * self.table_pages
+
+    def in_turn[Own](self, owns: Sequence[Own]) -> list[Own]:
+        """For each call of a chain, what one of the cold calls has."""
+        return [owns[i % len(owns)] for i in range(self.calls)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +139,7 @@ class DecodeInputs:
     Attributes:
       kv: the pool all calls read from.
       kv_lens: int32 [B].
-      q, block_tables: one for each call.
+      q, block_tables: one for each call. No two calls are the same, or the compiler would do with one.
     """
 
     kv: PagedKV
@@ -153,5 +163,5 @@ def inputs(case: DecodeCase, pools: Pools) -> DecodeInputs:
         kv=kv,
         kv_lens=jnp.asarray(case.lens),
         q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), case.calls)],
-        block_tables=tables(rng, kv.k.shape[0], case.calls, (s.batch, case.table_pages)),
+        block_tables=case.in_turn(tables(rng, kv.k.shape[0], case.cold_calls, (s.batch, case.table_pages))),
     )

@@ -29,6 +29,9 @@ COLD_BYTES = 2 * 2**30
 """What the calls of a chain read before one reads the same again: many times the L2 (60 MB on an H200), and long enough
 for the host to keep ahead."""
 
+MIN_CALLS = 16
+"""In a chain of calls that only read, however large: starting a chain takes some 15 microseconds, which would count."""
+
 MAX_CALLS = 64
 """In a chain: still enough where a call takes 10 microseconds, and few enough to compile."""
 
@@ -53,8 +56,13 @@ def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int,
 
 
 def calls_of(num_bytes: int) -> int:
-    """Calls of so many bytes that a chain is made of."""
+    """Calls of so many bytes, each on pages of its own, until the first one's are cold again."""
     return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
+
+
+def at_least(calls: int) -> int:
+    """Calls that a chain of calls which only read is made of, where so many have pages of their own."""
+    return max(MIN_CALLS, calls)
 
 
 def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:

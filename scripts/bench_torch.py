@@ -51,10 +51,10 @@ def as_torch(array: jax.Array) -> Any:
 def contiguous(case: DecodeCase, arrays: DecodeInputs) -> tuple[list[Any], list[Any]]:
     """Keys and values [B, Hkv, S, D] of each call, in the memory of the pool."""
     s = case.shape
-    shape = (case.calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
+    shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
     k, v = (as_torch(pages).view(-1)[:elements].view(shape) for pages in (arrays.kv.k, arrays.kv.v))
-    return list(k[..., : s.context, :]), list(v[..., : s.context, :])
+    return case.in_turn(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
 
 
 def refuse(case: DecodeCase) -> None:

@@ -36,6 +36,7 @@ RATES = Rates(copy=4e12, matrix=8e14)
 def quick(monkeypatch):
     """Chains of three calls, and no large copies and products."""
     monkeypatch.setattr(bench_pools, "MAX_CALLS", 3)
+    monkeypatch.setattr(bench_pools, "MIN_CALLS", 3)
     monkeypatch.setattr(bench_plan, "MAX_CALLS", 3)
     monkeypatch.setattr(bench_ops, "measure_rates", lambda _: RATES)
 
