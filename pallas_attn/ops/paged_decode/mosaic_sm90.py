@@ -7,9 +7,9 @@ query rows of that head are taken together, as columns of tiles, and a tile of 6
     S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
 
 so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are read from
-where they landed; only P goes back to shared memory. 8-bit caches are brought to 16 bits on the way
-(`mosaic_quantised`): scales that are the same for all tokens go into the scores or the finished sums, those of tokens
-multiply a row of S, and go into P by way of the exponent.
+where they landed, those of 8-bit caches by way of registers, where they become 16 bits (`mosaic_quantised`); only P
+goes back to shared memory. Scales that are the same for all tokens go into the scores or the finished sums, those of
+tokens multiply a row of S, and go into P by way of the exponent.
 
 A piece of five tiles in two stages, from the top down:
 
@@ -27,7 +27,8 @@ No wait can last: a program waits only for copies it started itself, earlier.
 - landed[s] has a phase for every tile that goes to slot s, and 2 arrivals a page (4 with scales of tokens): `fetch`
   makes all of them, with a copy where there is a page and without where there is none. Every tile fetched is waited
   for once, in the order of fetching, and none is fetched past the last.
-- q_landed has a phase for every piece, and an arrival for every term of the queries.
+- q_landed has a phase for every piece, and an arrival for every term of the queries (for every query, if they are not
+  in columns yet).
 - A slot is fetched into again once its tile is done with: every warp has waited for the wgmma that read it, and
   `first_warp` for every warp. What threads themselves read or wrote there was committed before P was multiplied.
 - The tile of the output is written again once the copy from it has been read, which its own program waits for.
