@@ -136,6 +136,20 @@ def test_a_scan_writes_what_calls_write(dtype: str, scales: Any, variant: Varian
     assert_same_bits(jax.jit(write_all, donate_argnums=0)(kv, k, v, slots), want)
 
 
+@each_variant
+def test_a_scan_writes_caches_of_a_stack(variant: Variant) -> None:
+    """Each step slices its cache off one stack and leaves it on another; what is not written comes along."""
+    rng = fresh_rng()
+    calls = [(stale_cache(rng, "int8", 2), *tokens(rng), random_slots(rng, 1)) for _ in range(3)]
+
+    def step(_: None, call: Any) -> tuple[None, PagedKV]:
+        return None, write_kv(*call, implementation=variant.implementation)
+
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *calls)
+    got = jax.jit(lambda stacked: lax.scan(step, None, stacked)[1])(stacked)
+    assert_same_bits(got, jax.tree.map(lambda *a: jnp.stack(a), *(write(XLA, *call) for call in calls)))
+
+
 def test_other_slots_do_not_retrace() -> None:
     rng = fresh_rng()
     chex.clear_trace_counter()
