@@ -238,7 +238,7 @@ class HeadPagePool:
             raise ValueError(f"positions must be as many as the {len(batch_slots)} batch_slots, got {len(positions)}")
         page, offset = np.divmod(positions, self._page_size)
         last_page = self._tables.shape[2] - 1
-        rows = self._tables[batch_slots, :, np.clip(page, 0, last_page)].astype(np.int64)  # [T, Hkv]
+        rows = self._tables[batch_slots, :, np.clip(page, 0, last_page)]  # [T, Hkv]
         real = batch_slots >= 0
         homeless = real & ((rows == PAGE_NONE).any(axis=1) | (page < 0) | (page > last_page))
         for at in np.flatnonzero(homeless)[:1]:

@@ -237,16 +237,29 @@ def test_the_pages_that_stay_are_those_that_the_operations_walk(page_size):
             assert pool.num_owned <= pool.peak_rows(start + step_tokens, step_tokens=step_tokens)
 
 
-def test_peak_rows_is_reached_by_some_step():
+def test_peak_rows_grow_with_the_tokens_until_the_window_is_full():
     pool = make_pool(heads(FULL, 6, sink_tokens=[0, 1]))
-    assert [pool.peak_rows(n, step_tokens=1) for n in (0, 1, 4, 5, 32)] == [0, 2, 2, 4, 8 + 4]
-    most = 0
-    for start in range(32):
-        pool.recycle(0, start)
-        pool.allocate(0, start + 1)
-        most = max(most, len(held(pool)[1]))
-    assert most == 4, "a page of sink tokens, and three that a window of six tokens touches"
+    assert [pool.peak_rows(n, step_tokens=1) for n in (0, 1, 4, 5, 16, 17, 32)] == [0, 2, 2, 4, 8, 5 + 4, 8 + 4]
     assert pool.peak_rows(32, step_tokens=32) == 16
+
+
+@pytest.mark.parametrize("width", range(1, 10))
+@pytest.mark.parametrize("step_tokens", [1, 2, 4, 5])
+def test_peak_rows_are_reached_by_some_step_and_exceeded_by_none(width, step_tokens):
+    def rows(start: int) -> int:
+        pool = make_pool(heads(width, sink_tokens=5))
+        pool.allocate(0, start)
+        pool.recycle(0, start)
+        pool.allocate(0, start + step_tokens)
+        return pool.num_owned
+
+    assert max(map(rows, range(28))) == make_pool(heads(width, sink_tokens=5)).peak_rows(32, step_tokens=step_tokens)
+
+
+def test_slots_go_up_to_the_largest_int32():
+    pool = HeadPagePool(2, heads(FULL), page_size=2**30, max_num_seqs=1, max_pages_per_seq=2)
+    pool.allocate(0, 2**31)
+    assert pool.slots([0], [2**31 - 1]).tolist() == [[2**31 - 1]]
 
 
 @pytest.mark.parametrize(
@@ -275,8 +288,8 @@ def test_peak_rows_is_reached_by_some_step():
             r"positions\[1\] must be .* batch slot 0 has rows in all .*, got 12",
         ),
         (lambda pool: pool.slots([0], [7]), r"positions\[0\] must be .* batch slot 0 has rows in all heads, got 7"),
-        (lambda pool: pool.slots([0], [-1]), r"positions\[0\] must be .*, got -1"),
-        (lambda pool: pool.slots([0], [32]), r"positions\[0\] must be .*, got 32"),
+        (lambda pool: pool.slots([2], [-1]), r"positions\[0\] must be .*, got -1"),
+        (lambda pool: pool.slots([2], [32]), r"positions\[0\] must be .*, got 32"),
         (lambda pool: pool.slots([1], [0]), r"positions\[0\] must be .* batch slot 1 .*, got 0"),
         (lambda pool: pool.peak_rows(-1, step_tokens=1), "must not be negative .*, got num_tokens=-1, step_tokens=1"),
         (lambda pool: pool.peak_rows(1, step_tokens=0), "step_tokens at least 1, got num_tokens=1, step_tokens=0"),
@@ -286,6 +299,7 @@ def test_misuse_raises_and_changes_nothing(call, message):
     pool = make_pool(heads(FULL, 1))
     pool.allocate(0, 9)
     pool.recycle(0, 9)
+    pool.allocate(2, 32)
     before = snapshot(pool)
     with pytest.raises(ValueError, match=message):
         call(pool)
@@ -322,6 +336,15 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
     pool._rows._refcounts[row] = count
     if count:
         pool._rows._free.pop(row, None)
+    else:
+        pool._rows._free[row] = None
+
+
+def share_row_0(pool: HeadPagePool) -> None:
+    """With counts that agree: row 0 also takes the place of row 2."""
+    pool._tables[0, 0, 1] = 0
+    owned(pool, 0, 2)
+    owned(pool, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +359,7 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
         (lambda pool: pool._tables.__setitem__((0, 0, 1), -2), "row -2 is 1x in tables and owned 0x"),
         (lambda pool: pool._tables.__setitem__((0, 0, 1), 64), "row 2 is 0x in tables and owned 1x"),
         (lambda pool: owned(pool, 9, 1), "row 9 is 0x in tables and owned 1x"),
+        (share_row_0, "row 0 is 2x in tables and owned 2x"),
         (lambda pool: owned(pool, 0, 2), "row 0 is 1x in tables and owned 2x"),
     ],
 )
