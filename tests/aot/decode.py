@@ -237,7 +237,7 @@ def all_features(configuration: Configuration) -> Case:
     """What needs the most registers: everything at once, over the smallest pages."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
-    return wide.case(arguments, soft_cap=50.0)
+    return replace(wide.case(arguments, soft_cap=50.0), blocks=1)  # what else takes registers, sizes are not chosen by
 
 
 # --- calls
