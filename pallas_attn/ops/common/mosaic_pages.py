@@ -82,6 +82,13 @@ class Static:
         return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether the pages of a tile are looked up before its slot is free. They wait in registers, of which a tile of
+        many columns leaves few.
+        """
+        return self.pages * self.columns.width <= 128
+
+    @property
     def groups(self) -> int:
         """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
         return self.scales if isinstance(self.scales, int) else 0
@@ -359,25 +366,29 @@ class Piece:
             position = jnp.where(token >= first, token + (base[j] - first), position)
         return position
 
-    def visible(self, position: Any) -> Any:
-        """Which token each column sees: [tokens, width]."""
+    def masked(self, position: Any, s: Any) -> Any:
+        """Scores [tokens, width], -inf where a column does not see a token."""
         static, shape = self.static, self.static.shape
-        position = over_tokens(position, shape)
-        newest, hidden = (mosaic.load(self.limits(i), PER_COLUMN) for i in range(2))
-        shown = position <= over_columns(newest, shape)
+        each = over_tokens(position, shape)
+
+        def limit(i: int) -> Any:
+            return over_columns(mosaic.load(self.limits(i), PER_COLUMN), shape)
+
+        s = jnp.where(each <= limit(0), s, -jnp.inf)
         if self.x.drafts is not None:
             drafts = self.x.drafts.at[static.columns.query_block(self.block), self.batch]
-            draft = position - self.first
+            draft = over_tokens(position - self.first, shape)
             bits = over_columns(mosaic.load(drafts, PER_COLUMN), shape)
-            shown &= (draft < 0) | ((lax.shift_right_logical(bits, jnp.clip(draft, 0, 31)) & 1) == 1)
+            seen = (lax.shift_right_logical(bits, jnp.clip(draft, 0, 31)) & 1) == 1
+            s = jnp.where((draft < 0) | seen, s, -jnp.inf)
         if self.window is not None:
-            shown &= (position < self.sink_tokens) | (position > over_columns(hidden, shape))
-        return shown
+            s = jnp.where((each < self.sink_tokens) | (each > limit(1)), s, -jnp.inf)
+        return s
 
-    def alive(self, position: Any) -> Any:
-        """Which token some query sees: [tokens]."""
+    def alive(self, position: Any, s: Any) -> Any:
+        """Which token some query sees: [tokens], from positions and masked scores."""
         if self.x.drafts is not None:
-            return jnp.where(self.visible(position), 1.0, 0.0).max(axis=1) > 0
+            return s.max(axis=1) > -jnp.inf
         alive = position < self.kv_len
         if self.window is not None:
             # Of the new tokens each sees itself; the first query's window reaches back farthest.
@@ -397,7 +408,8 @@ class Piece:
         become 1.
         """
         position = self.positions(base)
-        alive = self.alive(position)
+        s = self.masked(position, s)
+        alive = self.alive(position, s)
         if self.static.scales is None:
             for i in range(0, v.shape[1], 64):  # in few registers
                 part = v.at[:, pl.ds(i, 64)]
@@ -408,7 +420,7 @@ class Piece:
             plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(alive, v_scale, 1.0)
-        return jnp.where(self.visible(position), s, -jnp.inf), v_scale
+        return s, v_scale
 
     # Arithmetic
 
@@ -418,7 +430,8 @@ class Piece:
         m, l, acc = state  # noqa: E741
         stages = static.stages
         slot = lax.rem(tile, stages)
-        following, pages = tile + stages, self.locate(tile + stages)  # known by the time the slot is free
+        following = tile + stages
+        pages = self.locate(following) if static.looks_ahead else None
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
         v = mem.v.at[slot]
@@ -448,7 +461,8 @@ class Piece:
 
         @pl.when(following < self.num_tiles)
         def _refill() -> None:
-            mosaic.first_warp(functools.partial(self.fetch, following, pages))
+            found = self.locate(following) if pages is None else pages
+            mosaic.first_warp(functools.partial(self.fetch, following, found))
 
         return State(highest, l, acc)
 
@@ -476,5 +490,6 @@ class Piece:
         if k_scale is not None:
             s *= over_tokens(k_scale, static.shape)
         if static.soft_cap is not None:
-            s = jnp.tanh(s * (1 / static.soft_cap)) * static.soft_cap
+            # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one too many registers.
+            s = static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * (2 * LOG2E / static.soft_cap)))
         return s

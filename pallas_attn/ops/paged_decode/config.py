@@ -43,9 +43,12 @@ class MosaicConfig:
             raise ValueError(f"{self.programs_per_multiprocessor=} must be from 1 to 16")
 
 
-def max_columns(head_dim: int, cache_bytes: int) -> int:
-    """Query rows of a KV head that the registers of a warpgroup have room for, beside what dequantising takes."""
-    return 64 * cache_bytes * 64 // max(head_dim, 128)
+def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
+    """Query rows of a KV head that the registers of a warpgroup have room for, beside what dequantising takes, and a
+    soft cap.
+    """
+    columns = 64 * cache_bytes * 64 // max(head_dim, 128)
+    return columns * 3 // 4 // 8 * 8 if capped else columns
 
 
 def takes_raw_queries(cache_bytes: int, columns: int) -> bool:

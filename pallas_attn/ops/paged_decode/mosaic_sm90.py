@@ -73,9 +73,10 @@ def paged_decode(
     plan: DecodePlan | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
-    _refuse(q, kv, draft_mask)
+    limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize, capped=soft_cap is not None)
+    _refuse(q, kv, draft_mask, limit)
     (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
-    columns, settings = _sizes(q, kv, out_dtype)
+    columns, settings = _sizes(q, kv, out_dtype, limit)
     scales = mosaic_quantised.scale_layout(kv)
     terms, query_scale = mosaic_quantised.query_terms(q, kv)
     if plan is None:
@@ -124,17 +125,18 @@ def paged_decode(
 
 
 def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
-    _refuse(q, kv, None)
-    _, settings = _sizes(q, kv, out_dtype)
+    limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize)
+    _refuse(q, kv, None, limit)
+    _, settings = _sizes(q, kv, out_dtype, limit)
     return settings.programs_per_multiprocessor * mosaic.multiprocessors()
 
 
 def _sizes(
-    q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike
+    q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike, limit: int
 ) -> tuple[Columns, config.MosaicConfig]:
     num_kv_heads, page_size, head_dim = kv.k.shape[1:]
     cache_bytes, scales = kv.k.dtype.itemsize, mosaic_quantised.scale_layout(kv)
-    columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], config.max_columns(head_dim, cache_bytes))
+    columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], limit)
     key = config.MosaicKey(
         head_dim=head_dim,
         cache_bytes=cache_bytes,
@@ -147,7 +149,7 @@ def _sizes(
     return columns, config.mosaic_config(key)
 
 
-def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None) -> None:
+def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None, limit: int) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
     num_queries, num_heads, head_dim = q.shape[1:]
@@ -162,7 +164,7 @@ def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | No
         raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
     if page_size not in (16, 32, 64, 128):
         raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
-    group, limit = num_heads // num_kv_heads, config.max_columns(head_dim, kv.k.dtype.itemsize)
+    group = num_heads // num_kv_heads
     if group > limit and Columns(group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
     if draft_mask is not None and num_queries > 31:
@@ -201,7 +203,7 @@ def _launch(
         grid_names=("program", "block"),
         scratch_types=Memory.types(x, static, out_dtype),
         compiler_params=plgpu.CompilerParams(
-            approx_math=static.soft_cap is None,  # its tanh is not good enough
+            approx_math=True,
             reduction_scratch_bytes=config.reduction_bytes(columns.width),
         ),
     )(x)
