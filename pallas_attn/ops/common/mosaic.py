@@ -96,7 +96,7 @@ def first_warp(start_copies: Callable[[], None]) -> None:
 def unsliced[Tree](x: Tree) -> Tree:
     """Arrays that a kernel reads which also changes some in place.
 
-    Where a scan slices its operands or stacks its results, XLA (jax 0.11 and 0.12) has a kernel read from and write to
+    Where a scan slices its operands or stacks its results, XLA (as of jax 0.11) has a kernel read from and write to
     the stacks themselves, and forgets that results were to be in the place of operands: what the kernel leaves alone is
     lost. Barriers are what it does not look through.
     """
