@@ -251,6 +251,7 @@ def merge_pieces(
             plgpu.Barrier(num_barriers=2, num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_pieces",
     )(*refs, *mosaic.unsliced((partials, piece_offsets, sinks)))
     return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
 

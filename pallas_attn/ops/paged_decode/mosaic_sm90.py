@@ -206,6 +206,7 @@ def _launch(
             approx_math=True,
             reduction_scratch_bytes=config.reduction_bytes(columns.width),
         ),
+        kernel_name="paged_decode",
     )(x)
 
 
