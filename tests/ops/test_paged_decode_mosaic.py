@@ -216,6 +216,16 @@ def test_conversions_to_float16(dtype: Any) -> None:
         np.testing.assert_array_equal(np.concatenate(got, axis=1), numbers[:, order])
 
 
+def test_a_query_of_nan_spoils_no_other_head() -> None:
+    """Whether values count is asked of all query rows of a KV head; one that sees everything as NaN says yes, too."""
+    arrays = draw(TREE).decode()
+    clean = call(TREE, arrays)
+    q = arrays["q"].copy()
+    q[:, :, 0] = np.nan
+    got = call(TREE, arrays | {"q": q})
+    harness.assert_same_bits([x[:, :, 1:] for x in got], [x[:, :, 1:] for x in clean])
+
+
 # --- calls
 
 

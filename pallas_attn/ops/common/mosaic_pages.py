@@ -388,7 +388,7 @@ class Piece:
     def alive(self, position: Any, s: Any) -> Any:
         """Which token some query sees: [tokens], from positions and masked scores."""
         if self.x.drafts is not None:
-            return s.max(axis=1) > -jnp.inf
+            return jnp.where(s == -jnp.inf, 0.0, 1.0).max(axis=1) > 0  # a score of NaN is one, too
         alive = position < self.kv_len
         if self.window is not None:
             # Of the new tokens each sees itself; the first query's window reaches back farthest.
