@@ -6,6 +6,7 @@ therefore varies along the rows of a tile and is spread over its columns, a valu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from pallas_attn import dispatch
 from pallas_attn.ops.common.assembler import require_sound_assembler
 
 HOPPER = (9, 0)
+
+LOG2E = math.log2(math.e)
+"""exp(x) is exp2(LOG2E · x), which the hardware has."""
 
 TILE = plgpu.Layout.WGMMA
 PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
@@ -127,20 +131,23 @@ def multiply(a: Ref, bs: Sequence[Ref]) -> jax.Array:
     return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], bs[0].shape[0]), jnp.float32))
 
 
-def add_product(total: jax.Array, a: Ref, b: Ref) -> jax.Array:
-    """total + a @ b in float32, for a [M, K] and b [K, N] in shared memory, in the registers of `total`.
+def add_product(total: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
+    """total + a @ b in float32, in the registers of `total`, for a [M, K] in shared memory or registers and b [K, N] in
+    shared memory.
 
-    The interpreter has no accumulators that begin with a value.
+    The interpreter has no accumulators that begin with a value, and no wgmma of registers.
     """
-    if interpreted():
+    if not interpreted():
+        added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))
+        return added
+    if isinstance(a, jax.Array):
+        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
-        def product(result: Ref) -> jax.Array:
-            plgpu.wgmma(result, a, b)
-            return result[...]
+    def product(result: Ref) -> jax.Array:
+        plgpu.wgmma(result, a, b)
+        return result[...]
 
-        return total + pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-    added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))
-    return added
+    return total + pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 # --- vectors beside a tile

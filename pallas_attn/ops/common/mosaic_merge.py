@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import PER_COLUMN, Ref, over_columns
-
-LOG2E = math.log2(math.e)
+from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, Ref, over_columns
 
 MERGE_ROWS = 64
 """Rows of the transposed output that one program of the merge takes."""

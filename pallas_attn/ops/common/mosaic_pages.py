@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic, mosaic_quantised
-from pallas_attn.ops.common.mosaic import PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_merge import Columns, State
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
-
-LOG2E = math.log2(math.e)
 
 NOWHERE = 2**30
 """Position of a token that does not exist: newer than every query."""
@@ -428,9 +425,7 @@ class Piece:
         """Takes in one tile."""
         static, x, mem, shape = self.static, self.x, self.mem, self.static.shape
         m, l, acc = state  # noqa: E741
-        stages = static.stages
-        slot = lax.rem(tile, stages)
-        following = tile + stages
+        slot, following = lax.rem(tile, static.stages), tile + static.stages
         pages = self.locate(following) if static.looks_ahead else None
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
@@ -447,14 +442,14 @@ class Piece:
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
         shrink = jnp.exp2((m - shift) * LOG2E)
-        wide = None if static.scales is None else mosaic_quantised.load_transposed(v, x.q.shape[-1])
+        if static.scales is None:
+            transposed = v.transpose((1, 0))
+        else:
+            transposed = mosaic_quantised.load_transposed(v, x.q.shape[-1])
         mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
         plgpu.commit_smem()
         acc = acc * over_columns(shrink, acc.shape)
-        if wide is None:
-            acc = mosaic.add_product(acc, v.transpose((1, 0)), mem.p.transpose((1, 0)))
-        else:
-            acc = mosaic_quantised.add_product_widened(acc, wide, mem.p.transpose((1, 0)))
+        acc = mosaic.add_product(acc, transposed, mem.p.transpose((1, 0)))
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(shrink, shape) + p  # noqa: E741

@@ -108,12 +108,12 @@ def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], 
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
-# --- in the kernel
-
-
 def tokens_in_row(kv: PagedKV) -> int:
     """How many tokens of a cache are beside one another in the rows of tiles."""
     return 1 if kv.k_scale is None else max(1, ROW_BYTES // kv.k.shape[-1])
+
+
+# --- in the kernel
 
 
 def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
@@ -148,14 +148,6 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
     return _load_columns(tile, channels)
-
-
-def add_product_widened(total: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
-    """total + a @ b in float32, for float16 a [M, K] in registers and b [K, N] in shared memory."""
-    if interpreted():
-        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-    added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))
-    return added
 
 
 def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
