@@ -22,6 +22,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import export
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PAGE_NONE
 from pallas_attn.ops.common.online_softmax import XlaConfig
@@ -292,6 +294,17 @@ def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
     """The call as it comes back from being serialised by `jax.export`."""
     serialised = export.export(call)(**arrays).serialize()
     return export.deserialize(serialised).call
+
+
+@contextlib.contextmanager
+def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[None]:
+    """Within it Mosaic kernels run interpreted. Fails where two accesses raced, which the interpreter only prints."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **params)):
+        yield
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "RACE DETECTED" not in printed
 
 
 @contextlib.contextmanager

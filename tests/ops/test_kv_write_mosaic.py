@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
 from pallas_attn.ops.common import mosaic_rounding, quantise
 from pallas_attn.ops.common.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.ops.kv_write.config import MosaicConfig, MosaicKey, mosaic_config
+from tests.ops import harness
 from tests.ops import test_kv_write as contract
 from tests.ops import test_kv_write_call as call_contract
 from tests.ops import test_rope as rope_contract
@@ -31,14 +30,9 @@ FP8 = "float8_e4m3fn"
 
 @pytest.fixture
 def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs kernels interpreted; fails a test in which two accesses raced, which the interpreter only prints."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    params = plgpu.InterpretGPUParams(detect_races=True, **getattr(request, "param", {}))
-    with plgpu.force_gpu_interpret_mode(params):
+    """Runs kernels interpreted, with parameters of the interpreter that a test may ask for."""
+    with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
-    printed = capsys.readouterr().out
-    print(printed)
-    assert "RACE DETECTED" not in printed
 
 
 def dynamic(dtype: str, rank: int, groups: int) -> tuple[Callable[..., None], dict[str, Any]]:
