@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
+from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.portable import PORTABLE
 from tests.aot.writes import WRITES, WRITES_MORE
 
-CASES: dict[str, Case] = PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE
+CASES: dict[str, Case] = PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE
 
-SLOW = (DECODE_MORE.keys() - DECODE.keys()) | WRITES_MORE.keys()
+SLOW = (DECODE_MORE.keys() - DECODE.keys()) | WRITES_MORE.keys() | LATENT_MORE.keys()
 """Left to the slow run."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
         "experts-64-tokens",
+        "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",
         "paged-decode-fp8-token-d128-n8",
         "write-kv-bf16-no-norm",
         "write-kv-scan",
+        "write-latent-scan",
         "xla-paged-decode-bf16",
     }
 )

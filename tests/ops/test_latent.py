@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, gather_latent, write_latent
-from pallas_attn.ops import latent_gather, latent_write
+from pallas_attn.ops import latent_write
 from tests.ops.harness import (
     GARBAGE,
     Variant,
@@ -23,6 +23,11 @@ from tests.ops.harness import (
     scope_names,
     variants,
 )
+
+# Both have the same implementations. Of Mosaic's, see test_latent_mosaic.py.
+PORTABLE = [name for name in latent_write.IMPLEMENTATIONS if name != "mosaic"]
+every_variant = variants(PORTABLE)
+lean_variant = variants(name for name in PORTABLE if name != "reference")
 
 NUM_PAGES, PAGE_SIZE, WIDTH = 12, 4, 24
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
@@ -59,7 +64,7 @@ SLOTS = {
 
 
 @DTYPES
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_places_each_token_and_touches_nothing_else(variant: Variant, dtype: Any) -> None:
     rng = fresh_rng()
     write = compiled(write_latent, variant)
@@ -70,7 +75,7 @@ def test_write_places_each_token_and_touches_nothing_else(variant: Variant, dtyp
         assert_same_bits(got.pages, numpy_write(pages, latent, np.array(slots)))
 
 
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_fills_a_pool_in_any_order(variant: Variant) -> None:
     rng = fresh_rng()
     latent = any_bits(rng, (NUM_SLOTS, WIDTH), np.float32)
@@ -80,7 +85,7 @@ def test_write_fills_a_pool_in_any_order(variant: Variant) -> None:
     assert_same_bits(got.pages.reshape(NUM_SLOTS, WIDTH)[slots], latent)
 
 
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_casts_to_the_dtype_of_the_cache(variant: Variant) -> None:
     """Round to nearest even, past the 16-bit range to infinity."""
     rng = fresh_rng()
@@ -93,7 +98,7 @@ def test_write_casts_to_the_dtype_of_the_cache(variant: Variant) -> None:
             assert_same_bits(got.pages, numpy_write(pages, latent.astype(dtype), slots))
 
 
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_of_no_tokens_is_the_cache(variant: Variant) -> None:
     pages = any_bits(fresh_rng(), (NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent, slots = np.zeros((0, WIDTH), np.float32), np.zeros((0,), np.int32)
@@ -102,7 +107,7 @@ def test_write_of_no_tokens_is_the_cache(variant: Variant) -> None:
 
 
 @DTYPES
-@variants(name for name in latent_write.IMPLEMENTATIONS if name != "reference")
+@lean_variant
 def test_write_is_in_place_where_the_cache_is_donated(variant: Variant, dtype: Any) -> None:
     def write(cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
         return write_latent(cache, latent, slots, implementation=variant.implementation)
@@ -125,7 +130,7 @@ def steps_of_writes(variant: Variant, cache: PagedLatent, latent: jax.Array, slo
     return jax.lax.scan(step, cache, (latent, slots))[0]
 
 
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_inside_a_scan(variant: Variant) -> None:
     rng = fresh_rng()
     pages, latent = any_bits(rng, (64, 16, WIDTH), np.float32), any_bits(rng, (5, 3, WIDTH), np.float32)
@@ -138,7 +143,7 @@ def test_write_inside_a_scan(variant: Variant) -> None:
     assert_same_bits(scan(variant, PagedLatent(jnp.array(pages)), latent, slots).pages, want)
 
 
-@variants(latent_write.IMPLEMENTATIONS)
+@every_variant
 def test_write_under_vmap(variant: Variant) -> None:
     """Layers stacked on a leading axis, each with its own slots."""
     rng = fresh_rng()
@@ -206,7 +211,7 @@ CACHED_AND_NEW = {
 
 
 @DTYPES
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_lays_cached_and_new_tokens_end_to_end(variant: Variant, dtype: Any) -> None:
     rng = fresh_rng()
     gather = compiled(gather_latent, variant, length=LENGTH)
@@ -216,7 +221,7 @@ def test_gather_lays_cached_and_new_tokens_end_to_end(variant: Variant, dtype: A
         assert_same_bits(gather(**arrays), fitted(tokens, LENGTH))
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_of_any_lengths(variant: Variant) -> None:
     rng = fresh_rng()
     gather = compiled(gather_latent, variant, length=LENGTH)
@@ -230,20 +235,20 @@ def test_gather_of_any_lengths(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 64])
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_of_a_single_sequence_into_any_length(variant: Variant, length: int) -> None:
     arrays, tokens = ragged_case(fresh_rng(), [6], [3])
     assert_same_bits(compiled(gather_latent, variant, length=length)(**arrays), fitted(tokens, length))
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_without_any_new_latents(variant: Variant) -> None:
     """An empty array of them, as `mla_prefill` hands over to expand a prefix."""
     arrays, tokens = ragged_case(fresh_rng(), [6, 0, 9, 1], [0, 0, 0, 0], num_new=0)
     assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_under_vmap(variant: Variant) -> None:
     rng = fresh_rng()
     cases = [ragged_case(rng, *CACHED_AND_NEW[name]) for name in ("mixed", "idle between")]
@@ -258,7 +263,7 @@ def test_gather_under_vmap(variant: Variant) -> None:
 # --- both
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_gather_brings_back_what_was_written(variant: Variant) -> None:
     rng = fresh_rng()
     latent = any_bits(rng, (11, WIDTH), np.float32)
@@ -277,7 +282,7 @@ def test_gather_brings_back_what_was_written(variant: Variant) -> None:
     assert_same_bits(got, latent)
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
     rng = fresh_rng()
     chex.clear_trace_counter()
@@ -297,7 +302,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(varian
     assert "gather_latent" in names
 
 
-@variants(latent_gather.IMPLEMENTATIONS)
+@every_variant
 def test_exported(variant: Variant) -> None:
     arrays, tokens = ragged_case(fresh_rng(), *CACHED_AND_NEW["mixed"])
     gather = jax.export.export(compiled(gather_latent, variant, length=LENGTH))(**arrays)

@@ -10,6 +10,12 @@ from pallas_attn import checks, dispatch
 from pallas_attn.types import Implementation, PagedLatent
 
 
+def _mosaic() -> Any:
+    import pallas_attn.ops.latent_write.mosaic_sm90 as implementation
+
+    return implementation.write_latent
+
+
 def _xla() -> Any:
     import pallas_attn.ops.latent_write.xla as implementation
 
@@ -22,7 +28,7 @@ def _reference() -> Any:
     return implementation.write_latent
 
 
-IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def write_latent(

@@ -1,0 +1,90 @@
+"""`write_latent` and `gather_latent` on Hopper at the widths of models, and `mla_prefill` with them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallas_attn
+from pallas_attn import PagedLatent, latent_cache_spec
+from tests.aot.case import Case, shape
+
+WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
+"""L and R."""
+DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+PAGE_SIZE, SEQUENCES, TABLE_PAGES, TOKENS = 64, 8, 2048, 4096
+BLOCKS = 5
+"""Of each kernel that are meant to share a multiprocessor: with 18 KB of latents on their way in each, more than twice
+what keeps its part of the memory busy."""
+
+MOVES = functools.partial(Case, cache="cache", tensor_cores=False, temporaries=1024, blocks=BLOCKS)
+
+write_latent = functools.partial(pallas_attn.write_latent, implementation="mosaic")
+gather_latent = functools.partial(pallas_attn.gather_latent, implementation="mosaic")
+
+
+def paged_latent(latent_dim: int, rope_dim: int, dtype: Any, num_pages: int = 8192) -> PagedLatent:
+    spec = latent_cache_spec(
+        num_pages=num_pages, page_size=PAGE_SIZE, latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype
+    )
+    return jax.eval_shape(lambda: PagedLatent.allocate(spec))
+
+
+def ints(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+def write(cache: PagedLatent, num_tokens: int = TOKENS) -> Case:
+    latent = shape(num_tokens, cache.pages.shape[-1], dtype=cache.pages.dtype)
+    arguments = {"cache": cache, "latent": latent, "slots": ints(num_tokens)}
+    return MOVES(write_latent, arguments, donated=True)
+
+
+def gather(cache: PagedLatent, num_new: int = TOKENS, sequences: int = SEQUENCES) -> Case:
+    arguments = {
+        "cache": cache,
+        "latent_new": shape(num_new, cache.pages.shape[-1], dtype=cache.pages.dtype),
+        "block_tables": ints(sequences, TABLE_PAGES),
+        "cu_q_lens": ints(sequences + 1),
+        "kv_lens": ints(sequences),
+    }
+    call = functools.partial(gather_latent, length=16 * TOKENS)
+    return MOVES(call, arguments)
+
+
+DEEPSEEK = paged_latent(512, 64, jnp.bfloat16)
+
+
+def layers_in_scan() -> Case:
+    """A step's layers, each writing to the cache that all of them carry."""
+
+    def steps(cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
+        return lax.scan(lambda cache, step: (write_latent(cache, *step), None), cache, (latent, slots))[0]
+
+    arguments = {"cache": DEEPSEEK, "latent": shape(4, 64, 576), "slots": ints(4, 64)}
+    return MOVES(steps, arguments, donated=True, temporaries=2**20)
+
+
+LATENT = {
+    "write-latent-bf16": write(DEEPSEEK),
+    "write-latent-decode": write(DEEPSEEK, 64),
+    "write-latent-scan": layers_in_scan(),
+    "write-latent-large-pool": write(paged_latent(512, 64, jnp.bfloat16, num_pages=2**17)),
+    "gather-latent-bf16": gather(DEEPSEEK),
+    "gather-latent-cached-only": gather(DEEPSEEK, num_new=0),
+    "gather-latent-large-pool": gather(paged_latent(512, 64, jnp.bfloat16, num_pages=2**17), sequences=64),
+}
+
+LATENT_MORE = {
+    f"{name}-latent-{dtype}-{latent_dim}-{rope_dim}": make(paged_latent(latent_dim, rope_dim, DTYPES[dtype]))
+    for (name, make), dtype, (latent_dim, rope_dim) in itertools.product(
+        (("write", write), ("gather", gather)), DTYPES, WIDTHS
+    )
+    if (dtype, latent_dim) != ("bf16", 512)  # which are among those above
+}
+"""All widths and dtypes."""
