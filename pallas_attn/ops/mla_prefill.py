@@ -6,13 +6,16 @@ the pieces are merged by their LSE. So memory does not grow with the cached leng
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks
-from pallas_attn.ops.common.merge import merge_states
+from pallas_attn import checks, dispatch, tuning
+from pallas_attn.ops.common.merge import finite_or_zero
 from pallas_attn.ops.latent_gather import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.types import Implementation, PagedLatent
@@ -45,7 +48,8 @@ def mla_prefill(
       cu_q_lens: prefix sums of the new tokens, from 0.
       kv_lens: tokens each sequence holds, cached and new.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
-      piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for 1024.
+      piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
+        measured or is expected to be fastest, see `PieceConfig`.
       implementation: of `gather_latent` and `ragged_attention`.
 
     Returns:
@@ -55,11 +59,12 @@ def mla_prefill(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    piece_tokens = 1024 if piece_tokens is None else piece_tokens
+    if piece_tokens is None:
+        piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
 
-    def attend(latent, cu_kv_lens, causal):
+    def attend(latent: Float[Array, "U LR"], cu_kv_lens: Int32[Array, "S_plus_1"], causal: bool) -> Any:
         k, v = _expand(latent.astype(q.dtype), w_uk, w_uv)
         return ragged_attention(
             q,
@@ -79,14 +84,54 @@ def mla_prefill(
         pieces = _PrefixPieces(cache, block_tables, kv_lens - jnp.diff(cu_q_lens), piece_tokens)
 
         def absorb(carry):
-            i, *state = carry
+            i, state = carry
             latent, cu_kv_lens = pieces.load(i, implementation)
-            partial = attend(latent, cu_kv_lens, False)
-            return i + 1, *merge_states(*(jnp.stack(pair) for pair in zip(state, partial, strict=True)))
+            return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
 
-        start = (jnp.zeros((), jnp.int32), *state)
-        _, out, _ = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)
-    return out.astype(q.dtype)
+        _, state = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, (jnp.zeros((), jnp.int32), state))
+    return state[0].astype(q.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceConfig:
+    """How much of the prefix is expanded at a time.
+
+    A piece costs memory for its keys and values, and a pass over the outputs of all queries to merge what it gives:
+    16 bytes an element, which on an H200 take as long as attending 500 tokens does. And its expansion costs the same
+    however few of its tokens there are.
+
+    Attributes:
+      piece_tokens: of a piece, over all sequences.
+    """
+
+    piece_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.piece_tokens < 1:
+            raise ValueError(f"{self.piece_tokens=} must be at least 1")
+
+
+def _piece_config(heads: int, width: int) -> PieceConfig:
+    """For so many heads, whose queries, keys and values have so many columns together."""
+    on_gpu = dispatch.capability().platform == "gpu"
+    key = {"heads": heads, "width": width}
+    return tuning.lookup("mla_prefill", key, PieceConfig, lambda: PieceConfig(4096 if on_gpu else 1024))
+
+
+type State = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
+"""Attention over some of the keys, and its LSE."""
+
+
+def _merge(one: State, other: State) -> State:
+    """`merge_states` of two, element by element, so that the state of a loop is updated in place."""
+    highest = finite_or_zero(jnp.maximum(one[1], other[1]))
+    weights = [jnp.exp(lse - highest) for _, lse in (one, other)]
+    total = weights[0] + weights[1]
+    seen = total != 0
+    divisor = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, highest + jnp.log(divisor), -jnp.inf)
+    scaled = [out * (weight / divisor)[..., None] for (out, _), weight in zip((one, other), weights, strict=True)]
+    return scaled[0] + scaled[1], lse
 
 
 def _check(

@@ -70,6 +70,37 @@ def layers_in_scan() -> Case:
     return MOVES(steps, arguments, donated=True, temporaries=2**20)
 
 
+HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
+
+
+def prefill(table_pages: int) -> Case:
+    """A chunk of DeepSeek-V2-Lite's, with whatever kernels there are for its parts.
+
+    Its temporaries are keys and values of a piece and of the chunk, once as they are multiplied and once put together,
+    and outputs and LSEs of the chunk, those merged and those to come.
+    """
+    ragged = {
+        "block_tables": ints(SEQUENCES, table_pages),
+        "cu_q_lens": ints(SEQUENCES + 1),
+        "kv_lens": ints(SEQUENCES),
+    }
+    arguments = {
+        "cache": DEEPSEEK,
+        "q_nope": shape(TOKENS, HEADS, NOPE),
+        "q_rope": shape(TOKENS, HEADS, 64),
+        "latent_new": shape(TOKENS, 576),
+        "w_uk": shape(HEADS, NOPE, 512),
+        "w_uv": shape(HEADS, NOPE, 512),
+        **ragged,
+    }
+    call = functools.partial(
+        pallas_attn.mla_prefill, sm_scale=0.1, piece_tokens=PIECE_TOKENS, implementation=("mosaic", "xla")
+    )
+    expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
+    merged = 2 * TOKENS * HEADS * 4 * (NOPE + 1)
+    return MOVES(call, arguments, temporaries=2 * (expanded + merged), blocks=1)
+
+
 LATENT = {
     "write-latent-bf16": write(DEEPSEEK),
     "write-latent-decode": write(DEEPSEEK, 64),
@@ -78,6 +109,8 @@ LATENT = {
     "gather-latent-bf16": gather(DEEPSEEK),
     "gather-latent-cached-only": gather(DEEPSEEK, num_new=0),
     "gather-latent-large-pool": gather(paged_latent(512, 64, jnp.bfloat16, num_pages=2**17), sequences=64),
+    "mla-prefill-narrow": prefill(128),
+    "mla-prefill-wide": prefill(16384),
 }
 
 LATENT_MORE = {

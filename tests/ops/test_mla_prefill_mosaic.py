@@ -1,0 +1,115 @@
+"""`mla_prefill` with Mosaic kernels where there are any for its parts, interpreted: the contract's own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import merge_states, mla_prefill
+from pallas_attn.ops import latent_gather
+from pallas_attn.ops.mla_prefill import PieceConfig, _merge
+from tests.ops import harness
+from tests.ops import test_mla_prefill as contract
+from tests.ops.harness import Variant
+from tests.ops.test_mla_prefill import BASE, LENGTHS, PS, Inputs
+
+MOSAIC: Any = Variant(("mosaic", "xla"))  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.fixture
+def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    with harness.interpreting(capsys):
+        yield
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
+def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(latent_gather.IMPLEMENTATIONS, "xla")  # so that nothing stands in for the kernel
+    cached, new = LENGTHS[name]
+    contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=0.25), PS)
+
+
+# --- pieces, and what becomes of them
+
+
+def test_merges_as_merge_states_does() -> None:
+    """Of states with LSEs so large that their differences are all that can be told, empty ones and seen NaN."""
+    rng = harness.fresh_rng()
+    outs = rng.standard_normal((2, 6, 3, 8), np.float32)
+    lses = (1e5 + rng.standard_normal((2, 6, 3))).astype(np.float32)
+    lses[0, 0], lses[1, 1], lses[:, 2] = -np.inf, -np.inf, -np.inf
+    outs[lses == -np.inf] = 0
+    outs[0, 3, 0], lses[0, 3, 0] = np.nan, np.nan
+    got = jax.jit(lambda outs, lses: _merge((outs[0], lses[0]), (outs[1], lses[1])))(outs, lses)
+    want = merge_states(jnp.asarray(outs), jnp.asarray(lses))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_the_configured_piece_is_what_none_means() -> None:
+    """Its tokens bound the memory: of larger pieces it is more."""
+    arrays = contract.shapes(64)
+    temporaries = {
+        tokens: harness.temp_bytes(contract.prefill(Variant("xla", config)), **arrays)
+        for tokens, config in ((256, PieceConfig(256)), (4096, PieceConfig(4096)))
+    }
+    expanded = (4096 - 256) * 4 * (32 + 16 + 32) * 4
+    assert temporaries[4096] - temporaries[256] >= expanded
+
+
+def test_a_piece_has_tokens() -> None:
+    with pytest.raises(ValueError, match="piece_tokens=0 must be at least 1"):
+        PieceConfig(0)
+
+
+# --- real sizes, on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", ("mosaic", "xla"), "mosaic"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_widths_of_deepseek(heads: int, implementation: Any) -> None:
+    """Chunks on prefixes of all kinds of lengths, by pages of 64 tokens, against float32 all at once."""
+    rng, page_size, num_pages = harness.fresh_rng(), 64, 256
+    cached, new = np.array([1000, 0, 4096, 63, 64, 0]), np.array([100, 333, 1, 64, 0, 14])
+    normal = lambda size, *shape: jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    tables = rng.permutation(num_pages)[: 6 * 40].reshape(6, 40)
+    tables = np.concatenate([tables, np.full((6, 24), harness.GARBAGE)], axis=1)
+    tables[2] = rng.permutation(num_pages)[:64]
+    pages = normal(0.5, num_pages, page_size, 576)
+    call = {
+        "q_nope": normal(1.0, 512, heads, 128),
+        "q_rope": normal(1.0, 512, heads, 64),
+        "latent_new": normal(0.5, 512, 576),
+        "w_uk": normal(512**-0.5, heads, 128, 512),
+        "w_uv": normal(512**-0.5, heads, 128, 512),
+        "cache": contract.PagedLatent(pages),
+        "block_tables": tables.astype(np.int32),
+        "cu_q_lens": np.cumsum([0, *new], dtype=np.int32),
+        "kv_lens": (cached + new).astype(np.int32),
+    }
+    got = jax.jit(lambda call: mla_prefill(**call, sm_scale=0.1, piece_tokens=1024, implementation=implementation))(
+        call
+    )
+    f32 = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, call)
+    want = jax.jit(lambda call: mla_prefill(**call, sm_scale=0.1, piece_tokens=8192, implementation="xla"))(f32)
+    assert not np.asarray(got)[new.sum() :].any()
+    harness.assert_close("output", got, want, harness.Tolerance(4e-3, 4 / 128, 3e-5))
+
+
+@pytest.mark.gpu
+def test_inputs_of_the_contract_on_a_gpu() -> None:
+    """Poisoned pages and padding change no bit."""
+    wide = replace(
+        BASE, heads=4, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512, dtype="bfloat16", value_scale=0.25
+    )
+    inputs = Inputs.draw(wide, harness.fresh_rng())
+    call = contract.prefill(MOSAIC, PS)
+    harness.assert_same_bits(call(**inputs.arguments()), call(**inputs.arguments(poisoned=False)))
