@@ -3,8 +3,9 @@
 A chain is one compiled program that calls an operation many times, each time on other data, and is run over and over.
 On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
 to the next, so that the graph is never written anew for other addresses. The host queues runs faster than the device
-finishes them. The time of a call is the wall time from the first run of a sample until the last has finished, divided
-by the calls in it: kernels and the gaps between them, without the host.
+finishes them. The time of a call is the wall time that more runs take longer than fewer (`Stopwatch.take`), divided by
+the calls in them: kernels and the gaps between them, without the host, and without the nearly constant millisecond from
+the first launch and to the notice of the end.
 
 Whether there are graphs shows in what XLA dumps (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer
 in the sequence of thunks. What the gaps are shows beside the times of single kernels, which CUPTI gives.
@@ -86,18 +87,28 @@ class Stopwatch:
       kernels: on a GPU also take the times of single kernels, with CUPTI, from a run of the chain compiled once more.
     """
 
-    sample_seconds: float = 0.02
+    sample_seconds: float = 0.04
     samples: int = 7
     kernels: bool = False
 
     def take(self, run: Callable[[int], float]) -> tuple[list[float], int]:
-        """Samples of run(repeats), which returns the seconds that so many repeats take: seconds a repeat, repeats."""
+        """Samples of run(repeats), which returns the seconds that so many repeats take: seconds a repeat, repeats.
+
+        A sample is what three times as many repeats take longer, by repeat: that is without what a run takes however
+        long it is, such as the way of the first launch to the device and of the last result's arrival to the host.
+        """
         run(1)
         repeats = 1
-        while (elapsed := run(repeats)) < self.sample_seconds / 4:
-            repeats = max(2 * repeats, min(16 * repeats, int(repeats * self.sample_seconds / 2 / elapsed)))
-        repeats = max(1, math.ceil(repeats * self.sample_seconds / elapsed))
-        return [run(repeats) / repeats for _ in range(self.samples)], repeats
+        while (elapsed := run(repeats)) < self.sample_seconds / 16:
+            repeats = max(2 * repeats, min(16 * repeats, int(repeats * self.sample_seconds / 8 / elapsed)))
+        repeats = max(1, math.ceil(repeats * self.sample_seconds / 4 / elapsed))
+
+        def sample() -> float:
+            shorter, longer = run(repeats), run(3 * repeats)
+            # Only where noise is longer than the sample is the difference not positive: then that is all there is.
+            return (longer - shorter) / (2 * repeats) if longer > shorter else longer / (3 * repeats)
+
+        return [sample() for _ in range(self.samples)], 4 * repeats
 
     def chain(
         self,
@@ -120,7 +131,7 @@ class Stopwatch:
         seconds, repeats = self.take(runs.run)
         samples = [s / len(owns) for s in seconds]
         host = runs.host_seconds() / len(owns) if on_gpu else None
-        method = f"program of {len(owns)} calls, wall time"
+        method = f"program of {len(owns)} calls, wall time, slope"
         return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
@@ -147,7 +158,7 @@ class Stopwatch:
         seconds, repeats = self.take(run)
         samples = [s / len(calls) for s in seconds]
         first = outputs[0].float().cpu().numpy() if compared else None
-        return Timing(samples, repeats * len(calls), f"CUDA graph of {len(calls)} calls, events", output=first)
+        return Timing(samples, repeats * len(calls), f"CUDA graph of {len(calls)} calls, events, slope", output=first)
 
 
 class _Runs:

@@ -200,22 +200,28 @@ def test_quantised_caches_are_laid_beside_bfloat16():
 # --- timing
 
 
-def test_samples_last_long_enough_and_count_their_repeats():
+def test_samples_last_long_enough_and_leave_out_what_does_not_grow_with_them():
     asked = []
 
     def run(repeats):
         asked.append(repeats)
-        return 1e-4 * repeats
+        return 2e-4 + 1e-4 * repeats
 
     samples, repeats = Stopwatch(sample_seconds=0.01, samples=5).take(run)
     assert samples == pytest.approx([1e-4] * 5)
-    assert asked[-5:] == [repeats] * 5
-    assert 1e-4 * repeats >= 0.01
+    assert asked[-10:] == [repeats // 4, 3 * repeats // 4] * 5
+    assert 1e-4 * repeats >= 0.009
 
 
-def test_a_run_longer_than_a_sample_is_not_repeated():
+def test_a_run_longer_than_a_sample_is_repeated_no_more_than_a_difference_takes():
     _, repeats = Stopwatch(sample_seconds=0.01, samples=3).take(lambda repeats: 7.0 * repeats)
-    assert repeats == 1
+    assert repeats == 4
+
+
+def test_noise_longer_than_a_sample_makes_no_negative_times():
+    seconds = iter([0.0, 1.0] + [3.0, 2.7] * 3)
+    samples, _ = Stopwatch(sample_seconds=0.01, samples=3).take(lambda repeats: next(seconds))
+    assert samples == pytest.approx([0.9] * 3)
 
 
 def multiply(carried, shared, own):
