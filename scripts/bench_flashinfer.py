@@ -1,29 +1,18 @@
-"""FlashInfer's batch decode beside ours, over the same pages.
-
-It compiles its kernels where they are first used. That is done in a process of its own, which is given limited time. To
-have them compiled before (the last two: 1 with a window, 1 with a soft cap):
-
-    python -m scripts.bench_flashinfer 128 bfloat16 0 0
-"""
+"""FlashInfer's batch decode beside ours, over the same pages."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts import bench_flashinfer_build
 from scripts.bench_decode_case import DecodeCase, DecodeInputs
 from scripts.bench_timing import Stopwatch, Timing
 from scripts.bench_torch import as_torch, import_torch
-
-BUILD_SECONDS = 150
-"""For compiling the kernels of a head width and a cache."""
 
 WORKSPACE_BYTES = 256 * 2**20
 """For its partial results."""
@@ -40,8 +29,9 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
         raise NotImplementedError(f"takes no {case.cache} cache")
     if case.windowed_heads is not None or case.shape.learned_sinks:
         raise NotImplementedError("takes no windows of heads and no sinks here")
-    if why := unbuilt(case.shape.head_dim, CACHES[case.cache], case.shape.window is not None, case.shape.soft_cap):
-        raise NotImplementedError(why)
+    s = case.shape
+    kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
+    bench_flashinfer_build.require("attention", "fa2", *kind)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     pages = as_torch(arrays.kv.k), as_torch(arrays.kv.v)
     calls = []
@@ -75,30 +65,4 @@ def planned(
     return functools.partial(wrapper.run, k_scale=scale)
 
 
-@functools.cache
-def unbuilt(head_dim: int, cache_dtype: str, window: bool, soft_cap: float | None) -> str | None:
-    """Why there are no kernels; None once they are built."""
-    command = [sys.executable, "-m", "scripts.bench_flashinfer", str(head_dim), cache_dtype]
-    command += [str(int(window)), str(int(soft_cap is not None))]
-    root = Path(__file__).resolve().parent.parent
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"its kernels were not compiled within {BUILD_SECONDS} s"
-    said = " ".join((done.stderr or done.stdout).split())
-    return f"its kernels do not compile: ...{said[-240:]}" if done.returncode else None
-
-
-def build(head_dim: int, cache_dtype: str, window: bool, soft_cap: bool) -> None:
-    """Compiles the kernels that `decode` uses, into FlashInfer's own cache."""
-    torch = import_torch()
-    module = importlib.import_module("flashinfer.prefill")
-    q_dtype = torch.float16 if cache_dtype == "float16" else torch.bfloat16
-    dtypes = (q_dtype, getattr(torch, cache_dtype), q_dtype, torch.int32)
-    module.get_batch_prefill_module("fa2", *dtypes, head_dim, head_dim, 0, window, soft_cap, False)
-
-
 CONTENDERS = {"flashinfer": decode}
-
-if __name__ == "__main__":
-    build(int(sys.argv[1]), sys.argv[2], bool(int(sys.argv[3])), bool(int(sys.argv[4])))

@@ -45,6 +45,12 @@ OPERATIONS = {
     "plan_decode": "bench_plan",
     "merge_states": "bench_merge",
     "write_kv": "bench_write",
+    "mla_decode": "bench_mla_decode",
+    "ragged_attention": "bench_ragged",
+    "paged_prefill": "bench_paged_prefill",
+    "mla_prefill": "bench_mla_prefill",
+    "write_latent": "bench_write_latent",
+    "gather_latent": "bench_gather_latent",
 }
 """Module of scripts/ with the `BENCH` of each operation."""
 

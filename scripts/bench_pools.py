@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import CacheSpec, PagedKV, kv_cache_spec
+from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from scripts.bench_device import memory_bytes
 
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -86,6 +87,11 @@ def random_pool(spec: CacheSpec) -> PagedKV:
     return PagedKV(**arrays)
 
 
+def random_latents(spec: CacheSpec) -> PagedLatent:
+    """Pages of normal values."""
+    return PagedLatent(_random_pages(jax.random.key(0, impl="rbg"), spec.arrays["pages"]))
+
+
 def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
     """Normal ones; of integers, whole numbers of the same spread as int8 has."""
     if jnp.issubdtype(dtype, jnp.integer):
@@ -114,7 +120,7 @@ class Pools:
     """Keeps the last pool for cases that it will do for."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, PagedKV] | None = None
+        self._kept: tuple[Any, int, Any] | None = None
 
     def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
         """A pool of this kind with as many pages, or more.
@@ -122,14 +128,25 @@ class Pools:
         Raises:
           MemoryError: it does not fit.
         """
-        kind = cache, sizes
-        if self._kept is not None and self._kept[0] == kind and self._kept[1].k.shape[0] >= num_pages:
-            return self._kept[1]
+        return self._get((cache, sizes), cache_spec(cache, num_pages=num_pages, **sizes), random_pool)
+
+    def get_latents(self, cache: str, num_pages: int, **sizes: int) -> PagedLatent:
+        """The same of latents.
+
+        Raises:
+          MemoryError: it does not fit.
+        """
+        spec = latent_cache_spec(num_pages=num_pages, dtype=CACHES[cache][0], **sizes)
+        return self._get((cache, sizes), spec, random_latents)
+
+    def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
+        if self._kept is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
+            return self._kept[2]
         self.release()
-        spec = cache_spec(cache, num_pages=num_pages, **sizes)
         check_fits(spec.num_bytes)
-        self._kept = kind, random_pool(spec)
-        return self._kept[1]
+        pool = make(spec)
+        self._kept = kind, spec.num_pages, pool
+        return pool
 
     def release(self) -> None:
         """Forgets it."""

@@ -83,11 +83,19 @@ def kv_write_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
         yield {"row_threads": row_threads} | ({} if scan_tokens is None else {"scan_tokens": scan_tokens})
 
 
+def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Pieces whose keys and values take a gigabyte at most."""
+    for piece_tokens in (512, 1024, 2048, 4096, 8192, 16384):
+        if piece_tokens * key["heads"] * key["width"] <= 2**29:
+            yield {"piece_tokens": piece_tokens}
+
+
 SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
     "paged_decode/mosaic": paged_decode_mosaic,
     "paged_decode/xla": paged_decode_xla,
     "plan_decode": plan_decode,
     "kv_write/mosaic": kv_write_mosaic,
+    "mla_prefill": mla_prefill,
 }
 """Candidates by kind of configuration, for a key; fields that one does not name stay as they are."""
 
@@ -241,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     args, console = parse_args(argv), Console(width=160)
     bench, device = load(args.operation), tuning.device_name()
     end = time.perf_counter() + args.limit_seconds
-    tuner = Tuner(bench, args.contender, Stopwatch(sample_seconds=0.01, samples=5), end, console)
+    tuner = Tuner(bench, args.contender, Stopwatch(sample_seconds=0.02, samples=5), end, console)
     found = tuner.baseline([case for case in bench.grids[args.grid] if args.match in case.name])
     keys = [key for kind in args.only for key in found if key[0] == kind]
     tuned_path = args.tuned or TUNED / f"{device}.json"

@@ -1,0 +1,80 @@
+"""`mla_decode` under the benchmark: one layer's absorbed step over a pool of which every call reads other pages."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from pallas_attn import mla_decode
+from scripts import bench_flashinfer_mla
+from scripts.bench_case import Bench, noting_configs
+from scripts.bench_device import multiprocessors
+from scripts.bench_mla_case import MlaCase, MlaInputs, inputs
+from scripts.bench_pools import chain_of
+from scripts.bench_timing import Stopwatch, Timing
+from tests import cases
+from tests.cases import MlaDecode
+
+
+def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
+
+    shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
+    with noting_configs() as noted:
+        jax.eval_shape(call, None, shared, arrays.owns[0])
+    if implementation == "mosaic":
+        shared["plan"] = case.plan(programs(case, noted))
+    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
+
+
+def programs(case: MlaCase, noted: Mapping[str, Any]) -> int:
+    """To share a step among: as many as a configuration says that fit a multiprocessor, else one for each 64 rows."""
+    for name, config in noted.items():
+        if name.startswith("mla_decode/mosaic") and hasattr(config, "programs_per_multiprocessor"):
+            return config.programs_per_multiprocessor * multiprocessors()
+    blocks = -(-case.shape.heads * case.shape.queries // 64)
+    return max(1, multiprocessors() // blocks)
+
+
+def _grid(varied: bool) -> list[MlaCase]:
+    sizes = itertools.product((16, 64, 128), (1, 2), (1024, 2048, 4096, 8192, 16384, 32768))
+    return [MlaCase(MlaDecode(128, context, heads, queries), varied=varied) for heads, queries, context in sizes]
+
+
+def _small_batches() -> list[MlaCase]:
+    sizes = itertools.product((16, 128), (1, 2, 32), (1024, 8192, 32768))
+    return [MlaCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
+
+
+def _quick() -> list[MlaCase]:
+    """The sizes that tell most, those that share a pool after each other."""
+    sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
+    sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
+    sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]
+    return [MlaCase(MlaDecode(*size)) for size in sizes] + [MlaCase(MlaDecode(128, 8192, 128), varied=True)]
+
+
+BENCH = Bench(
+    grids={
+        "mla": _grid(varied=False),
+        "mla-varied": _grid(varied=True),
+        "mla-batches": _small_batches(),
+        "mla-quick": _quick(),
+        "mla-widths": [
+            MlaCase(MlaDecode(64, 8192, heads, latent_dim=latent, rope_dim=rope))
+            for latent, rope in ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
+            for heads in (16, 128)
+        ],
+        "models": [MlaCase(shape) for shape in cases.MLA_DECODE.values()],
+        "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
+    },
+    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")} | bench_flashinfer_mla.CONTENDERS,
+    inputs=inputs,
+)

@@ -1,0 +1,47 @@
+"""`paged_prefill` under the benchmark: prefill chunks over pages that hold them and what comes before."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from pallas_attn import paged_prefill
+from scripts import bench_flashinfer_chunk
+from scripts.bench_case import Bench
+from scripts.bench_chunk_case import LENGTHS, PagedCase
+from scripts.bench_timing import Stopwatch, Timing
+from tests import cases
+from tests.cases import Prefill
+
+
+def ours(implementation: str, case: PagedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    case.check_portable(implementation, case.flops)
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        options: dict[str, Any] = {"window": case.shape.window, "soft_cap": case.shape.soft_cap}
+        return None, paged_prefill(q, **shared, **options, implementation=implementation)
+
+    shared = {name: array for name, array in arrays.items() if name != "q"}
+    if case.shape.learned_sinks:
+        shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
+    return stopwatch.chain(call, arrays["q"], shared=shared)
+
+
+BENCH = Bench(
+    grids={
+        "prefill": [PagedCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
+        "prefill-quick": [
+            PagedCase(Prefill(1, *size, 32, 8, 128), cache)
+            for cache in ("bf16", "int8-head", "fp8-head")
+            for size in ((8192, 0), (2048, 8192))
+        ],
+        "windows": [PagedCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
+        "models": [PagedCase(shape) for shape in cases.PREFILL.values()],
+        "small": [PagedCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
+    },
+    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")}
+    | bench_flashinfer_chunk.PAGED_CONTENDERS,
+    inputs=PagedCase.inputs,
+)

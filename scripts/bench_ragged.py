@@ -1,0 +1,47 @@
+"""`ragged_attention` under the benchmark: prefill chunks with keys and values that lie in order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pallas_attn import ragged_attention
+from scripts import bench_flashinfer_chunk, bench_torch_chunk
+from scripts.bench_case import Bench
+from scripts.bench_chunk_case import LENGTHS, Ragged, RaggedCase
+from scripts.bench_timing import Stopwatch, Timing
+
+HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
+"""Query heads, KV heads, width of queries and keys, of values."""
+
+
+def ours(implementation: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    case.check_portable(implementation, case.flops)
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        return None, ragged_attention(q, **shared, implementation=implementation)
+
+    shared = {name: array for name, array in arrays.items() if name != "q"}
+    return stopwatch.chain(call, arrays["q"], shared=shared)
+
+
+def _quick() -> list[RaggedCase]:
+    """The sizes that tell most."""
+    sizes = [(8192, 0, heads) for heads in HEADS] + [(2048, 8192, heads) for heads in HEADS]
+    sizes += [(512, 32768, HEADS[1]), (512, 0, HEADS[1])]
+    return [RaggedCase(Ragged(1, new, cached, *heads)) for new, cached, heads in sizes]
+
+
+BENCH = Bench(
+    grids={
+        "prefill": [RaggedCase(Ragged(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
+        "prefill-quick": _quick(),
+        "widths": [RaggedCase(Ragged(1, 8192, 0, 32, 8, width, width)) for width in (64, 128, 256)],
+        "batches": [RaggedCase(Ragged(sequences, 8192 // sequences, 0, *HEADS[1])) for sequences in (1, 4, 16, 64)],
+        "small": [RaggedCase(Ragged(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
+    },
+    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")}
+    | bench_torch_chunk.CONTENDERS
+    | bench_flashinfer_chunk.RAGGED_CONTENDERS,
+    inputs=RaggedCase.inputs,
+)
