@@ -6,11 +6,20 @@ from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.portable import PORTABLE
+from tests.aot.prefill import PREFILL, PREFILL_MORE
 from tests.aot.writes import WRITES, WRITES_MORE
 
-CASES: dict[str, Case] = PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE
+CASES: dict[str, Case] = {
+    **(PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
+    **(PREFILL_MORE | PREFILL),
+}
 
-SLOW = (DECODE_MORE.keys() - DECODE.keys()) | WRITES_MORE.keys() | LATENT_MORE.keys()
+SLOW = (
+    (DECODE_MORE.keys() - DECODE.keys())
+    | WRITES_MORE.keys()
+    | LATENT_MORE.keys()
+    | (PREFILL_MORE.keys() - PREFILL.keys())
+)
 """Left to the slow run."""
 
 ON_BOTH_PLUGINS = frozenset(
@@ -20,6 +29,7 @@ ON_BOTH_PLUGINS = frozenset(
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",
         "paged-decode-fp8-token-d128-n8",
+        "ragged-128-128",
         "write-kv-bf16-no-norm",
         "write-kv-scan",
         "write-latent-scan",

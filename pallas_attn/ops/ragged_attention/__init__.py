@@ -12,6 +12,12 @@ from pallas_attn import checks, dispatch
 from pallas_attn.types import Implementation
 
 
+def _mosaic() -> Any:
+    import pallas_attn.ops.ragged_attention.mosaic_sm90 as implementation
+
+    return implementation.ragged_attention
+
+
 def _xla() -> Any:
     import pallas_attn.ops.ragged_attention.xla as implementation
 
@@ -24,7 +30,7 @@ def _reference() -> Any:
     return implementation.ragged_attention
 
 
-IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def ragged_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_attn import tuning
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
@@ -15,3 +17,61 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
     key = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     return tuning.lookup("ragged_attention/xla", key, XlaConfig, heuristic)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a program of the Mosaic kernel works.
+
+    Attributes:
+      tile_keys: keys it takes at once.
+      stages: tiles of keys, and as many of values, in shared memory.
+      consumers: warpgroups that compute, 64 queries each.
+      persistent: there is one program a multiprocessor, not one a block of queries.
+    """
+
+    tile_keys: int
+    stages: int
+    consumers: int
+    persistent: bool
+
+    def __post_init__(self) -> None:
+        if self.tile_keys not in (64, 128, 192, 256):
+            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to wgmma's N")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
+        if self.consumers not in (1, 2, 3):
+            raise ValueError(f"{self.consumers=} must be from 1 to 3, for which there are registers")
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKey:
+    """What the best sizes of the Mosaic kernel depend on: Dk and Dv."""
+
+    key_dim: int
+    value_dim: int
+
+
+def mosaic_config(key: MosaicKey) -> MosaicConfig:
+    """Sizes of the Mosaic kernel."""
+    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _heuristic(key))
+
+
+def _heuristic(key: MosaicKey) -> MosaicConfig:
+    """The largest tile whose scores, probabilities and output fit the registers of two consumers."""
+    return MosaicConfig(tile_keys=128 if key.value_dim <= 128 else 64, stages=2, consumers=2, persistent=False)
+
+
+CACHE_BYTES = 32 * 2**20
+"""Of keys and values, at most, that programs which run at a time are meant to share in an L2 cache of 50 MB."""
+
+
+def heads_together(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
+    """Query heads whose blocks alternate: all of so many KV heads that keys and values fit the L2 cache.
+
+    Args:
+      kv_bytes: of the keys and values of one KV head.
+    """
+    most = max(1, CACHE_BYTES // kv_bytes)
+    kv_heads = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= most)
+    return kv_heads * (num_heads // num_kv_heads)

@@ -1,0 +1,406 @@
+"""Flash attention on Hopper where queries are many: one warpgroup copies, the others compute.
+
+After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes a block of neighbouring queries of one head, 64
+for each of its consumers, and walks the keys that the block sees, tile by tile. The producer copies keys and values
+into rings of `stages` slots. A consumer has its scores S, probabilities P and output O in registers, and always two
+products under way: while the tensor cores work on O += P V of one tile, it turns S of the next one into probabilities.
+Consumers take turns at starting products, so that one's softmax falls into the others' products:
+
+    consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
+    consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
+    producer     Q K0 K1 V0 K2 V1 ······ as slots are freed
+
+Barriers (n is the number of consumers):
+
+    q_landed        n copies       consumers, before the first product of a block
+    q_free          n consumers    producer, before the queries of its next block
+    k_landed[slot]  the copies     consumers, before S
+    k_free[slot]    n consumers    producer, before the slot is filled again
+    v_landed, v_free               the same for values
+    v_copied        the copies     producer, where values that nobody may see are to be cleared before they count
+    turn[consumer]  the one before it, once it has started its products
+
+No wait can last: all warpgroups go through the same blocks and tiles. The producer waits for slots that every consumer
+frees one product after it used them, and a consumer for tiles that the producer brings in the order in which they are
+used, keys of a tile before values of the one before. Who has its turn waits for nothing before it passes it on, and
+passes it on once a tile, as all do; the last consumer starts the round, and the first sees its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import mosaic, mosaic_wgmma
+from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_tokens
+from pallas_attn.ops.common.mosaic_rows import RowLayout
+
+QUERIES = 64
+"""Of a consumer: wgmma's M."""
+
+ALIGNMENT = 8
+"""Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
+
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+"""Of a thread of a consumer and of the producer, by the number of consumers: as many as a multiprocessor has."""
+
+
+class ResultRows(RowLayout):
+    """Rows as wgmma leaves its results."""
+
+    @property
+    def tile(self) -> Any:
+        return TILE
+
+
+ROWS = ResultRows(threads=4, vector=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for, beside dtypes.
+
+    Attributes:
+      tile_keys: keys taken at once.
+      stages: tiles of keys, and as many of values, in shared memory.
+      copies: that bring a tile of keys, and one of values.
+      score_scale: multiplies q kᵀ.
+    """
+
+    key_dim: int
+    value_dim: int
+    tile_keys: int
+    stages: int
+    consumers: int
+    copies: int
+    score_scale: float
+    soft_cap: float | None = None
+
+    @property
+    def queries(self) -> int:
+        """Of a block."""
+        return QUERIES * self.consumers
+
+    @property
+    def warpgroups(self) -> int:
+        return self.consumers + 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's thread, and of one of the producer."""
+        return REGISTERS[self.consumers]
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program; see the module's docstring.
+
+    Attributes:
+      q: [consumers, 64, Dk].
+      k, v: [stages, tile_keys, Dk or Dv].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_landed: Any
+    q_free: Any
+    k_landed: Any
+    k_free: Any
+    v_copied: Any
+    v_landed: Any
+    v_free: Any
+    turn: Any
+
+    @staticmethod
+    def types(static: Static, dtype: Any) -> Memory:
+        stages, keys, consumers = static.stages, static.tile_keys, static.consumers
+        landed = plgpu.Barrier(num_barriers=stages, num_arrivals=static.copies)
+        free = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
+        return Memory(
+            q=mosaic.operand((consumers, QUERIES, static.key_dim), dtype),
+            k=mosaic.operand((stages, keys, static.key_dim), dtype),
+            v=mosaic.operand((stages, keys, static.value_dim), dtype),
+            q_landed=plgpu.Barrier(num_arrivals=consumers),
+            q_free=plgpu.Barrier(num_arrivals=consumers),
+            k_landed=landed,
+            k_free=free,
+            v_copied=plgpu.Barrier(num_arrivals=static.copies),
+            v_landed=landed,
+            v_free=free,
+            turn=plgpu.Barrier(num_barriers=consumers),
+        )
+
+
+# --- work
+
+
+class QueryBlocks(NamedTuple):
+    """Packed queries, cut into blocks of neighbours of one sequence; padding rows are a sequence more.
+
+    Attributes:
+      sequence: int32 [n].
+      start: int32 [n], the row a block begins at; of a sequence's first, it is rounded down to a multiple of 8.
+      first_row, end_row: int32 [n], rows of the sequence.
+      exists: bool [n]; blocks that do not come last.
+    """
+
+    sequence: Any
+    start: Any
+    first_row: Any
+    end_row: Any
+    exists: Any
+
+    @staticmethod
+    def of(cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int, rows: int) -> QueryBlocks:
+        sequences = cu_q_lens.shape[0]
+        ends = jnp.append(cu_q_lens[1:], jnp.int32(num_tokens))
+        starts = cu_q_lens // ALIGNMENT * ALIGNMENT
+        last = jnp.cumsum(jnp.where(ends > cu_q_lens, -(-(ends - starts) // rows), 0), dtype=jnp.int32)
+        most = min(num_tokens, (num_tokens + (ALIGNMENT - 1) * sequences) // rows + sequences)
+        block = jnp.arange(most, dtype=jnp.int32)
+        sequence = jnp.minimum(jnp.searchsorted(last, block, side="right").astype(jnp.int32), sequences - 1)
+        number = block - jnp.where(sequence > 0, last[sequence - 1], 0)
+        start = starts[sequence] + number * rows
+        return QueryBlocks(sequence, start, cu_q_lens[sequence], ends[sequence], block < last[-1])
+
+
+class Items(NamedTuple):
+    """Which pieces of work a program does, of pieces in falling order of size: `count` of them.
+
+    Programs take one each in turn, back and forth, so that none has the larger one every time.
+    """
+
+    program: Any
+    programs: int
+    count: Any
+
+    @staticmethod
+    def of(program: Any, programs: int, pieces: Any) -> Items:
+        rounds = lax.div(pieces, programs)
+        items = Items(program, programs, rounds)
+        return items._replace(count=rounds + (items.number(rounds) < pieces).astype(jnp.int32))
+
+    def number(self, i: Any) -> Any:
+        """Of the program's i-th piece."""
+        back = self.programs - 1 - self.program
+        return i * self.programs + jnp.where(lax.rem(i, 2) == 0, self.program, back)
+
+
+def divided(x: Any, y: Any) -> tuple[Any, Any]:
+    """Quotient and remainder of numbers that are not negative."""
+    return lax.div(x, y), lax.rem(x, y)
+
+
+def aligned(row: Any) -> Any:
+    """The row at or before this one that copies may begin at."""
+    return pl.multiple_of(lax.div(row, ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+
+
+def padded(x: Float[Array, "n H D"], least: int) -> Float[Array, "m H D"]:
+    """Rows that copies of so many fit in."""
+    more = max(-(-x.shape[0] // ALIGNMENT) * ALIGNMENT, least) - x.shape[0]
+    return jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x
+
+
+def wait_if(condition: Any, barrier: Ref) -> None:
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
+
+
+# --- the producer
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """Fills the rings. Tiles are counted from a program's first to its last, whatever blocks they are for."""
+
+    static: Static
+    mem: Memory
+
+    def load_keys(self, tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
+        """copy(slot, barrier) starts the copies of a tile."""
+        slot = lax.rem(tile, self.static.stages)
+        wait_if(tile >= self.static.stages, self.mem.k_free.at[slot])
+        copy(self.mem.k.at[slot], self.mem.k_landed.at[slot])
+
+    def load_values(
+        self, tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, alive: Callable[[jax.Array], jax.Array]
+    ) -> None:
+        """The same for values. Unless the tile is whole, those of rows that are not alive become 0: they may be NaN,
+        and probabilities of 0 would not keep them out of the output.
+        """
+        slot = lax.rem(tile, self.static.stages)
+        landed = self.mem.v_landed.at[slot]
+        wait_if(tile >= self.static.stages, self.mem.v_free.at[slot])
+
+        @pl.when(whole)
+        def _copy() -> None:
+            copy(self.mem.v.at[slot], landed)
+
+        @pl.when(~whole)
+        def _copy_and_clear() -> None:
+            copy(self.mem.v.at[slot], self.mem.v_copied)
+            plgpu.barrier_wait(self.mem.v_copied)
+            self._clear(slot, alive)
+            plgpu.commit_smem()
+            for _ in range(self.static.copies):
+                plgpu.barrier_arrive(landed)
+
+    def _clear(self, slot: Any, alive: Callable[[jax.Array], jax.Array]) -> None:
+        for first in range(0, self.static.tile_keys, 64):
+            kept = alive(mosaic.token_iota(64) + first)
+            for column in range(0, self.static.value_dim, 64):  # in few registers
+                part = self.mem.v.at[slot, pl.ds(first, 64), pl.ds(column, 64)]
+                values = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(over_tokens(kept, values.shape), values, jnp.zeros((), values.dtype))
+
+    def drain(self, tiles: Any, any_block: Any) -> None:
+        """After the last of so many tiles: sees the ends of all phases."""
+
+        def wait(i: Any, _: None) -> None:
+            slot = lax.rem(tiles - 1 - i, self.static.stages)
+            plgpu.barrier_wait(self.mem.k_free.at[slot])
+            plgpu.barrier_wait(self.mem.v_free.at[slot])
+
+        lax.fori_loop(0, jnp.minimum(tiles, self.static.stages), wait, None)
+        wait_if(any_block, self.mem.q_free)
+
+
+# --- consumers
+
+
+class State(NamedTuple):
+    """Attention of a consumer's rows over the tiles before the last one that was scored, and that tile's probabilities.
+
+    Attributes:
+      o: [64, Dv] float32, values weighted with 2**(score - m).
+      m, l: [64] float32: the largest score of all tiles, times log2 e, and the sum of 2**(score - m).
+      p: [64, tile_keys], 2**(score - m) of the last tile, which is not in o yet.
+    """
+
+    o: Any
+    m: Any
+    l: Any  # noqa: E741
+    p: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """Attention of 64 rows over the tiles of a block.
+
+    Attributes:
+      number: which consumer this is.
+      dtype: of probabilities, as they are multiplied.
+      mask: mask(tile of the block, scores) puts -inf where a row does not see a key.
+    """
+
+    static: Static
+    mem: Memory
+    number: Any
+    dtype: Any
+
+    def attend(
+        self, begin: Any, tiles: Any, mask: Callable[[Any, jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Attention over some tiles, at least one, from number `begin` of the program's on.
+
+        Args:
+          mask: mask(i, scores) puts -inf where a row does not see a key of the i-th of these tiles.
+
+        Returns:
+          o, m and l of `State`, over all tiles.
+        """
+
+        def step(i: Any, state: State) -> State:
+            return self._step(begin + i, state, i + 1 < tiles, lambda s: mask(i, s))
+
+        plgpu.barrier_wait(self.mem.q_landed)
+        state = self._first(begin, tiles > 1, lambda s: mask(0, s))
+        state = lax.fori_loop(1, tiles, step, state)
+        plgpu.barrier_arrive(self.mem.q_free)
+        return self._last(begin + tiles - 1, state), state.m, state.l
+
+    def start_round(self) -> None:
+        """Before the first block."""
+        if self.static.consumers > 1:
+            pl.when(self.number == self.static.consumers - 1)(self._pass_turn)
+
+    def end_round(self) -> None:
+        """After the last block."""
+        if self.static.consumers > 1:
+            pl.when(self.number == 0)(self._await_turn)
+
+    def _await_turn(self) -> None:
+        if self.static.consumers > 1:
+            plgpu.barrier_wait(self.mem.turn.at[self.number])
+
+    def _pass_turn(self) -> None:
+        if self.static.consumers > 1:
+            plgpu.barrier_arrive(self.mem.turn.at[lax.rem(self.number + 1, self.static.consumers)])
+
+    def _first(self, tile: Any, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
+        """Takes the first tile, and waits for the keys of the one after it."""
+        mem, slot = self.mem, lax.rem(tile, self.static.stages)
+        plgpu.barrier_wait(mem.k_landed.at[slot])
+        self._await_turn()
+        s = mosaic_wgmma.multiply(mem.q.at[self.number], mem.k.at[slot], self._pass_turn)
+        plgpu.barrier_arrive(mem.k_free.at[slot])
+        nothing = mosaic.filled(0.0, (QUERIES,), PER_TOKEN)
+        m, _, l, p = self._softmax(mask(s), mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
+        self._await_keys(tile + 1, more)
+        return State(mosaic.filled(0.0, (QUERIES, self.static.value_dim), TILE), m, l, p.astype(self.dtype))
+
+    def _step(self, tile: Any, state: State, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
+        """Takes a tile whose keys are there: adds up the values of the one before meanwhile."""
+        mem = self.mem
+        slot, previous = lax.rem(tile, self.static.stages), lax.rem(tile - 1, self.static.stages)
+        q, k, v = mem.q.at[self.number], mem.k.at[slot], mem.v.at[previous]
+        plgpu.barrier_wait(mem.v_landed.at[previous])
+        self._await_turn()
+        s, o = mosaic_wgmma.start(q, k, state.p, v, state.o)
+        self._pass_turn()
+        s = mosaic_wgmma.finish(s, under_way=1)
+        plgpu.barrier_arrive(mem.k_free.at[slot])
+        m, shrink, l, p = self._softmax(mask(s), state.m, state.l)  # noqa: E741
+        p, l = lax.optimization_barrier((p, l))  # noqa: E741
+        # Not where they are needed: the assembler moves the arithmetic past the wait below, but not past this one.
+        self._await_keys(tile + 1, more)
+        o = mosaic_wgmma.finish(o, under_way=0)
+        plgpu.barrier_arrive(mem.v_free.at[previous])
+        # Only now, as the product that is finished read the registers of the last probabilities.
+        return State(o * over_tokens(shrink, o.shape), m, l, p.astype(self.dtype))
+
+    def _last(self, tile: Any, state: State) -> jax.Array:
+        slot = lax.rem(tile, self.static.stages)
+        plgpu.barrier_wait(self.mem.v_landed.at[slot])
+        o = mosaic_wgmma.accumulate(state.p, self.mem.v.at[slot], state.o)
+        plgpu.barrier_arrive(self.mem.v_free.at[slot])
+        return o
+
+    def _await_keys(self, tile: Any, more: Any) -> None:
+        wait_if(more, self.mem.k_landed.at[lax.rem(tile, self.static.stages)])
+
+    def _softmax(self, s: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
+        """m and l with another tile of masked scores, by what it shrinks earlier ones, and its probabilities."""
+        scale = self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
+        highest = jnp.maximum(m, s.max(axis=1) * scale)
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        p = jnp.exp2(s * scale - over_tokens(shift, s.shape))
+        shrink = jnp.exp2(m - shift)
+        return highest, shrink, l * shrink + p.sum(axis=1), p
+
+
+def write_rows(out: Ref, lse: Ref, place: jax.Array, o: jax.Array, m: jax.Array, l: jax.Array) -> None:  # noqa: E741
+    """Writes output and LSE of 64 rows, see `State`, to rows `place` of out [n, Dv] and lse [n] where not negative."""
+    seen = l != 0
+    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    ROWS.store(out, place, 0, (o * over_tokens(inverse, o.shape)).astype(out.dtype))
+    log2 = jnp.where(seen, m, 0.0) + jnp.log2(jnp.where(seen, l, 1.0))
+    ROWS.put(lse, place, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))

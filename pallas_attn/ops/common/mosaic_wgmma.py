@@ -1,0 +1,222 @@
+"""Products of Hopper's tensor cores that go on while the threads that started them do something else.
+
+Pallas makes sure of the registers of a left operand right before it is multiplied. Where another product is under way
+by then, the assembler takes that for a change of what this one reads, and has every product wait for the one before.
+Here all registers are made sure of before the first product starts. The interpreter knows no such products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, add_product, interpreted
+
+SWIZZLE = 128
+"""Bytes of a row of a tile in shared memory, as `mosaic.operand` lays it out."""
+
+CHUNK, DEPTH = 64, 16
+"""Numbers of 16 bits in such a row, and how many of them one instruction sums over."""
+
+OPERAND = plgpu.RefType((plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(SWIZZLE)))
+
+ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+"""`TILE` with one number a register."""
+
+
+def start(q: Ref, k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts q @ kᵀ, and after it o + p @ v, for q [64, D], k [N, D], v [N, Dv] in shared memory, all of 16 bits.
+
+    Nothing may touch the results before `finish`, nor change p and o before that of the second.
+    """
+    if interpreted():
+        return multiply(q, k, lambda: None), accumulate(p, v, o)
+    results = tuple(
+        plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
+    )
+
+    @plgpu.inline_mgpu(arg_types=(OPERAND, OPERAND, TILE, OPERAND, TILE), return_type=results)
+    def begin(_: Any, q: ir.Value, k: ir.Value, p: Any, v: ir.Value, o: Any) -> Any:
+        p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
+        nvvm.wgmma_fence_aligned()
+        products = _scores(q, k), _weighted(p, v, o)
+        return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
+
+    return begin(q, k, p, v, o)
+
+
+def multiply(q: Ref, k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
+    """q @ kᵀ in float32; calls `meanwhile` once it has been started."""
+
+    def product(s: Ref) -> jax.Array:
+        plgpu.wgmma(s, q, k.transpose((1, 0)))
+        meanwhile()
+        return s[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+
+
+def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
+    """o + p @ v."""
+    o = add_product(o, p, v)
+    if interpreted():
+        plgpu.commit_smem()  # there, threads have read the values, which copies are about to overwrite
+    return o
+
+
+def finish(product: jax.Array, *, under_way: int) -> jax.Array:
+    """What a product has become, once at most so many are under way that were started after it."""
+    if interpreted():
+        return product
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
+    def wait(_: Any, product: Any) -> Any:
+        _assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+        return fragmented_array.optimization_barrier(product)
+
+    return wait(product)
+
+
+def hide(s: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """s [64, N] with -inf in columns before low [64] of their row, and from high [64] on.
+
+    Columns are compared as constants with limits that each thread has moved by its first column. Compared as an iota,
+    they would take as many registers as the tile.
+    """
+    if interpreted():
+        column = jnp.arange(s.shape[1], dtype=jnp.int32)[None]
+        return jnp.where((column >= low[:, None]) & (column < high[:, None]), s, -jnp.inf)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, PER_TOKEN, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE)
+    )
+    def select(_: Any, s: Any, low: Any, high: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        first = arith.muli(arith.andi(mgpu.utils.thread_idx(), mgpu.c(3, i32)), mgpu.c(2, i32))
+        lows, highs = (
+            [arith.subi(vector.extract(r, [], [0]), first) for r in limit.registers.flat] for limit in (low, high)
+        )
+        least = mgpu.c(-np.inf, ir.F32Type.get())
+        registers = s.registers.reshape(s.shape[1] // 8, 2)
+        hidden = np.empty_like(registers)
+        for (eight, half), pair in np.ndenumerate(registers):
+            kept = []
+            for i in range(2):
+                column = mgpu.c(8 * eight + i, i32)
+                seen = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.slt, column, highs[half]),
+                    arith.cmpi(arith.CmpIPredicate.sge, column, lows[half]),
+                )
+                kept.append(arith.select(seen, vector.extract(pair, [], [i]), least))
+            hidden[eight, half] = vector.from_elements(pair.type, kept)
+        return mgpu.FragmentedArray(
+            _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
+        )
+
+    return select(s, low, high)
+
+
+# --- products in the language of the compiler
+
+
+def _scores(q: ir.Value, k: ir.Value) -> Any:
+    """q @ kᵀ."""
+    (rows, depth), dtype = mma_utils.tiled_memref_shape(q)
+    (keys, _), _ = mma_utils.tiled_memref_shape(k)
+    (left, (_, (left_step,))), (_, left_chunk), _ = mma_utils.create_descriptor(
+        q, swizzle=SWIZZLE, large_tile=(rows, CHUNK), group_size=(rows, CHUNK), logical_k_major=False
+    )
+    right, right_step, right_chunk = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys)
+    total: list[ir.Value] = []
+    for chunk, step in np.ndindex(depth // CHUNK, CHUNK // DEPTH):
+        a = _advanced(left, chunk * left_chunk + step * left_step)
+        b = _advanced(right, chunk * right_chunk + step * right_step)
+        total = _instruction(total, [a], b, columns=keys, dtype=dtype)
+    _assembly("wgmma.commit_group.sync.aligned;")
+    return _fragments(total, (rows, keys))
+
+
+def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
+    """o + p @ v."""
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    right, right_step, right_chunk = _right(v, values)
+    total = list(o.registers.flat)
+    for chunk, step in np.ndindex(keys // CHUNK, CHUNK // DEPTH):
+        first = chunk * CHUNK + step * DEPTH
+        words = [_word(register) for register in p[:, first : first + DEPTH].registers.flat]
+        b = _advanced(right, chunk * right_chunk + step * right_step)
+        total = _instruction(total, words, b, columns=values, dtype=dtype)
+    _assembly("wgmma.commit_group.sync.aligned;")
+    return _fragments(total, o.shape)
+
+
+def _right(ref: ir.Value, columns: int) -> tuple[Any, int, int]:
+    """Descriptor of a right operand, and how many bytes on the next step and the next chunk begin."""
+    (right, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=SWIZZLE, large_tile=(CHUNK, CHUNK), group_size=(CHUNK, columns), logical_k_major=True
+    )
+    return right, step, chunk
+
+
+def _instruction(
+    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: ir.Type
+) -> list[ir.Value]:
+    """One wgmma, added to a total, or to nothing if that has no registers.
+
+    Args:
+      left: the descriptor of a left operand whose rows are keys or queries; or the registers that hold one, and the
+        right operand is transposed.
+    """
+    count = columns // 2
+    places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
+    results = [next(places) for _ in range(count)]
+    for _ in total:
+        next(places)
+    a = [next(places) for _ in left]
+    in_registers = len(left) > 1
+    operand, flags = (f"{{{', '.join(a)}}}", "1") if in_registers else (a[0], "0, 0")
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(total))}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
+        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}; }}"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(left)
+    number = ir.VectorType.get((1,), ir.F32Type.get())
+    sums: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * count),
+        [*total, *left, right],
+        text,
+        ",".join([*constraints, "l"]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(number, sums, [i]) for i in range(count)]
+
+
+def _fragments(registers: Sequence[ir.Value], shape: tuple[int, int]) -> Any:
+    array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
+    array.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
+
+
+def _advanced(descriptor: Any, num_bytes: int) -> ir.Value:
+    return arith.addi(descriptor, mgpu.c(mma_utils.encode_addr(num_bytes), ir.IntegerType.get_signless(64)))
+
+
+def _word(register: ir.Value) -> ir.Value:
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    return vector.extract(vector.bitcast(word, register), [], [0])
+
+
+def _assembly(text: str) -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

@@ -1,0 +1,297 @@
+"""`ragged_attention` on Hopper; see `mosaic_flash` for how a program works.
+
+Copies begin at multiples of 8 rows, sequences anywhere: the first rows of a block of queries, or of a tile of keys, and
+the last ones, may be those of neighbours, whatever they hold. Queries of neighbours are computed and not written, keys
+are masked, values cleared. Blocks are ordered so that those of the most keys of a few heads come first: the last ones
+to run are short, and what runs at a time finds its keys and values in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_wgmma
+from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.ops.common.mosaic_flash import (
+    ALIGNMENT,
+    QUERIES,
+    Consumer,
+    Items,
+    Memory,
+    Producer,
+    QueryBlocks,
+    Static,
+)
+from pallas_attn.ops.ragged_attention import config
+
+HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
+"""Widths of keys and values."""
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
+      blocks: int32 [n, 6], a `Block` each.
+      count: int32 [1], how many of them there are.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    blocks: Any
+    count: Any
+
+
+class Block(NamedTuple):
+    """Neighbouring queries of a sequence, and its keys.
+
+    Attributes:
+      start: row of the first one's place in the block, a multiple of 8.
+      first_row, end_row: rows of the sequence's queries.
+      first_key, end_key: rows of its keys.
+      tiles: of keys that the block sees; at least 1.
+    """
+
+    start: Any
+    first_row: Any
+    end_row: Any
+    first_key: Any
+    end_key: Any
+    tiles: Any
+
+
+def ragged_attention(
+    q: Float[Array, "T Hq Dk"],
+    k: Float[Array, "U Hkv Dk"],
+    v: Float[Array, "U Hkv Dv"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    cu_kv_lens: Int32[Array, "S_plus_1"],
+    *,
+    causal: bool,
+    sm_scale: float,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    _refuse(q, v)
+    (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = q.shape, v.shape
+    if not num_tokens or not num_keys:
+        out = jnp.zeros((num_tokens, num_heads, value_dim), out_dtype)
+        return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
+    settings = config.mosaic_config(config.MosaicKey(key_dim, value_dim))
+    static = Static(
+        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
+    )
+    blocks, count = _blocks(static, cu_q_lens, cu_kv_lens, num_tokens, causal=causal)
+    q = mosaic_flash.padded(q, QUERIES)
+    k, v = (mosaic_flash.padded(x, static.tile_keys) for x in (k, v))
+    together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
+    items = blocks.shape[0] * num_heads
+    programs = min(items, mosaic.multiprocessors()) if settings.persistent else items
+    out, lse = plgpu.kernel(
+        functools.partial(_kernel, static, causal, together, programs),
+        out_type=(
+            jax.ShapeDtypeStruct((num_tokens * num_heads, value_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens * num_heads,), jnp.float32),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=static.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=Memory.types(static, q.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="ragged_attention",
+    )(Inputs(q, k, v, blocks, count[None]))
+    return out.reshape(num_tokens, num_heads, value_dim), lse.reshape(num_tokens, num_heads)
+
+
+def _refuse(q: Float[Array, "T Hq Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
+    """Raises NotImplementedError for what the kernel does not take."""
+    mosaic.require_hopper()
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16, got {q.dtype.name}")
+    if (q.shape[2], v.shape[2]) not in HEADS:
+        taken = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
+        raise NotImplementedError(f"takes keys and values of width {taken}, got {q.shape[2]}/{v.shape[2]}")
+
+
+def _blocks(
+    static: Static,
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    cu_kv_lens: Int32[Array, "S_plus_1"],
+    num_tokens: int,
+    *,
+    causal: bool,
+) -> tuple[Int32[Array, "n 6"], Int32[Array, ""]]:
+    """All blocks, those of the most keys first, and how many there are. What follows the last sequence sees no keys."""
+    queries = QueryBlocks.of(cu_q_lens, num_tokens, static.queries)
+    ends = jnp.concatenate([cu_kv_lens, cu_kv_lens[-1:]])
+    first_key, end_key = ends[queries.sequence], ends[queries.sequence + 1]
+    seen = end_key
+    if causal:
+        last_row = jnp.minimum(queries.start + static.queries, queries.end_row)
+        seen = end_key - (queries.end_row - last_row)
+    tiles = jnp.maximum(-(-(seen - first_key // ALIGNMENT * ALIGNMENT) // static.tile_keys), 1)
+    order = jnp.argsort(jnp.where(queries.exists, -tiles, 1))
+    fields = Block(queries.start, queries.first_row, queries.end_row, first_key, end_key, tiles)
+    return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
+
+
+class _Work(NamedTuple):
+    """What a program does: blocks of queries of a head, one after the other. Blocks of `together` heads alternate."""
+
+    x: Inputs
+    items: Items
+    together: int
+
+    @staticmethod
+    def of(x: Inputs, together: int, programs: int) -> _Work:
+        pieces = x.count[0] * x.q.shape[1]
+        return _Work(x, Items.of(lax.axis_index("program"), programs, pieces), together)
+
+    def each(self, work: Callable[[Any, Any, Block, Any], None]) -> Any:
+        """Calls work(whether it is not the first, number of the first tile, block, head) for each; returns how many
+        tiles there were.
+        """
+
+        def step(i: Any, tile: Any) -> Any:
+            some_heads, rest = mosaic_flash.divided(self.items.number(i), self.x.count[0] * self.together)
+            place, head = mosaic_flash.divided(rest, self.together)
+            block = Block(*(self.x.blocks[place, field] for field in range(len(Block._fields))))
+            work(i > 0, tile, block, some_heads * self.together + head)
+            return tile + block.tiles
+
+        return lax.fori_loop(0, self.items.count, step, jnp.int32(0))
+
+
+def _kernel(
+    static: Static, causal: bool, together: int, programs: int, x: Inputs, out: Ref, lse: Ref, *memory: Ref
+) -> None:
+    warpgroup, mem = lax.axis_index("warpgroup"), Memory(*memory)
+
+    @pl.when(warpgroup == static.consumers)
+    def _produce() -> None:
+        plgpu.set_max_registers(static.registers[1], action="decrease")
+        producer = Producer(static, mem)
+        work = _Work.of(x, together, programs)
+        tiles = work.each(functools.partial(_copy_block, producer, x))
+        producer.drain(tiles, work.items.count > 0)
+
+    @pl.when(warpgroup < static.consumers)
+    def _consume() -> None:
+        plgpu.set_max_registers(static.registers[0], action="increase")
+        consumer = Consumer(static, mem, warpgroup, x.q.dtype)
+
+        def work(_: Any, tile: Any, block: Block, head: Any) -> None:
+            rows = _Rows.of(static, x, causal, block, warpgroup)
+            result = consumer.attend(tile, block.tiles, rows.mask)
+            mosaic_flash.write_rows(out, lse, rows.place(x.q.shape[1], head), *result)
+
+        consumer.start_round()
+        _Work.of(x, together, programs).each(work)
+        consumer.end_round()
+
+
+class _Rows(NamedTuple):
+    """Rows of a consumer: `row` [64] of queries, of which those from `low` to `high` are its own, and what they see.
+
+    Attributes:
+      first_key: row of the first key that is not a neighbour's.
+      end_key: [64], of the first key that the row does not see.
+      whole: the first key that some row does not see.
+    """
+
+    static: Static
+    num_keys: int
+    row: Any
+    low: Any
+    high: Any
+    start_key: Any
+    first_key: Any
+    end_key: Any
+    whole: Any
+
+    @staticmethod
+    def of(static: Static, x: Inputs, causal: bool, block: Block, number: Any) -> _Rows:
+        start = block.start + number * QUERIES
+        first = jnp.minimum(start, x.q.shape[0] - QUERIES)
+        row = first + mosaic.token_iota(QUERIES)
+        end_key = mosaic_flash.ROWS.filled(block.end_key, QUERIES)
+        whole = block.end_key
+        if causal:
+            newer = block.end_key - block.end_row + 1
+            end_key, whole = jnp.minimum(end_key, row + newer), jnp.minimum(whole, first + newer)
+        return _Rows(
+            static,
+            x.k.shape[0],
+            row,
+            jnp.maximum(start, block.first_row),
+            block.end_row,
+            mosaic_flash.aligned(block.first_key),
+            block.first_key,
+            end_key,
+            whole,
+        )
+
+    def mask(self, tile: Any, s: jax.Array) -> jax.Array:
+        nominal = self.start_key + tile * self.static.tile_keys
+        start = jnp.minimum(nominal, self.num_keys - self.static.tile_keys)
+        low = jnp.maximum(nominal, self.first_key)
+
+        def hide(s: jax.Array) -> jax.Array:
+            return mosaic_wgmma.hide(s, mosaic_flash.ROWS.filled(low - start, QUERIES), self.end_key - start)
+
+        sees_all = (low == start) & (start + self.static.tile_keys <= self.whole)
+        return lax.cond(sees_all, lambda s: s, hide, s)
+
+    def place(self, num_heads: int, head: Any) -> jax.Array:
+        """Of each row in the output, or -1."""
+        ours = (self.row >= self.low) & (self.row < self.high)
+        return jnp.where(ours, self.row * num_heads + head, -1)
+
+
+def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Block, head: Any) -> None:
+    """Copies what a block needs: its queries, and its keys and values from number `tile` of the rings on."""
+    static, mem = producer.static, producer.mem
+    kv_head = lax.div(head, x.q.shape[1] // x.k.shape[1])
+    start_key = mosaic_flash.aligned(block.first_key)
+
+    def rows(i: Any) -> Any:
+        """Where the copies of the i-th tile begin."""
+        return pl.multiple_of(jnp.minimum(start_key + i * static.tile_keys, x.k.shape[0] - static.tile_keys), ALIGNMENT)
+
+    def keys(i: Any) -> None:
+        source = x.k.at[pl.ds(rows(i), static.tile_keys), kv_head]
+        producer.load_keys(tile + i, lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed))
+
+    def values(i: Any) -> None:
+        start = rows(i)
+        low = jnp.maximum(start_key + i * static.tile_keys, block.first_key)
+        source = x.v.at[pl.ds(start, static.tile_keys), kv_head]
+        producer.load_values(
+            tile + i,
+            lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed),
+            whole=(start == low) & (start + static.tile_keys <= block.end_key),
+            alive=lambda token: (token >= low - start) & (token < block.end_key - start),
+        )
+
+    def work(i: Any, _: None) -> None:
+        pl.when(i + 1 < block.tiles)(lambda: keys(i + 1))
+        values(i)
+
+    mosaic_flash.wait_if(again, mem.q_free)
+    for i in range(static.consumers):
+        start = jnp.minimum(block.start + i * QUERIES, x.q.shape[0] - QUERIES)
+        source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
+        plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
+    keys(jnp.int32(0))
+    lax.fori_loop(0, block.tiles, work, None)

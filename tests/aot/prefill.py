@@ -1,0 +1,121 @@
+"""`ragged_attention` and `paged_prefill` on Hopper: every configuration that can be chosen, features, and calls."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+import pallas_attn
+from pallas_attn import tuning
+from pallas_attn.ops.common.mosaic_flash import QUERIES
+from pallas_attn.ops.ragged_attention import config as ragged_config
+from pallas_attn.ops.ragged_attention.config import MosaicConfig, MosaicKey
+from tests.aot.case import Case, Tile, shape
+
+TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
+SIZES = {
+    (192, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(64, 4, 2, False), MosaicConfig(64, 2, 3, False)],
+    (128, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(128, 3, 2, False), MosaicConfig(64, 4, 3, False)],
+    (64, 64): [MosaicConfig(128, 4, 2, True), MosaicConfig(128, 4, 3, False)],
+    (256, 256): [MosaicConfig(64, 2, 2, True)],
+}
+"""To choose from, beside what is chosen where nothing was measured."""
+
+ragged_attention = functools.partial(pallas_attn.ragged_attention, return_lse=True, implementation="mosaic")
+
+
+def ints(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+def ragged(
+    key_dim: int,
+    value_dim: int,
+    q_heads: int = 32,
+    kv_heads: int = 8,
+    *,
+    dtype: Any = jnp.bfloat16,
+    tokens: int = TOKENS,
+    sizes: MosaicConfig | None = None,
+    **static: Any,
+) -> Case:
+    """A call with these sizes, or those of a card that nothing was measured on."""
+    arguments = {
+        "q": shape(tokens, q_heads, key_dim, dtype=dtype),
+        "k": shape(KEYS, kv_heads, key_dim, dtype=dtype),
+        "v": shape(KEYS, kv_heads, value_dim, dtype=dtype),
+        "cu_q_lens": ints(SEQUENCES + 1),
+        "cu_kv_lens": ints(SEQUENCES + 1),
+    }
+
+    def looked_up(op: str, key: Any, make: Any, heuristic: Any) -> Any:
+        return heuristic() if sizes is None else sizes
+
+    def call(**arguments: Any) -> Any:
+        with mock.patch.object(tuning, "lookup", looked_up):
+            return ragged_attention(**arguments, **static)
+
+    with mock.patch.object(tuning, "lookup", looked_up):
+        chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim))
+    elements = chosen.tile_keys * (key_dim + value_dim)
+    tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
+    return Case(call, arguments, temporaries=2**20, tile=tile)
+
+
+def mapped(case: Case) -> Case:
+    """Such calls for several batches, stacked."""
+    stacked = {name: shape(2, *a.shape, dtype=a.dtype) for name, a in case.arguments.items()}
+    function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
+    return replace(case, function=function, arguments=stacked, temporaries=2 * case.temporaries)
+
+
+def exported(case: Case) -> Case:
+    """Such a call after a round trip through jax.export."""
+
+    def call(**arguments: Any) -> Any:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        serialised = export.export(jax.jit(case.function), platforms=("cuda",))(**shapes).serialize()
+        return export.deserialize(serialised).call(**arguments)
+
+    return replace(case, function=call)
+
+
+VARIED: dict[str, dict[str, Any]] = {
+    "f16": {"dtype": jnp.float16},
+    "full": {"causal": False},
+    "f32-out": {"out_dtype": jnp.float32},
+}
+PREFILL: dict[str, Case] = {
+    "ragged-192-128": ragged(192, 128, 128, 128),
+    "ragged-128-128": ragged(128, 128),
+    "ragged-64-64": ragged(64, 64, 14, 1),
+    "ragged-256-256": ragged(256, 256, 8, 4),
+    "ragged-f16-full-f32-out": ragged(
+        192, 128, 16, 16, dtype=jnp.float16, causal=False, out_dtype=jnp.float32, tokens=70_000
+    ),
+    "ragged-vmap": mapped(ragged(64, 64)),
+    "ragged-export": exported(ragged(128, 128)),
+}
+"""Every width, and kinds of calls."""
+
+PREFILL_MORE: dict[str, Case] = {
+    **{
+        f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
+        for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))
+        for name, static in VARIED.items()
+    },
+    **{
+        f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}{'-persistent' * c.persistent}": ragged(
+            key_dim, value_dim, sizes=c
+        )
+        for (key_dim, value_dim), tried in SIZES.items()
+        for c in tried
+    },
+}
+"""Their combinations, and the sizes that tuning tries."""

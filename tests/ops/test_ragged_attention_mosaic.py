@@ -1,0 +1,124 @@
+"""The Mosaic kernel behind `ragged_attention`, held to the contract's numpy: interpreted on the CPU with race
+detection, compiled on a GPU.
+
+Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ in values only share
+a compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import ragged_attention
+from pallas_attn.ops.ragged_attention.config import MosaicConfig
+from tests.ops import harness
+from tests.ops.harness import Variant
+from tests.ops.test_ragged_attention import Inputs, RaggedCase
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=2, persistent=True))
+BASE = RaggedCase(
+    (3, 0, 141, 20),
+    (70, 9, 150, 5),
+    tokens=173,
+    keys=243,
+    q_heads=2,
+    kv_heads=1,
+    key_dim=64,
+    value_dim=64,
+    dtype="bfloat16",
+    value_scale=0.25,
+)
+LENGTHS = {
+    "prefixes, no queries, more queries than keys, padding": (BASE.q_lens, BASE.kv_lens),
+    "all in one, at the end of the arrays": ((0, 0, 0, 173), (0, 0, 0, 243)),
+    "tiles and blocks that are full": ((128, 0, 16, 8), (64, 0, 128, 8)),
+    "no keys at all": ((50, 0, 50, 73), (0, 0, 0, 0)),
+    "single queries": ((1, 1, 1, 1), (1, 63, 64, 65)),
+    "all idle": ((0, 0, 0, 0), (0, 0, 0, 0)),
+}
+
+
+@pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpreted anywhere, compiled on a GPU."""
+    with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
+        yield
+
+
+def call(variant: Variant, case: RaggedCase, arrays: dict[str, Any], **static: Any) -> Any:
+    return harness.compiled(ragged_attention, variant, causal=case.causal, return_lse=True, **static)(**arrays)
+
+
+def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
+    """Against numpy, and bit for bit with and without poison."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    got = call(variant, case, inputs.arguments())
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
+    harness.assert_same_bits(got, call(variant, case, inputs.arguments(poisoned=False)))
+
+
+@pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
+def test_lengths(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
+    check(replace(BASE, q_lens=q_lens, kv_lens=kv_lens))
+
+
+@pytest.mark.parametrize("lengths", ["prefixes, no queries, more queries than keys, padding", "single queries"])
+def test_every_key_seen(lengths: str) -> None:
+    q_lens, kv_lens = LENGTHS[lengths]
+    check(replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=False))
+
+
+FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19)
+WIDTHS = {
+    "DeepSeek's, one program a block": (
+        MosaicConfig(tile_keys=64, stages=2, consumers=3, persistent=False),
+        replace(FEW, key_dim=192, value_dim=128, q_heads=2, kv_heads=2, dtype="float16"),
+    ),
+    "scores near 5e5 of either sign": (
+        MosaicConfig(tile_keys=128, stages=3, consumers=1, persistent=True),
+        replace(FEW, key_dim=128, value_dim=128, q_heads=3, kv_heads=1, exact=True),
+    ),
+    "the widest": (
+        MosaicConfig(tile_keys=64, stages=2, consumers=2, persistent=False),
+        replace(FEW, key_dim=256, value_dim=256, causal=False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "case"), WIDTHS.values(), ids=WIDTHS)
+def test_widths_heads_and_configurations(config: MosaicConfig, case: RaggedCase) -> None:
+    check(case, replace(MOSAIC, config=config))
+
+
+def test_no_tokens_or_no_keys() -> None:
+    inputs = Inputs.draw(replace(BASE, q_lens=(0,) * 4, kv_lens=(0,) * 4), harness.fresh_rng())
+    arrays = inputs.arguments()
+    out, lse = call(MOSAIC, BASE, arrays | {"q": arrays["q"][:0]})
+    assert (out.shape, lse.shape) == ((0, 2, 64), (0, 2))
+    out, lse = call(MOSAIC, BASE, arrays | {"k": arrays["k"][:0], "v": arrays["v"][:0]})
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
+
+
+REFUSALS = {
+    "takes bfloat16 and float16": {"dtype": "float32"},
+    "takes keys and values of width": {"key_dim": 64, "value_dim": 128},
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), REFUSALS.items(), ids=REFUSALS)
+def test_refusals(reason: str, change: dict[str, Any]) -> None:
+    inputs = Inputs.draw(replace(BASE, **change), harness.fresh_rng())
+    with pytest.raises(NotImplementedError, match=reason):
+        ragged_attention(**jax.tree.map(jnp.asarray, inputs.arguments()), implementation="mosaic")
