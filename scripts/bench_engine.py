@@ -1,11 +1,15 @@
 """Measures the engine end to end: prefill and decode speed by batch size, and what the prefix cache saves.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
+    python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--limit-seconds 300]
 
 Every number is the median of several runs on a warm engine; compilation is apart. The first token ends the prefill:
 prefill speed is batch x prompt tokens by the time a run with one new token takes, decode speed is batch x (new tokens
 - 1) by what the whole run takes longer. With `--transformers PYTHON`, a Python that has torch and transformers, the
 same weights are also timed under transformers' own `generate` (scripts/bench_transformers.py), in turn with ours.
+
+`v2-lite`, which is of a real size, is measured otherwise (scripts/bench_serving.py): random weights are made on the
+device, in bfloat16, and times are laid beside what the card could do at most.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
@@ -30,11 +35,22 @@ from rich.console import Console
 from rich.table import Table
 
 from models.engine import Engine, EngineConfig
+from models.mla import AttentionSettings
 from models.presets import PRESETS
 from models.request import SamplingParams
 from models.weights import load_model, save_random_checkpoint
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts import bench_serving
+from scripts.bench_device import description
+from scripts.bench_serving import Serving
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+LARGE = "v2-lite"
+"""The configuration that is too large to be written to disk first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +159,26 @@ def bench_transformers(python: str, checkpoint: Path, work: Workload, batches: l
         return json.loads(report.read_text())
 
 
+def settings_of(args: argparse.Namespace) -> AttentionSettings:
+    named = args.implementation
+    return AttentionSettings(implementation=None if named == "auto" else tuple(named.split(",")))
+
+
+def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
+    """Measures the large configuration, and writes the report after each case, so that a run may end at any time."""
+    serving = Serving(tuple(args.batch), tuple(args.contexts), args.new_tokens, args.limit_seconds)
+    report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(serving)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for result in bench_serving.run(PRESETS[LARGE], serving, settings_of(args), args.dtype):
+        out.write_text(json.dumps(report | {"results": [{"config": LARGE} | result]}, indent=1) + "\n")
+        console.print(bench_serving.latest(result), highlight=False, soft_wrap=True)
+
+
 def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name
         save_random_checkpoint(checkpoint, PRESETS[name])
-        model = load_model(checkpoint, args.dtype)
+        model = load_model(checkpoint, args.dtype, settings_of(args))
         result: dict[str, Any] = {
             "config": name,
             "parameters": sum(weight.size for weight in jax.tree.leaves(nnx.state(model))),
@@ -194,28 +225,41 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    small = [name for name in PRESETS if name != "v2-lite"]
-    parser.add_argument("--config", nargs="+", choices=small, default=["v3-tiny", "mla-25m"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--config", nargs="+", choices=PRESETS, default=["v3-tiny", "mla-25m"])
+    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; of v2-lite 1 8 64")
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768], help="prompt tokens of v2-lite")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 2, for one decode step")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case of v2-lite after this")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of v2-lite bfloat16")
+    parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
     parser.add_argument(
         "--transformers", metavar="PYTHON", help="a Python with torch and transformers, to time as well"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
-    if min(*args.batch, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
-        parser.error("--batch, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
+    large = LARGE in args.config
+    if large and len(args.config) > 1:
+        parser.error(f"--config: {LARGE} is measured on its own")
+    args.batch = args.batch or ([1, 8, 64] if large else [1, 8, 32])
+    args.dtype = args.dtype or ("bfloat16" if large else "float32")
+    if min(*args.batch, *args.contexts, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
+        parser.error("--batch, --contexts, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # a large model leaves room for little else
+    device, console = jax.devices()[0], Console()
+    kind = device.device_kind.lower().replace(" ", "_")
+    if LARGE in args.config:
+        out = args.json or RESULTS / f"engine_{LARGE}_{kind}.json"
+        bench_large(args, console, out)
+        console.print(f"written to {out}")
+        return 0
     work = Workload(args.prompt_tokens, args.new_tokens, args.repeats)
-    device = jax.devices()[0]
-    console = Console()
     results = []
     for name in args.config:
         results.append(bench_config(name, args, work))
@@ -228,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         "workload": dataclasses.asdict(work),
         "results": results,
     }
-    out = args.json or RESULTS / f"engine_{device.device_kind.lower().replace(' ', '_')}.json"
+    out = args.json or RESULTS / f"engine_{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"written to {out}")

@@ -31,7 +31,7 @@ def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsy
     assert "prefix cache" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite"]])
+@pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite", "v3-tiny"]])
 def test_wrong_sizes_are_refused(wrong, capsys):
     with pytest.raises(SystemExit) as raised:
         bench_engine.main(wrong)

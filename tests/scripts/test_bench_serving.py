@@ -1,0 +1,112 @@
+"""The engine's benchmark on a model of real size: its floors, and that what it reports adds up."""
+
+import functools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.mla import AttentionSettings
+from scripts import bench_engine, bench_serving
+from scripts.bench_device import Rates
+from scripts.bench_random_model import random_model
+from scripts.bench_serving import Costs, Serving
+from tests.models.engine_case import CONFIG
+
+RATES = Rates(copy=1e9, matrix=1e10)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG, jnp.bfloat16, AttentionSettings())
+
+
+def test_random_weights_are_like_no_others(model):
+    weights = {".".join(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model))}
+    firsts = [float(w.reshape(-1)[0]) for w in weights.values()]
+    assert len({np.float32(first) for first in firsts}) > 0.9 * len(firsts)
+    for name, weight in weights.items():
+        assert weight.dtype == (jnp.float32 if ".gate." in name else jnp.bfloat16), name
+        assert np.isfinite(np.asarray(weight, np.float32)).all(), name
+    up = np.asarray(weights["layers.1.mlp.gate_up_proj"], np.float32)
+    assert up.std() == pytest.approx(CONFIG.hidden_size**-0.5, rel=0.05)
+    assert np.asarray(weights["norm.weight"], np.float32).mean() == pytest.approx(1, abs=0.1)
+
+
+# --- floors
+
+
+def test_steps_read_the_experts_that_their_tokens_choose(model):
+    costs = Costs.of(model, RATES)
+    every = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(nnx.state(model)))
+    assert costs.dense_bytes + costs.routed_bytes == every - 2 * CONFIG.vocab_size * CONFIG.hidden_size
+    experts = 2 * CONFIG.n_routed_experts * 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size
+    assert costs.routed_bytes == experts  # of the second layer, the only one that has any
+    assert costs.weight_bytes(1) == costs.dense_bytes + experts * 2 / 4
+    assert costs.weight_bytes(2) == costs.dense_bytes + experts * 3 / 4
+    assert costs.weight_bytes(100) == pytest.approx(costs.dense_bytes + experts)
+
+
+def test_floors_are_bytes_and_operations():
+    costs = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=RATES)
+    assert costs.decode_floor(1, 50) == pytest.approx((1000 + 400 + 500) / 1e9)
+    pairs = 2 * 3 * (24 + 16) * (20 * 21 / 2)  # layers, heads, widths of keys and of values, tokens seen
+    weights = (1000 + 400) / 2 - 64 * 32
+    assert costs.prefill_floor(3, 20, 2) == pytest.approx(2 * 3 * (20 * weights + pairs) / 1e10)
+
+
+def test_those_who_come_first_decode_until_the_last_have_come():
+    serving = Serving((1, 4), (64, 8), new_tokens=5, limit_seconds=1, max_batched_tokens=36)
+    assert serving.tokens_each(4, 64) == [5 + 6, 5 + 4, 5 + 2, 5]
+    assert serving.tokens_each(1, 64) == [5]
+    assert serving.cases == [(1, 8), (4, 8), (1, 64), (4, 64)]
+    assert serving.engine_config().max_model_len == 64 + 11
+
+
+# --- runs
+
+
+def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
+    monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, max_batched_tokens=32, page_size=16))
+    monkeypatch.setattr(bench_serving, "measure_rates", lambda _: RATES)
+    out = tmp_path / "report.json"
+    sizes = ["--batch", "3", "--contexts", "40", "--new-tokens", "6", "--implementation", "xla"]
+    assert bench_engine.main(["--config", "v2-lite", *sizes, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    (result,) = report["results"]
+    (case,) = result["cases"]
+    assert (case["batch"], case["context"]) == (3, 40)
+    assert report["dtype"] == "bfloat16"
+    assert result["implementation"] == ["xla"]
+    assert result["compilations"] == 3
+    step_s = case["between_tokens_s"]
+    assert step_s["min"] <= step_s["median"] <= step_s["max"]
+    assert case["decode_tokens_per_s"] == pytest.approx(3 / step_s["median"])
+    assert case["decode_fraction_of_floor"] == pytest.approx(case["decode_floor_s"] / step_s["median"])
+    assert case["ttft_s"]["min"] < case["ttft_s"]["max"]
+    assert "batch 3, context 40: prefill" in capsys.readouterr().out
+
+
+def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
+    """The second case ends with a tenth of the floor reached, so the third would take ten times its own."""
+    clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
+    monkeypatch.setattr(bench_serving.time, "perf_counter", lambda: next(clock))
+    stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=())
+    engine: Any = SimpleNamespace(stats=lambda: stats, warmup=lambda: None)
+    monkeypatch.setattr(bench_serving, "Engine", lambda *_: engine)
+    monkeypatch.setattr(bench_serving, "random_model", lambda *_: model)
+    monkeypatch.setattr(bench_serving, "measure_rates", lambda _: RATES)
+    monkeypatch.setattr(bench_serving, "generate", lambda *_: ([], []))
+    monkeypatch.setattr(bench_serving, "measure", lambda *_: {"prefill_fraction_of_floor": 0.1})
+    monkeypatch.setattr(Costs, "prefill_floor", lambda self, batch, context, itemsize: context / 10)
+    serving = Serving((1,), (10, 20, 30), new_tokens=5, limit_seconds=100)
+    *_, report = bench_serving.run(CONFIG, serving, AttentionSettings(), "bfloat16")
+    assert ["skipped" in case for case in report["cases"]] == [False, False, True]
+    assert report["cases"][2]["skipped"] == "its prompts would take about 30 s, and 5 were left"
+    assert "skipped" in bench_serving.latest(report | {"parameters": 0})
