@@ -69,11 +69,13 @@ def multiprocessors() -> int:
 # --- memory
 
 
-def operand(shape: tuple[int, ...], dtype: Any) -> Any:
+def operand(shape: tuple[int, ...], dtype: Any, *, row_bytes: int = 128) -> Any:
     """Shared memory for tiles [..., rows, columns], swizzled as wgmma wants operands of 16 bits and as threads read
     values of 8 without conflicts.
+
+    Args:
+      row_bytes: 128, or 64 where rows of the tile, or those it is copied from, are not made of as many.
     """
-    row_bytes = 128
     transforms = (
         plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
         plgpu.SwizzleTransform(row_bytes),
@@ -120,15 +122,16 @@ def frozen(ref: Ref) -> jax.Array:
 # --- products
 
 
-def multiply(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for a [M, K] and bs [N, K] in shared memory."""
+def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
+    """The sum of a @ bᵀ over pairs of a [M, K] and b [N, K] in shared memory, in float32."""
 
     def accumulate(total: Ref) -> jax.Array:
-        for b in bs:
+        for a, b in pairs:
             plgpu.wgmma(total, a, b.transpose((1, 0)))
         return total[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], bs[0].shape[0]), jnp.float32))
+    (a, b), *_ = pairs
+    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def add_product(total: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:

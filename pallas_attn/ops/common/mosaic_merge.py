@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, Ref, over_columns
@@ -26,6 +26,9 @@ MERGE_ROWS = 64
 
 MERGE_BYTES = 32 * 1024
 """Of states, at most, that a program of the merge reads while it waits for as many."""
+
+OUTPUT_BYTES = 32 * 1024
+"""Of output, at most, that a program holds while copies of it go out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Columns:
         x = x.reshape(-1, self.query_blocks, self.block_queries).swapaxes(0, 1)
         x = jnp.repeat(x, self.block_heads, axis=2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.width - self.used)))
+
+    def drafts(self, draft_mask: Bool[Array, "B Q Q"]) -> Int32[Array, "query_blocks B width"]:
+        """For each column, the draft keys its query sees: bit j for key j."""
+        bit = jnp.left_shift(1, jnp.arange(draft_mask.shape[-1], dtype=jnp.int32))
+        return self.per_query(jnp.sum(jnp.where(draft_mask, bit[None, None], 0), axis=-1, dtype=jnp.int32))
 
     def unpack(self, x: Float[Array, "blocks rows width"], kv_heads: int) -> Float[Array, "B Q Hq"]:
         """A value of each column, back in the order of query rows."""
@@ -189,35 +197,52 @@ class Output(NamedTuple):
     lse: Ref
     tile: Ref
 
+    @staticmethod
+    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike) -> Any:
+        """Shared memory for so many values of each column, in parts, [parts, width, values of a part]: a copy takes at
+        most 256, from an array of their own. There may be fewer parts, which take turns.
+        """
+        fitting = OUTPUT_BYTES // (width * jnp.dtype(dtype).itemsize)
+        part = max(n for n in range(64, min(fitting, 256) + 1, 64) if values % n == 0)
+        return plgpu.SMEM((min(values, fitting) // part, width, part), dtype)
+
     def write(self, columns: Columns, block: Any, row: Any, state: State, sink: Any = None, values: Any = 0) -> None:
         """Normalises a state and writes it, the values from `values` on. `sink`: [width] learned logits, or None."""
         seen = state.l != 0
         shift = jnp.where(state.m == -jnp.inf, 0.0, state.m)
         denominator = state.l if sink is None else state.l + jnp.exp2((sink - shift) * LOG2E)
         inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
-        out = state.acc * over_columns(inverse, state.acc.shape)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out for another row
-        out = out.astype(self.tile.dtype)
-        if out.dtype == jnp.float32:  # only 16-bit tiles are transposed on their way
-            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        self.tile.transpose((1, 0))[...] = out
-        plgpu.commit_smem()
-        kv_heads = self.out.shape[2] // columns.group
-        batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
-        heads = pl.ds(columns.first_head(block, kv_head), columns.block_heads)
-        for i in range(columns.block_queries):
-            query = columns.query_block(block) * columns.block_queries + i
-
-            @pl.when(query < columns.queries)
-            def _store(i: int = i, query: Any = query) -> None:
-                place = self.out.at[batch, query, heads, pl.ds(values, state.acc.shape[0])]
-                plgpu.copy_smem_to_gmem(self.tile.at[pl.ds(i * columns.block_heads, columns.block_heads)], place)
-
+        at_once = self.tile.shape[0] * self.tile.shape[2]
+        for i in range(0, state.acc.shape[0], at_once):
+            out = state.acc[i : i + at_once]
+            self._copy_out(columns, block, row, out * over_columns(inverse, out.shape), values + i)
         lse = jnp.where(seen, shift + jnp.log2(jnp.where(seen, state.l, 1.0)) * (1 / LOG2E), -jnp.inf)
 
         @pl.when(values == 0)
         def _store_lse() -> None:
             self.lse[block, row] = lse
+
+    def _copy_out(self, columns: Columns, block: Any, row: Any, out: Any, values: Any) -> None:
+        """Starts the copies of some values, as many as the tile holds or fewer."""
+        out = out.astype(self.tile.dtype)
+        if out.dtype == jnp.float32:  # only 16-bit tiles are transposed on their way
+            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        kv_heads, part = self.out.shape[2] // columns.group, self.tile.shape[2]
+        batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
+        heads = pl.ds(columns.first_head(block, kv_head), columns.block_heads)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out, for another row even
+        for j in range(out.shape[0] // part):
+            self.tile.at[j].transpose((1, 0))[...] = out[j * part : (j + 1) * part]
+        plgpu.commit_smem()
+        for i in range(columns.block_queries):
+            query = columns.query_block(block) * columns.block_queries + i
+
+            @pl.when(query < columns.queries)
+            def _store(i: int = i, query: Any = query) -> None:
+                rows = pl.ds(i * columns.block_heads, columns.block_heads)
+                for j in range(out.shape[0] // part):
+                    place = self.out.at[batch, query, heads, pl.ds(values + j * part, part)]
+                    plgpu.copy_smem_to_gmem(self.tile.at[j, rows], place)
 
 
 def merge_pieces(
@@ -235,7 +260,8 @@ def merge_pieces(
     rows, head_dim, width = lse.shape[1], out.shape[3], columns.width
     pieces_of_a_row = -(-partials.acc.shape[0] // (columns.blocks * rows))  # on average, at most
     at_once = max(1, min(MERGE_BYTES // (MERGE_ROWS * width * 4), pieces_of_a_row))
-    at_once += at_once * width // 8 % 2  # the stats of as many are a multiple of 128 bytes, where copies may begin
+    if at_once * width // 8 % 2:  # the stats of as many are a multiple of 128 bytes, where copies may begin
+        at_once = at_once - 1 or 2
     refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns),
@@ -244,7 +270,7 @@ def merge_pieces(
         scratch_types=[
             plgpu.SMEM((2, at_once, 2, width), jnp.float32),
             plgpu.SMEM((2, at_once, MERGE_ROWS, width), jnp.float32),
-            plgpu.SMEM((width, MERGE_ROWS), out.dtype),
+            Output.tile_type(width, MERGE_ROWS, out.dtype),
             plgpu.Barrier(num_barriers=2, num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),

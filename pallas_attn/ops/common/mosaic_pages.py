@@ -1,15 +1,14 @@
 """Attention of the query rows of a KV head over pages of its keys and values, on Hopper: one warpgroup, tile by tile.
 
-`Piece` is what a kernel runs; the kernel's own module says how its parts work together.
+`Piece` is what a kernel runs; `mosaic_decode` says how its parts work together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic, mosaic_quantised
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
-from pallas_attn.ops.common.mosaic_merge import Columns, State
+from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
+from pallas_attn.ops.common.mosaic_merge import State
 from pallas_attn.ops.common.visibility import PageWalk
-from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
 
 NOWHERE = 2**30
 """Position of a token that does not exist: newer than every query."""
@@ -29,159 +28,6 @@ SCALES_AT_ONCE = 4
 
 SMALLEST_SCALE = 1e-26
 """What a smaller scale of values counts as: its reciprocal enters a sum, which must not overflow."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What a kernel is compiled for, beside shapes and dtypes.
-
-    Attributes:
-      raw_queries: queries come as the call has them, and not as columns.
-      tokens: of a tile.
-      stages: tiles in shared memory.
-      score_scale: multiplies K qᵀ.
-    """
-
-    columns: Columns
-    raw_queries: bool
-    tokens: int
-    stages: int
-    page_size: int
-    num_kv_heads: int
-    score_scale: float
-    soft_cap: float | None
-    window: int | None
-    scales: ScaleLayout
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of a tile of scores."""
-        return self.tokens, self.columns.width
-
-    @property
-    def pages(self) -> int:
-        """Pages, or parts of one, that make up a tile."""
-        return max(1, self.tokens // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of each of them."""
-        return min(self.tokens, self.page_size)
-
-    @property
-    def tiles_per_page(self) -> int:
-        return max(1, self.page_size // self.tokens)
-
-    def page_and_part(self, tile: Any) -> tuple[Any, Any]:
-        """The first page of a tile among those of a piece, and which part of it, if that takes several tiles."""
-        if self.tiles_per_page == 1:
-            return tile * self.pages, 0
-        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the pages of a tile are looked up before its slot is free. They wait in registers, of which a tile of
-        many columns leaves few.
-        """
-        return self.pages * self.columns.width <= 128
-
-    @property
-    def groups(self) -> int:
-        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
-        return self.scales if isinstance(self.scales, int) else 0
-
-    @property
-    def group_tokens(self) -> int:
-        """Tokens of a group, as far as they are in one part of a page."""
-        return min(self.page_tokens, self.page_size // self.groups)
-
-    @property
-    def part_groups(self) -> int:
-        """Groups of tokens in a page, or in the part of one that is in a tile."""
-        return self.page_tokens // self.group_tokens
-
-    def rows(self, pool: Ref, tokens: int) -> int:
-        """Rows of a page, or of a tile, that hold so many tokens."""
-        return tokens * pool.shape[1] // self.page_size
-
-    @property
-    def arrivals(self) -> int:
-        """At a barrier, for each page of a tile."""
-        return 4 if self.groups else 2
-
-
-class Inputs(NamedTuple):
-    """Arrays, or in the kernel references to them; see `Columns`.
-
-    Attributes:
-      q: [terms, blocks·rows, width, D]; queries are the sum of their terms. Or [B, Q, Hq, D] (`Static.raw_queries`).
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
-      window: a `HeadWindow` or None.
-      drafts: [query_blocks, B, width], the draft keys that a column's query sees, as bits; None if causal.
-      sinks: [head_blocks, Hkv, width] or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    block_tables: Any
-    kv_lens: Any
-    q_lens: Any
-    plan: DecodePlan
-    window: HeadWindow | None
-    drafts: Any
-    sinks: Any
-
-
-class Memory(NamedTuple):
-    """Shared memory and barriers of a program.
-
-    Attributes:
-      q: [terms, width, D].
-      raw_q: [width, D], as copied if not in columns yet; else None.
-      k, v: [stages, tokens, D], as cached, with as many tokens in a row.
-      p: [width, tokens], probabilities.
-      out: [width, D].
-      notes: int32 [2 · stages + 2, at least pages and width]. A row for each stage: position of each page's first
-        token, or NOWHERE. Then, for each column, the newest position it sees, and the newest that its window hides.
-        Then, for each stage, where in `scales` those of each page begin, if they may begin in the middle.
-      scales: [stages, 2, pages, at least 32], of keys and values, or None. A copy starts at a multiple of 128 bytes.
-      landed: a barrier a stage: its tile is there.
-      q_landed: the queries are.
-    """
-
-    q: Any
-    raw_q: Any
-    k: Any
-    v: Any
-    p: Any
-    out: Any
-    notes: Any
-    scales: Any
-    landed: Any
-    q_landed: Any
-
-    @staticmethod
-    def types(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> Memory:
-        stages, (tokens, width) = static.stages, static.shape
-        terms, dtype, head_dim = 1 if static.raw_queries else x.q.shape[0], x.q.dtype, x.q.shape[-1]
-        tiles = mosaic.operand((stages, static.rows(x.k, tokens), x.k.shape[2]), x.k.dtype)
-        scales = (stages, 2, static.pages, max(32, static.groups))
-        return Memory(
-            q=mosaic.operand((terms, width, head_dim), dtype),
-            raw_q=plgpu.SMEM((width, head_dim), dtype) if static.raw_queries else None,
-            k=tiles,
-            v=tiles,
-            p=mosaic.operand((width, tokens), dtype),
-            out=plgpu.SMEM((width, head_dim), out_dtype),
-            notes=plgpu.SMEM((2 * stages + 2, max(static.pages, width)), jnp.int32),
-            scales=plgpu.SMEM(scales, jnp.float32) if static.groups else None,
-            landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages * static.arrivals),
-            q_landed=plgpu.Barrier(num_arrivals=static.columns.block_queries if static.raw_queries else terms),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +88,9 @@ class Piece:
         self.note_limits()
         plgpu.barrier_wait(mem.q_landed)
         if static.raw_queries:
-            mem.q.at[0].transpose((1, 0))[...] = plgpu.load(mem.raw_q.transpose((1, 0)), layout=TILE, optimized=False)
+            mem.q[0].at[0].transpose((1, 0))[...] = mosaic.load(mem.raw_q.transpose((1, 0)), TILE)
             plgpu.commit_smem()
-        state = State.empty(self.x.q.shape[-1], static.columns.width)
+        state = State.empty(self.x.value_dim, static.columns.width)
         state = state._replace(l=mosaic.filled(0.0, static.shape, TILE))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if static.scales is not None:
@@ -270,9 +116,10 @@ class Piece:
         """On one warp: starts the copies of the queries."""
         x, mem, columns = self.x, self.mem, self.static.columns
         if not self.static.raw_queries:
-            for term in range(x.q.shape[0]):
-                place = self.block * x.plan.num_pages.shape[0] + self.row
-                plgpu.copy_gmem_to_smem(x.q.at[term, place], mem.q.at[term], mem.q_landed)
+            place = self.block * x.plan.num_pages.shape[0] + self.row
+            for q, part in zip(x.q, mem.q, strict=True):
+                for term in range(q.shape[0]):
+                    plgpu.copy_gmem_to_smem(q.at[term, place], part.at[term], mem.q_landed)
             return
         heads = pl.ds(columns.first_head(self.block, self.head), columns.block_heads)
         for i in range(columns.block_queries):
@@ -281,7 +128,7 @@ class Piece:
 
             @pl.when(query < columns.queries)
             def _copy(query: Any = query, place: Ref = place) -> None:
-                plgpu.copy_gmem_to_smem(x.q.at[self.batch, query, heads], place, mem.q_landed)
+                plgpu.copy_gmem_to_smem(x.q[0].at[self.batch, query, heads], place, mem.q_landed)
 
             pl.when(query >= columns.queries)(lambda: plgpu.barrier_arrive(mem.q_landed))
 
@@ -312,7 +159,7 @@ class Piece:
 
             @pl.when(base >= NOWHERE)
             def _nothing_to_copy() -> None:
-                for _ in range(static.arrivals):
+                for _ in range(self.x.copies(static)):
                     plgpu.barrier_arrive(mem.landed.at[slot])
 
     def copy(self, tile: Any, j: int, pool_row: Any) -> None:
@@ -323,8 +170,10 @@ class Piece:
         _, part = static.page_and_part(tile)
         rows = static.rows(x.k, static.page_tokens)
         some, place = pl.ds(part * rows, rows), pl.ds(j * rows, rows)
-        plgpu.copy_gmem_to_smem(x.k.at[pool_row, some], mem.k.at[slot, place], landed)
-        plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
+        for (first, columns), k in zip(x.key_parts, mem.k, strict=True):
+            plgpu.copy_gmem_to_smem(x.k.at[pool_row, some, pl.ds(first, columns)], k.at[slot, place], landed)
+        if x.v is not None:
+            plgpu.copy_gmem_to_smem(x.v.at[pool_row, some], mem.v.at[slot, place], landed)
         if static.groups:
             first = pool_row * static.groups
             if static.tiles_per_page > 1:
@@ -407,13 +256,15 @@ class Piece:
         position = self.positions(base)
         s = self.masked(position, s)
         alive = self.alive(position, s)
+        if self.x.v is None:
+            plgpu.commit_smem()  # every warp has its scores: the keys may change
         if self.static.scales is None:
             for i in range(0, v.shape[1], 64):  # in few registers
                 part = v.at[:, pl.ds(i, 64)]
                 values = plgpu.load(part, layout=TILE)
                 part[...] = jnp.where(over_tokens(alive, values.shape), values, jnp.zeros((), values.dtype))
         else:
-            mosaic_quantised.clear(v, self.x.q.shape[-1], alive)
+            mosaic_quantised.clear(v, self.x.value_dim, alive)
             plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(alive, v_scale, 1.0)
@@ -426,12 +277,12 @@ class Piece:
         static, x, mem, shape = self.static, self.x, self.mem, self.static.shape
         m, l, acc = state  # noqa: E741
         slot, following = lax.rem(tile, static.stages), tile + static.stages
-        pages = self.locate(following) if static.looks_ahead else None
+        pages = self.locate(following) if x.looks_ahead(static) else None
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
-        v = mem.v.at[slot]
+        v = mem.values(slot)
         k_scale, v_scale = self.token_scales(slot)
-        s = self.scores(slot, k_scale)
+        s = self.scores(slot, self.queries(base[0]), k_scale)
         hide = functools.partial(self.hide, base, v)
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
         if v_scale is not None:
@@ -442,10 +293,8 @@ class Piece:
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
         shrink = jnp.exp2((m - shift) * LOG2E)
-        if static.scales is None:
-            transposed = v.transpose((1, 0))
-        else:
-            transposed = mosaic_quantised.load_transposed(v, x.q.shape[-1])
+        quantised = static.scales is not None
+        transposed = mosaic_quantised.load_transposed(v, x.value_dim) if quantised else v.transpose((1, 0))
         mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
         plgpu.commit_smem()
         acc = acc * over_columns(shrink, acc.shape)
@@ -475,12 +324,21 @@ class Piece:
         )
         return k_scale, v_scale
 
-    def scores(self, slot: Any, k_scale: Any) -> Any:
+    def queries(self, position: Any) -> list[list[Ref]]:
+        """Terms of each part of the queries. `position`: of a token of the tile."""
+        # What is the same in every step the compiler computes ahead: addresses, in two registers for 32 bytes of a
+        # query. Where there are many it is not to know that the position, read from memory, is never negative.
+        first = jnp.minimum(position, 0) if self.x.v is None else 0
+        return [[q.at[first + i] for i in range(q.shape[0])] for q in self.mem.q]
+
+    def scores(self, slot: Any, queries: list[list[Ref]], k_scale: Any) -> Any:
         """K qᵀ of a tile, scaled and capped."""
         static, mem = self.static, self.mem
-        terms = [mem.q.at[i] for i in range(mem.q.shape[0])]
-        multiply = mosaic.multiply if static.scales is None else mosaic_quantised.multiply_widened
-        s = multiply(mem.k.at[slot], terms)
+        if static.scales is None:
+            parts = zip(mem.k, queries, strict=True)
+            s = mosaic.multiply([(k.at[slot], term) for k, terms in parts for term in terms])
+        else:
+            s = mosaic_quantised.multiply_widened(mem.k[0].at[slot], queries[0])
         s *= static.score_scale * self.x.k_scale[self.head] if static.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, static.shape)

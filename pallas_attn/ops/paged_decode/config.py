@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
+from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
 from pallas_attn.ops.common.online_softmax import XlaConfig, decode_heuristic
 
 
@@ -18,29 +19,6 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
     """
     key = {"rows": rows, "heads": heads, "head_dim": head_dim}
     return tuning.lookup("paged_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, heads * head_dim))
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a program of the Mosaic kernel works.
-
-    Attributes:
-      tile_tokens: keys it takes at once.
-      stages: tiles it holds in shared memory; all but one are on their way.
-      programs_per_multiprocessor: programs side by side on one, in plans made for this configuration.
-    """
-
-    tile_tokens: int
-    stages: int
-    programs_per_multiprocessor: int
-
-    def __post_init__(self) -> None:
-        if self.tile_tokens < 64 or self.tile_tokens % 64:
-            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, wgmma's M")
-        if not 2 <= self.stages <= 32:
-            raise ValueError(f"{self.stages=} must be from 2 (one to read, one on its way) to 32")
-        if not 1 <= self.programs_per_multiprocessor <= 16:
-            raise ValueError(f"{self.programs_per_multiprocessor=} must be from 1 to 16")
 
 
 def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
@@ -84,19 +62,6 @@ class MosaicKey:
 def mosaic_config(key: MosaicKey) -> MosaicConfig:
     """Sizes of the Mosaic kernel."""
     return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _mosaic_heuristic(key))
-
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a Hopper multiprocessor that programs can have."""
-
-
-MAX_STAGES = 4
-"""More than these are not used unless they were measured to help."""
-
-
-def reduction_bytes(columns: int) -> int:
-    """Shared memory for maxima and sums over the tokens of a tile; with 128 bytes a column one round is enough."""
-    return min(128 * columns, 4096)
 
 
 def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
