@@ -5,19 +5,21 @@ from __future__ import annotations
 from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.latent import LATENT, LATENT_MORE
+from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
 from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(PREFILL_MORE | PREFILL),
+    **(MLA_COLUMNS | MLA_COLUMNS_MORE | PREFILL_MORE | PREFILL),
 }
 
 SLOW = (
     (DECODE_MORE.keys() - DECODE.keys())
     | WRITES_MORE.keys()
     | LATENT_MORE.keys()
+    | (MLA_COLUMNS_MORE.keys() - MLA_COLUMNS.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
 )
 """Left to the slow run."""
@@ -25,6 +27,7 @@ SLOW = (
 ON_BOTH_PLUGINS = frozenset(
     {
         "experts-64-tokens",
+        "mla-columns-512-64-n16",
         "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",

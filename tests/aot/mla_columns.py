@@ -1,0 +1,138 @@
+"""`mla_decode` for few query rows on Hopper: widths of latents, of tiles and of pages, drafts, and plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import pallas_attn
+from pallas_attn import PagedLatent, latent_cache_spec
+from pallas_attn.ops.mla_decode.mosaic_columns import ColumnsKey, columns_config, decode, max_columns
+from tests.aot.case import Case, Tile, shape
+
+BATCH, PAGES, TOKENS = 32, 256, 64
+WIDTHS = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
+"""L and R."""
+
+
+def ints(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the kernel is compiled for.
+
+    Attributes:
+      columns: query rows that a program takes at once: heads, unless there are several queries.
+      out: dtype of the output.
+    """
+
+    latent_dim: int = 512
+    rope_dim: int = 64
+    columns: int = 16
+    page_size: int = 64
+    out: Any = jnp.bfloat16
+    dtype: Any = jnp.bfloat16
+
+    def __str__(self) -> str:
+        named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        pages = "" if self.page_size == 64 else f"-p{self.page_size}"
+        name = f"mla-columns-{self.latent_dim}-{self.rope_dim}-n{self.columns}{pages}"
+        return name + "".join(suffix for suffix, is_so in named.items() if is_so)
+
+    @property
+    def key(self) -> ColumnsKey:
+        """What its sizes are looked up by."""
+        out_bytes = jnp.dtype(self.out).itemsize
+        return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
+
+    def plan(self, mode: Literal["balanced", "fixed"] = "balanced") -> Any:
+        make = functools.partial(
+            pallas_attn.plan_decode,
+            page_size=self.page_size,
+            num_q_heads=1,
+            num_kv_heads=1,
+            num_programs=132,
+            mode=mode,
+        )
+        return jax.eval_shape(make, ints(BATCH))
+
+    def arguments(self, queries: int = 1, heads: int | None = None) -> dict[str, Any]:
+        """Shapes of a call of so many queries, with as many heads as fill the columns unless given."""
+        spec = latent_cache_spec(
+            num_pages=BATCH * PAGES,
+            page_size=self.page_size,
+            latent_dim=self.latent_dim,
+            rope_dim=self.rope_dim,
+            dtype=self.dtype,
+        )
+        rows = BATCH, queries, heads or self.columns // queries
+        return {
+            "q_latent": shape(*rows, self.latent_dim, dtype=self.dtype),
+            "q_rope": shape(*rows, self.rope_dim, dtype=self.dtype),
+            "cache": jax.eval_shape(lambda: PagedLatent.allocate(spec)),
+            "block_tables": ints(BATCH, PAGES),
+            "kv_lens": ints(BATCH),
+            "q_lens": ints(BATCH),
+            "draft_mask": None,
+            "plan": self.plan(),
+        }
+
+    @property
+    def tile(self) -> Tile:
+        """Of `TOKENS` tokens."""
+        keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
+        return Tile(keys * jnp.dtype(self.dtype).itemsize, (keys + values) * self.columns)
+
+    def case(self, arguments: dict[str, Any] | None = None) -> Case:
+        call = functools.partial(decode, sm_scale=0.1, out_dtype=self.out)
+        blocks = columns_config(self.key).programs_per_multiprocessor
+        arguments = arguments or self.arguments()
+        return Case(call, arguments, cache="cache", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every width with every number of columns, and other pages, and another dtype."""
+    for latent_dim, rope_dim in WIDTHS:
+        for columns in range(8, max_columns(jnp.float32) + 1, 8):
+            yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32)
+        for columns in range(8, max_columns(jnp.bfloat16) + 1, 8):
+            yield from (Configuration(latent_dim, rope_dim, columns, page_size) for page_size in (16, 32, 64, 128))
+        yield Configuration(latent_dim, rope_dim, dtype=jnp.float16, out=jnp.float16)
+
+
+def drafts(configuration: Configuration, queries: int) -> Case:
+    """Trees of drafts."""
+    mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
+    return configuration.case(configuration.arguments(queries) | mask)
+
+
+DEEPSEEK = Configuration()
+UNLIKE: dict[str, Case] = {
+    "drafts": replace(DEEPSEEK, columns=32).case(replace(DEEPSEEK, columns=32).arguments(queries=2)),
+    "draft-tree": drafts(replace(DEEPSEEK, columns=32, page_size=16), 4),
+    "draft-tree-f32-out": drafts(replace(DEEPSEEK, columns=24, page_size=16, out=jnp.float32), 4),
+    "20-heads": replace(DEEPSEEK, columns=24).case(DEEPSEEK.arguments(heads=20)),
+    "9-heads-8-queries": replace(DEEPSEEK, columns=32).case(DEEPSEEK.arguments(queries=8, heads=9)),
+    "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": DEEPSEEK.plan("fixed")}),
+    "no-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": None}),
+}
+
+FEW = (DEEPSEEK, replace(DEEPSEEK, columns=32), replace(DEEPSEEK, page_size=16), *(Configuration(*w) for w in WIDTHS))
+MLA_COLUMNS: dict[str, Case] = {
+    **{str(c): c.case() for c in FEW},
+    **{f"mla-columns-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads")},
+}
+"""Typical ones, and what is unlike any other."""
+
+MLA_COLUMNS_MORE: dict[str, Case] = {
+    **{str(c): c.case() for c in configurations()},
+    **{f"mla-columns-{name}": case for name, case in UNLIKE.items()},
+}
+"""All of them."""
