@@ -14,7 +14,7 @@ from pallas_attn.ops.common.metadata import is_prefill as is_prefill
 from pallas_attn.ops.common.metadata import slot_mapping as slot_mapping
 from pallas_attn.ops.common.metadata import token_positions as token_positions
 from pallas_attn.ops.common.metadata import validate_metadata as validate_metadata
-from pallas_attn.ops.common.plan import plan_decode as plan_decode
+from pallas_attn.ops.decode_plan import plan_decode as plan_decode
 from pallas_attn.ops.kv_write import write_kv as write_kv
 from pallas_attn.ops.latent_gather import gather_latent as gather_latent
 from pallas_attn.ops.latent_write import write_latent as write_latent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def inputs(case: PlanCase, pools: Pools) -> list[Array]:
     return [jnp.asarray(row) for row in lens]
 
 
-def ours(case: PlanCase, lens: list[Array], stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: PlanCase, lens: list[Array], stopwatch: Stopwatch) -> Timing:
     window: Any = None
     if case.windowed:
         is_windowed = np.arange(case.kv_heads) % 2 == 0
@@ -69,6 +70,7 @@ def ours(case: PlanCase, lens: list[Array], stopwatch: Stopwatch) -> Timing:
             num_q_heads=case.kv_heads,
             num_kv_heads=case.kv_heads,
             num_programs=PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(),
+            implementation=implementation,
         )
 
     return stopwatch.chain(call, lens, shared=window)
@@ -79,6 +81,6 @@ BENCH = Bench(
         "gqa": [PlanCase(batch, windowed=windowed) for batch in (1, 16, 64, 256, 1024) for windowed in (False, True)],
         "small": [PlanCase(4, 64, 2, 16)],
     },
-    contenders={"ours": ours},
+    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
     inputs=inputs,
 )

@@ -6,12 +6,13 @@ from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
+from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
 from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
-    **(PORTABLE | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
+    **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_COLUMNS | MLA_COLUMNS_MORE | PREFILL_MORE | PREFILL),
 }
 
@@ -31,6 +32,7 @@ ON_BOTH_PLUGINS = frozenset(
         "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",
+        "plan-decode-64-windows",
         "paged-decode-fp8-token-d128-n8",
         "ragged-128-128",
         "write-kv-bf16-no-norm",

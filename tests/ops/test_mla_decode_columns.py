@@ -19,7 +19,7 @@ import pytest
 
 from pallas_attn import DecodePlan, plan_decode
 from pallas_attn.ops.common import mosaic_merge
-from pallas_attn.ops.common import plan as plan_module
+from pallas_attn.ops import decode_plan as plan_module
 from pallas_attn.ops.common.mosaic_config import MosaicConfig
 from pallas_attn.ops.mla_decode import mosaic_columns
 from tests.ops import harness

@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import FULL, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
+from pallas_attn.ops import decode_plan as plan_module
 from pallas_attn.ops.common import mosaic_quantised
-from pallas_attn.ops.common import plan as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import MosaicConfig
 from tests.ops import harness

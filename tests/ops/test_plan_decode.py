@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, plan_decode
-from pallas_attn.ops.common.plan import FIXED_PIECE_TOKENS, heuristic_costs
+from pallas_attn.ops.decode_plan import FIXED_PIECE_TOKENS
+from pallas_attn.ops.decode_plan.config import heuristic_costs
 from tests.ops import harness
 
 BATCH, KV_HEADS, PS = 6, 2, 16

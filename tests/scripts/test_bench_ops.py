@@ -58,7 +58,7 @@ def run(operation, tmp_path, *more):
     ("operation", "case", "contender"),
     [
         ("paged_decode", "int8-head", "xla"),
-        ("plan_decode", "", "ours"),
+        ("plan_decode", "", "xla"),
         ("merge_states", "", "ours"),
         ("write_kv", "int8-head", "xla"),
         ("mla_decode", "f32", "xla"),

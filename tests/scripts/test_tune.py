@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import plan_decode, tuning
-from pallas_attn.ops.common.plan import PlanConfig, heuristic_costs
+from pallas_attn.ops.decode_plan.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.paged_decode.config import MosaicConfig, MosaicKey, mosaic_config
 from scripts import bench_compiler, tune
 from scripts.bench_case import Bench

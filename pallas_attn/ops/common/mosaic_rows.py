@@ -115,7 +115,7 @@ class RowLayout:
     def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
         """ref[index] for indices inside a ref [n]; `layout` is theirs and the result's, per_row unless given.
 
-        No kernel that runs may write there.
+        In global memory no kernel that runs may write there.
         """
         if interpreted():
             return ref[...][index]

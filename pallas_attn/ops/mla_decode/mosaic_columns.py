@@ -28,7 +28,7 @@ from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, Mosai
 from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
 from pallas_attn.ops.common.mosaic_merge import OUTPUT_BYTES, Columns
-from pallas_attn.ops.common.plan import plan_decode
+from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.types import DecodePlan, PagedLatent
 
 

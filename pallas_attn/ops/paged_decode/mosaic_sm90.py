@@ -22,7 +22,7 @@ from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
 from pallas_attn.ops.common.mosaic_merge import Columns
 from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE
-from pallas_attn.ops.common.plan import plan_decode
+from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 

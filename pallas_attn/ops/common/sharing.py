@@ -1,0 +1,63 @@
+"""The arithmetic of `plan_decode`: rows laid end to end, each as long as it costs, and programs at equal distances."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """What rows cost and where they are cut.
+
+    In `balanced` mode a row costs its pages and a constant, and is cut where a program starts beyond the constant. In
+    `fixed` mode it is cut at multiples of `piece_pages`, whoever takes them, and each piece costs 1.
+
+    Attributes:
+      overhead: the constant, in pages; 0 in `fixed` mode.
+      piece_pages: pages of a piece; 0 in `balanced` mode.
+    """
+
+    overhead: int
+    piece_pages: int
+
+    def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+        """Of each row; an idle one costs nothing."""
+        if self.piece_pages:
+            return (num_pages + (self.piece_pages - 1)) // self.piece_pages
+        return jnp.where(num_pages > 0, num_pages + self.overhead, 0)
+
+    def share(self, total: Int32[Array, ""], num_programs: int) -> Int32[Array, ""]:
+        """What a program takes, at least a row's overhead and a page."""
+        return jnp.maximum((total + (num_programs - 1)) // num_programs, self.overhead + 1)
+
+    def start(self, program: Int32[Array, "n"], share: Int32[Array, ""], total: Int32[Array, ""]) -> Int32[Array, "n"]:
+        """Where programs start among the rows; the first one without work, and all after it, at or past the end."""
+        return jnp.minimum(program, (total + (share - 1)) // share) * share
+
+    def pieces(
+        self, begin: Int32[Array, "rows"], end: Int32[Array, "rows"], share: Int32[Array, ""]
+    ) -> Int32[Array, "rows"]:
+        """Of rows that lie between these places. A piece begins with each busy row and with each cut."""
+        if self.piece_pages:
+            return end - begin
+        return jnp.where(end > begin, 1 + (end - 1) // share - (begin + self.overhead) // share, 0)
+
+    def page(self, into: Int32[Array, "n"]) -> Int32[Array, "n"]:
+        """The page that lies so far into a row. Its first follows the overhead: who starts in that starts the row."""
+        return into * self.piece_pages if self.piece_pages else jnp.maximum(into - self.overhead, 0)
+
+    def piece(
+        self,
+        program: Int32[Array, "n"],
+        begin: Int32[Array, "n"],
+        into: Int32[Array, "n"],
+        first: Int32[Array, "n"],
+        share: Int32[Array, ""],
+    ) -> Int32[Array, "n"]:
+        """Number of the piece a program starts with, `into` a row that begins at `begin` and with piece `first`."""
+        if self.piece_pages:
+            return first + into
+        return first + jnp.where(into > self.overhead, program - (begin + self.overhead) // share, 0)

@@ -1,0 +1,239 @@
+"""`plan_decode` on Hopper: one program, one warpgroup, so that a step pays for one short kernel.
+
+Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of their costs stay in shared memory, where
+every place among the rows is then found by bisection:
+
+    rows      walk, cost       -> ends: where each row ends          (prefix sums)
+    total     -> share
+    rows      pieces, next row -> piece_ends                         (prefix sums)
+    programs  start            -> row, page, piece
+
+Nothing waits but the threads of the warpgroup for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.ops.common.mosaic_rows import THREADS, RowLayout
+from pallas_attn.ops.common.sharing import Sharing
+from pallas_attn.ops.common.visibility import page_walk
+from pallas_attn.types import FULL, DecodePlan, HeadWindow
+
+LANES = RowLayout(threads=1, vector=1)
+"""Numbers by thread: the i-th of a chunk is thread i % 128's."""
+
+MAX_CHUNK = 8 * THREADS
+"""Rows or programs at a time: more would be more registers, fewer more rounds."""
+
+MAX_ROWS = 24 * 1024
+"""What fits shared memory, twice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for, beside shapes."""
+
+    sharing: Sharing
+    window: int
+    num_kv_heads: int
+    page_size: int
+    rows: int
+    programs: int
+
+
+class Inputs(NamedTuple):
+    """As `plan_decode` takes them."""
+
+    kv_lens: Any
+    q_lens: Any
+    window: HeadWindow | None
+
+
+class Outputs(NamedTuple):
+    """The arrays of a `DecodePlan`."""
+
+    sink_pages: Any
+    first_page: Any
+    num_pages: Any
+    next_row: Any
+    piece_offsets: Any
+    program_row: Any
+    program_page: Any
+    program_piece: Any
+
+    @staticmethod
+    def types(static: Static) -> Outputs:
+        rows, rows_plus_1, programs_plus_1 = (
+            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
+        )
+        return Outputs(*[rows] * 4, rows_plus_1, *[programs_plus_1] * 3)
+
+
+class Memory(NamedTuple):
+    """Shared memory, all int32.
+
+    Attributes:
+      ends, piece_ends: prefix sums of costs and of pieces, up to and with each row; rows past the last add nothing.
+      sums: [2, chunk], of a scan on its way.
+    """
+
+    ends: Any
+    piece_ends: Any
+    sums: Any
+
+
+def plan_decode(
+    kv_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
+    window: int | HeadWindow | None,
+    sharing: Sharing,
+    *,
+    num_kv_heads: int,
+    page_size: int,
+    num_programs: int,
+) -> DecodePlan:
+    mosaic.require_hopper()
+    rows = kv_lens.shape[0] * num_kv_heads
+    if rows > MAX_ROWS:
+        raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")
+    static = Static(
+        sharing=sharing,
+        window=window if isinstance(window, int) else FULL,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        rows=rows,
+        programs=num_programs,
+    )
+    padded = pl.cdiv(rows, _chunk(rows)) * _chunk(rows)
+    (outputs,) = plgpu.kernel(
+        functools.partial(_kernel, static),
+        out_type=(Outputs.types(static),),
+        scratch_types=[
+            plgpu.SMEM((padded,), jnp.int32),
+            plgpu.SMEM((padded,), jnp.int32),
+            plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
+        ],
+        kernel_name="plan_decode",
+    )(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None))
+    return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
+
+
+def _chunk(count: int) -> int:
+    """How many of so many are taken at a time."""
+    return min(MAX_CHUNK, pl.cdiv(count, THREADS) * THREADS)
+
+
+def _each_chunk(count: int, body: Any, carry: Any) -> Any:
+    """body(first, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, of which `first` begins one."""
+    chunk = _chunk(count)
+
+    def step(i: Any, carry: Any) -> Any:
+        return body(i * chunk, carry)
+
+    return lax.fori_loop(0, pl.cdiv(count, chunk), step, carry)
+
+
+def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
+    mem, sharing = Memory(*memory), static.sharing
+
+    def lay_out(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
+        walk = _walk(static, x, row)
+        for ref, values in zip((plan.sink_pages, plan.first_page, plan.num_pages), walk, strict=True):
+            _write(ref, row, static.rows, values)
+        cost = jnp.where(row < static.rows, sharing.cost(walk.num_pages), 0)
+        return _append(mem.ends, first, cost, mem.sums, before)
+
+    total = _each_chunk(static.rows, lay_out, jnp.int32(0))
+    share = sharing.share(total, static.programs)
+
+    def cut(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
+        end = LANES.take(mem.ends, row)
+        pieces = sharing.pieces(_before(mem.ends, row), end, share)
+        _write(plan.next_row, row, static.rows, _find(static, mem, end))
+        after = _append(mem.piece_ends, first, pieces, mem.sums, before)
+        _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
+        return after
+
+    num_pieces = _each_chunk(static.rows, cut, jnp.int32(0))
+    plan.piece_offsets[static.rows] = num_pieces
+
+    def start(first: Any, _: None) -> None:
+        program = LANES.iota(_chunk(static.programs + 1)) + first
+        place = jnp.minimum(sharing.start(program, share, total), total)
+        row = _find(static, mem, place)
+        begin = _before(mem.ends, row)
+        into, first_piece = place - begin, _before(mem.piece_ends, row)
+        _write(plan.program_row, program, static.programs + 1, row)
+        _write(plan.program_page, program, static.programs + 1, sharing.page(into))
+        piece = sharing.piece(program, begin, into, first_piece, share)
+        _write(plan.program_piece, program, static.programs + 1, piece)
+
+    _each_chunk(static.programs + 1, start, None)
+
+
+def _walk(static: Static, x: Inputs, row: Any) -> Any:
+    """Pages of rows; anything for those past the last."""
+    row = jnp.minimum(row, static.rows - 1)
+    batch, head = row // static.num_kv_heads, row % static.num_kv_heads
+    kv_len = LANES.take(x.kv_lens, batch)
+    q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else LANES.take(x.q_lens, batch)
+    if x.window is None:
+        window, sink_tokens = jnp.full_like(kv_len, static.window), jnp.zeros_like(kv_len)
+    else:
+        window, sink_tokens = LANES.take(x.window.window, head), LANES.take(x.window.sink_tokens, head)
+    end = jnp.where(q_len > 0, kv_len, 0)
+    return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
+
+
+def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:
+    """Writes prefix sums of a chunk to `sums` from `first` on, on top of the sum `before`; returns the last one.
+
+    In every round each number takes in the one twice as far back as in the round before (Hillis and Steele, 1986).
+    """
+    chunk = values.shape[0]
+    within = LANES.iota(chunk)
+    far, half = 1, 0
+    while far < chunk:
+        written = scratch.at[pl.ds(half, chunk)]
+        written[...] = values
+        plgpu.commit_smem()
+        values += jnp.where(within >= far, LANES.take(written, jnp.maximum(within - far, 0)), 0)
+        far, half = 2 * far, chunk - half  # who is still reading this half is done before it is written again
+    values += before
+    sums[pl.ds(first, chunk)] = values
+    plgpu.commit_smem()
+    return sums[first + (chunk - 1)]
+
+
+def _before(sums: Ref, i: Any) -> Any:
+    """The sum of all that come before number i."""
+    return jnp.where(i > 0, LANES.take(sums, jnp.maximum(i - 1, 0)), 0)
+
+
+def _find(static: Static, mem: Memory, place: Any) -> Any:
+    """The row that covers each place; the number of rows past the end."""
+    found, step = LANES.filled(jnp.int32(0), place.shape[0]), pl.next_power_of_2(static.rows)
+    while step:
+        last = found + (step - 1)
+        passed = (last < static.rows) & (LANES.take(mem.ends, jnp.minimum(last, static.rows - 1)) <= place)
+        found, step = jnp.where(passed, found + step, found), step // 2
+    return found
+
+
+def _write(ref: Ref, number: Any, count: int, values: Any) -> None:
+    """ref[number[i]] = values[i] for numbers below `count`."""
+    LANES.put(ref, jnp.where(number < count, number, -1), values)

@@ -1,0 +1,91 @@
+"""The Mosaic kernel behind `plan_decode` makes the plans of plain JAX, number for number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, HeadWindow, explain, plan_decode
+from pallas_attn.ops.decode_plan import mosaic_sm90
+from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_CHUNK, MAX_ROWS
+from tests.ops import harness
+
+PS = 16
+modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
+
+
+def arguments(
+    rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
+) -> dict[str, Any]:
+    """Sequences of which about one in five is idle; windows of some heads; up to 3 queries, or none, of each."""
+    lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
+    given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
+    if drafts:
+        given["q_lens"] = jnp.asarray(rng.integers(0, 4, batch), jnp.int32)
+    if windows:
+        width = np.where(rng.random(kv_heads) < 0.5, FULL, rng.integers(1, longest, kv_heads))
+        sinks = rng.integers(0, 100, kv_heads)
+        given["window"] = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
+    return given | {"page_size": PS, "num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
+
+
+def check(mode: str, num_programs: int, **given: Any) -> None:
+    got, want = (
+        plan_decode(**given, mode=mode, num_programs=num_programs, implementation=name)  # pyrefly: ignore[bad-argument-type]
+        for name in ("mosaic", "xla")
+    )
+    chex.assert_trees_all_equal(got, want)
+
+
+@modes
+@pytest.mark.parametrize(("windows", "drafts"), [(False, False), (True, True)])
+def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = harness.fresh_rng()
+    for longest in (100, 20_000):
+        given = arguments(rng, 6, 2, longest, windows=windows, drafts=drafts)
+        with harness.interpreting(capsys):
+            check(mode, 140, **given)
+
+
+@modes
+def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+    given = arguments(harness.fresh_rng(), 100, 3, 3000)
+    with harness.interpreting(capsys):
+        check(mode, 132, **given)
+
+
+def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(harness.fresh_rng(), 5, 1, 1000)
+    with harness.interpreting(capsys):
+        check("balanced", 3, **given | {"window": 40})
+        check("balanced", 3, **given | {"kv_lens": jnp.zeros((5,), jnp.int32)})
+
+
+@pytest.mark.gpu
+@modes
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "num_programs"),
+    [(1, 1, 1), (1, 8, 396), (17, 3, 132), (64, 8, 528), (256, 8, 396), (1000, 8, 2112), (MAX_ROWS // 8, 8, 132)],
+)
+def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
+    rng = harness.fresh_rng()
+    for longest in (64, 131_072):
+        check(mode, num_programs, **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1))
+
+
+def test_more_chunks_than_one_are_among_the_sizes() -> None:
+    assert MAX_CHUNK < 1000 * 8 < MAX_ROWS
+
+
+def test_more_rows_than_fit_are_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(harness.fresh_rng(), MAX_ROWS // 2 + 1, 2, 100) | {"num_programs": 3}
+    lens = given.pop("kv_lens")
+    with harness.interpreting(capsys):
+        explanation = explain("plan_decode", lens, **given)
+    assert explanation.chosen == "xla"
+    assert f"at most {MAX_ROWS} rows" in explanation.refused["mosaic"]
