@@ -17,7 +17,8 @@ class MosaicConfig:
 
     Attributes:
       tile_tokens: keys it takes at once.
-      stages: tiles it holds in shared memory; all but one are on their way.
+      stages: tiles it holds in shared memory; all but one are on their way, and if it is the only one, those of the
+        programs beside it.
       programs_per_multiprocessor: programs side by side on one, in plans made for this configuration.
     """
 
@@ -28,8 +29,8 @@ class MosaicConfig:
     def __post_init__(self) -> None:
         if self.tile_tokens < 64 or self.tile_tokens % 64:
             raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, wgmma's M")
-        if not 2 <= self.stages <= 32:
-            raise ValueError(f"{self.stages=} must be from 2 (one to read, one on its way) to 32")
+        if not 1 <= self.stages <= 32:
+            raise ValueError(f"{self.stages=} must be from 1 to 32")
         if not 1 <= self.programs_per_multiprocessor <= 16:
             raise ValueError(f"{self.programs_per_multiprocessor=} must be from 1 to 16")
 

@@ -280,9 +280,13 @@ class Piece:
         pages = self.locate(following) if x.looks_ahead(static) else None
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.notes[slot, j] for j in range(static.pages)]
+        # What is the same in every step the compiler computes ahead, such as addresses, two registers for 32 bytes of a
+        # row. For the long rows of latents it is not to know that a position, read from memory, is never negative.
+        zero = jnp.minimum(base[0], 0) if x.v is None else 0
+        slot += zero
         v = mem.values(slot)
         k_scale, v_scale = self.token_scales(slot)
-        s = self.scores(slot, self.queries(base[0]), k_scale)
+        s = self.scores(slot, zero, k_scale)
         hide = functools.partial(self.hide, base, v)
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
         if v_scale is not None:
@@ -324,16 +328,10 @@ class Piece:
         )
         return k_scale, v_scale
 
-    def queries(self, position: Any) -> list[list[Ref]]:
-        """Terms of each part of the queries. `position`: of a token of the tile."""
-        # What is the same in every step the compiler computes ahead: addresses, in two registers for 32 bytes of a
-        # query. Where there are many it is not to know that the position, read from memory, is never negative.
-        first = jnp.minimum(position, 0) if self.x.v is None else 0
-        return [[q.at[first + i] for i in range(q.shape[0])] for q in self.mem.q]
-
-    def scores(self, slot: Any, queries: list[list[Ref]], k_scale: Any) -> Any:
+    def scores(self, slot: Any, first_term: Any, k_scale: Any) -> Any:
         """K qᵀ of a tile, scaled and capped."""
         static, mem = self.static, self.mem
+        queries = [[q.at[first_term + i] for i in range(q.shape[0])] for q in mem.q]
         if static.scales is None:
             parts = zip(mem.k, queries, strict=True)
             s = mosaic.multiply([(k.at[slot], term) for k, terms in parts for term in terms])
