@@ -49,6 +49,7 @@ class AttentionSettings:
             raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """A run of a step's tokens that attends absorbed, each token a row of its own.
@@ -59,11 +60,12 @@ class Rows:
       kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
     """
 
-    tokens: slice
+    tokens: slice = dataclasses.field(metadata={"static": True})
     block_tables: Int32[Array, "T P"]
     kv_lens: Int32[Array, "T"]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
     """A run of a step's tokens that attends expanded, in chunks of a sequence.
@@ -75,7 +77,7 @@ class Chunks:
       kv_lens: [S], tokens that each sequence holds, its chunk included.
     """
 
-    tokens: slice
+    tokens: slice = dataclasses.field(metadata={"static": True})
     block_tables: Int32[Array, "S P"]
     cu_q_lens: Int32[Array, "S+1"]
     kv_lens: Int32[Array, "S"]

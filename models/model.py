@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,9 +91,11 @@ class DeepSeek(nnx.Module):
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
         parts = step_parts(metadata, self.settings.mla)
+        # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
+        apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, rope, cache, metadata.slots, parts)
+            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, metadata.slots, parts)
             written.append(cache)
         return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
 
@@ -109,6 +112,19 @@ class DeepSeek(nnx.Module):
             rope_dim=self.config.qk_rope_head_dim,
             dtype=dtype or self.embed_tokens.dtype,
         )
+
+
+def _apply_layer(
+    graph: Any,
+    state: Any,
+    x: Float[Array, "T D"],
+    rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+    cache: PagedLatent,
+    slots: Int32[Array, "T"],
+    parts: list[Part],
+) -> tuple[Float[Array, "T D"], PagedLatent]:
+    """A layer as a function; jitted, it is traced and lowered once for all that are alike, its kernels compiled once."""
+    return nnx.merge(graph, state)(x, rope, cache, slots, parts)
 
 
 def split_model(model: DeepSeek) -> tuple[Step, list[jax.Array]]:

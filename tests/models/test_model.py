@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,17 @@ def test_caches_are_written_in_place():
     shape = ",".join(map(str, caches[0].pages.shape))
     copies = [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
     assert not copies, copies
+
+
+def test_layers_that_are_alike_are_lowered_once():
+    """One function for the dense layer, one for the others; with kernels for Hopper, each would be compiled again."""
+    run, weights, model = compiled(dataclasses.replace(SMALL, num_hidden_layers=4), PIECES)
+    pages = Pages.scatter(2, 4)
+    metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
+    tokens = jnp.zeros(metadata.num_tokens, jnp.int32)
+    lowered = run.lower(weights, tokens, pages.allocate(model), metadata).as_text()
+    assert len(re.findall(r"func.func private @_apply_layer", lowered)) == 2
+    assert len(re.findall(r"call @_apply_layer", lowered)) == 4
 
 
 def test_bfloat16_stays_close_and_gives_float32_logits():
