@@ -123,7 +123,7 @@ def _apply_layer(
     slots: Int32[Array, "T"],
     parts: list[Part],
 ) -> tuple[Float[Array, "T D"], PagedLatent]:
-    """A layer as a function; jitted, it is traced and lowered once for all that are alike, its kernels compiled once."""
+    """A layer as a function: jitted, it is lowered once for all that are alike, and its kernels compiled once."""
     return nnx.merge(graph, state)(x, rope, cache, slots, parts)
 
 
