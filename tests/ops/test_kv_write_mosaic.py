@@ -221,7 +221,8 @@ REFUSED = {
         call(jnp.int8, 1, page_size=128),
         "takes up to 64 values a thread; 128 tokens of 128 columns, alike in stretches of 128, are 128",
     ),
-    "many of an odd number of columns": (call(head_dim=255, rope=angles(1)), "alike in stretches of 1, are 255"),
+    "a single pair": (call(rope=angles(1)), "two pairs of columns or more that are rotated in neox style, got one"),
+    "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "alike in stretches of 1, are 255"),
     "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 tokens of a head, got 2147483648"),
 }
 

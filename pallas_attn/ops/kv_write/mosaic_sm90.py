@@ -186,6 +186,8 @@ class Static:
             raise NotImplementedError(f"takes pools of less than 2**31 tokens of a head, got {rows}")
         scales, rotation = scale_layout(kv), "none" if rope is None else rope.style
         half = 0 if rope is None else rope.cos.shape[1]
+        if rotation == "neox" and half == 1:
+            raise NotImplementedError("takes two pairs of columns or more that are rotated in neox style, got one")
         group = page_size // scales if isinstance(scales, int) else 0
         key = MosaicKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
         config = mosaic_config(key)
