@@ -74,7 +74,7 @@ HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
 
 
 def prefill(table_pages: int) -> Case:
-    """A chunk of DeepSeek-V2-Lite's, with whatever kernels there are for its parts.
+    """A chunk of DeepSeek-V2-Lite's.
 
     Its temporaries are keys and values of a piece and of the chunk, once as they are multiplied and once put together,
     and outputs and LSEs of the chunk, those merged and those to come.
@@ -93,12 +93,10 @@ def prefill(table_pages: int) -> Case:
         "w_uv": shape(HEADS, NOPE, 512),
         **ragged,
     }
-    call = functools.partial(
-        pallas_attn.mla_prefill, sm_scale=0.1, piece_tokens=PIECE_TOKENS, implementation=("mosaic", "xla")
-    )
+    call = functools.partial(pallas_attn.mla_prefill, sm_scale=0.1, piece_tokens=PIECE_TOKENS, implementation="mosaic")
     expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
     merged = 2 * TOKENS * HEADS * 4 * (NOPE + 1)
-    return MOVES(call, arguments, temporaries=2 * (expanded + merged), blocks=1)
+    return MOVES(call, arguments, tensor_cores=True, temporaries=2 * (expanded + merged), blocks=1)
 
 
 LATENT = {
