@@ -124,9 +124,8 @@ UNLIKE: dict[str, Case] = {
     "no-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": None}),
 }
 
-FEW = (DEEPSEEK, replace(DEEPSEEK, columns=32), replace(DEEPSEEK, page_size=16), *(Configuration(*w) for w in WIDTHS))
 MLA_COLUMNS: dict[str, Case] = {
-    **{str(c): c.case() for c in FEW},
+    **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32))},
     **{f"mla-columns-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads")},
 }
 """Typical ones, and what is unlike any other."""
