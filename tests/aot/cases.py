@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
+from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
 from tests.aot.plans import PLANS
@@ -13,13 +14,14 @@ from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_COLUMNS | MLA_COLUMNS_MORE | PREFILL_MORE | PREFILL),
+    **(MLA_COLUMNS | MLA_COLUMNS_MORE | PREFILL_MORE | PREFILL | ENGINE),
 }
 
 SLOW = (
     (DECODE_MORE.keys() - DECODE.keys())
     | WRITES_MORE.keys()
     | LATENT_MORE.keys()
+    | ENGINE.keys()
     | (MLA_COLUMNS_MORE.keys() - MLA_COLUMNS.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
 )

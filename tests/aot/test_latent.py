@@ -1,4 +1,6 @@
-"""What `mla_prefill` is made of on Hopper, and that long prefixes cost it no memory."""
+"""What `mla_prefill` and steps of the engine are made of on Hopper, and that long prefixes cost no memory."""
+
+import pytest
 
 
 def test_prefill_takes_no_more_memory_for_wider_tables(compilers):
@@ -9,3 +11,12 @@ def test_prefill_takes_no_more_memory_for_wider_tables(compilers):
 def test_prefill_gathers_with_the_kernel(compilers):
     report = compilers("cuda13").report("mla-prefill-narrow")
     assert "gather_latent" in {kernel.name for kernel in report.kernels}
+
+
+@pytest.mark.slow
+def test_steps_of_the_engine_run_on_kernels(compilers):
+    """Those of layers that are alike are compiled once: of three layers, one is dense."""
+    report = compilers("cuda13").report("engine-mixed")
+    names = [kernel.name for kernel in report.kernels]
+    assert {"write_latent", "gather_latent", "ragged_attention"} <= set(names)
+    assert names.count("write_latent") == 2
