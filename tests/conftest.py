@@ -1,5 +1,6 @@
 """JAX as strict as it gets, and the jaxtyping annotations of the library checked at run time."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -9,6 +10,10 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Threads of XLA's pool, else as many as there are cores. The warpgroups of an interpreted kernel hold some while they
+# wait for one another, and those they wait for need some, too. XLA reads it when the first computation runs.
+os.environ.setdefault("NPROC", "16")
 
 # Tests mostly compile, and many of them, in several processes, the same things.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))

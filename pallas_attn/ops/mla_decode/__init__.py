@@ -12,6 +12,12 @@ from pallas_attn import checks, dispatch
 from pallas_attn.types import DecodePlan, Implementation, PagedLatent
 
 
+def _mosaic() -> Any:
+    import pallas_attn.ops.mla_decode.mosaic_sm90 as implementation
+
+    return implementation.mla_decode
+
+
 def _xla() -> Any:
     import pallas_attn.ops.mla_decode.xla as implementation
 
@@ -24,7 +30,7 @@ def _reference() -> Any:
     return implementation.mla_decode
 
 
-IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def mla_decode(

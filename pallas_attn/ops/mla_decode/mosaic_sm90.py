@@ -1,0 +1,139 @@
+"""`mla_decode` on Hopper (H100, H200)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
+from pallas_attn.ops.decode_plan import plan_decode
+from pallas_attn.ops.mla_decode import config, mosaic_columns, mosaic_rows
+from pallas_attn.ops.mla_decode.mosaic_rows import ROWS
+from pallas_attn.types import DecodePlan, PagedLatent
+
+
+def mla_decode(
+    q_latent: Float[Array, "B Q Hq L"],
+    q_rope: Float[Array, "B Q Hq R"],
+    cache: PagedLatent,
+    block_tables: Int32[Array, "B P"],
+    kv_lens: Int32[Array, "B"],
+    *,
+    q_lens: Int32[Array, "B"],
+    sm_scale: float,
+    draft_mask: Bool[Array, "B Q Q"] | None,
+    plan: DecodePlan | None,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    rows = q_latent.shape[1] * q_latent.shape[2]
+    decode = mosaic_columns.decode if rows <= mosaic_columns.max_columns(out_dtype) else _decode_rows
+    return decode(
+        q_latent,
+        q_rope,
+        cache,
+        block_tables,
+        kv_lens,
+        q_lens=q_lens,
+        sm_scale=sm_scale,
+        draft_mask=draft_mask,
+        plan=plan,
+        out_dtype=out_dtype,
+    )
+
+
+def _decode_rows(
+    q_latent: Float[Array, "B Q Hq L"],
+    q_rope: Float[Array, "B Q Hq R"],
+    cache: PagedLatent,
+    block_tables: Int32[Array, "B P"],
+    kv_lens: Int32[Array, "B"],
+    *,
+    q_lens: Int32[Array, "B"],
+    sm_scale: float,
+    draft_mask: Bool[Array, "B Q Q"] | None,
+    plan: DecodePlan | None,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    """As `mla_decode`, for many query rows."""
+    _refuse(q_latent, q_rope, cache)
+    batch, num_queries, num_heads, latent_dim = q_latent.shape
+    page_size, rows = cache.page_size, num_queries * num_heads
+    settings = config.mosaic_config(latent_dim, q_rope.shape[-1], page_size)
+    blocks = -(-rows // ROWS)
+    if plan is None:
+        plan = plan_decode(
+            kv_lens,
+            q_lens=q_lens,
+            page_size=page_size,
+            num_q_heads=num_heads,
+            num_kv_heads=1,
+            num_programs=max(1, mosaic.multiprocessors() // blocks),
+        )
+
+    def as_rows(x: Array) -> Array:
+        x = x.reshape(batch, rows, *x.shape[3:])
+        return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
+
+    seen = _seen(q_lens, num_queries, draft_mask)
+    inputs = mosaic_rows.Inputs(
+        q_latent=as_rows(q_latent),
+        q_rope=as_rows(q_rope),
+        pages=cache.pages,
+        block_tables=block_tables,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        plan=plan,
+        seen=as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
+        seen_by_any=lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
+    )
+    static = mosaic_rows.Static(
+        latent_dim=latent_dim,
+        rope_dim=q_rope.shape[-1],
+        page_size=page_size,
+        pairs=settings.pairs,
+        cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
+        sm_scale=sm_scale,
+    )
+    out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)
+    columns = Columns(group=blocks * ROWS, queries=1, limit=ROWS)
+    out, lse = merge_pieces(out[:, None], lse, partials, plan.piece_offsets, None, columns)
+    lse = columns.unpack(lse, 1)[:, 0, :rows]
+    return out[:, 0, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+
+
+def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None) -> Int32[Array, "B Q"]:
+    """What each query sees, as bits: j for draft key j, `mosaic_rows.REAL` for all older ones."""
+    index = jnp.arange(num_queries, dtype=jnp.int32)
+    if draft_mask is None:
+        draft_mask = (index[:, None] >= index[None])[None]
+    real = index[None] < q_lens[:, None]
+    shown = draft_mask & real[:, None, :] & real[:, :, None]
+    bits = jnp.sum(jnp.where(shown, jnp.left_shift(1, index)[None, None], 0), axis=-1, dtype=jnp.int32)
+    return jnp.where(real, bits | jnp.int32(-(2**mosaic_rows.REAL)), 0)
+
+
+def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
+    """Raises NotImplementedError for what the kernels do not take."""
+    mosaic.require_hopper()
+    num_queries, latent_dim, rope_dim = q_latent.shape[1], q_latent.shape[-1], q_rope.shape[-1]
+    page_size = cache.page_size
+    if q_latent.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q_latent.dtype.name}")
+    if cache.pages.dtype != q_latent.dtype:
+        raise NotImplementedError(
+            f"takes queries and a cache of one dtype, got {q_latent.dtype.name} over {cache.pages.dtype.name}"
+        )
+    if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
+        raise NotImplementedError(
+            "takes latents of 128 to 512 columns, a multiple of 64, and 32 or 64 rotated ones, "
+            f"got {latent_dim} and {rope_dim}"
+        )
+    if page_size not in (16, 32, 64, 128):
+        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
+    if num_queries > mosaic_rows.NO_DRAFT:
+        raise NotImplementedError(f"takes at most {mosaic_rows.NO_DRAFT} queries, got {num_queries}")
