@@ -5,7 +5,7 @@ and whatever is chosen there by itself.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +28,23 @@ SIZES = RunnerConfig(
     decode_buckets=(64,),
     prefill_buckets=(2048,),
 )
+MODEL = nnx.eval_shape(lambda: DeepSeek(CONFIG, AttentionSettings(), jnp.bfloat16))
 
 
 def step(bucket: Bucket) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
-    model = nnx.eval_shape(lambda: DeepSeek(CONFIG, AttentionSettings(), jnp.bfloat16))
-    spec = model.cache_spec(SIZES.num_pages, SIZES.page_size)
-    run, weights = split_model(model)
+    spec = MODEL.cache_spec(SIZES.num_pages, SIZES.page_size)
     arguments = {
-        "weights": weights,
+        "weights": jax.tree.leaves(nnx.state(MODEL)),
         "caches": tuple(jax.eval_shape(lambda: PagedLatent.allocate(spec)) for _ in range(CONFIG.num_hidden_layers)),
         "last_tokens": shape(SIZES.max_num_seqs, dtype=jnp.int32),
         "packed": shape(PackedStep.size(SIZES, bucket), dtype=jnp.int32),
     }
-    call = functools.partial(_run_step, run, SIZES, bucket)
+
+    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
+        run, _ = split_model(MODEL)
+        return _run_step(run, SIZES, bucket, weights, caches, last_tokens, packed)
+
     return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20)
 
 
