@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import DecodePlan, plan_decode
-from pallas_attn.ops.common import mosaic_merge
+from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
 from pallas_attn.ops import decode_plan as plan_module
+from pallas_attn.ops.common import mosaic_merge
 from pallas_attn.ops.common.mosaic_config import MosaicConfig
 from pallas_attn.ops.mla_decode import mosaic_columns
 from tests.ops import harness
@@ -128,6 +128,13 @@ def test_matches_the_contract_and_reads_no_poison(case: MlaCase) -> None:
 def test_widths_and_pages(case: MlaCase) -> None:
     """With the plan the kernel makes itself."""
     check(draw(case))
+
+
+def test_an_absent_page_between_others_of_a_tile() -> None:
+    inputs = draw(replace(BASE, kv_lens=(128,) * 6))
+    inputs.tables[:, 1] = PAGE_NONE
+    inputs.visible[:, :, 16:32] = False
+    check(inputs, plan=plan_for(inputs.case, inputs.case.kv_lens, PROGRAMS))
 
 
 def test_a_row_cut_among_many_programs() -> None:

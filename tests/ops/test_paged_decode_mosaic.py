@@ -22,7 +22,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
+from pallas_attn import FULL, PAGE_NONE, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
 from pallas_attn.ops import decode_plan as plan_module
 from pallas_attn.ops.common import mosaic_quantised
 from pallas_attn.ops.paged_decode import mosaic_sm90
@@ -122,6 +122,13 @@ def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
 def test_quantised_caches(case: PagedCase) -> None:
     """With the plan the operation makes itself."""
     check(draw(case))
+
+
+def test_an_absent_page_between_others_of_a_tile() -> None:
+    inputs = draw(replace(WINDOWED, kv_lens=(128,) * 6))
+    inputs.tables[..., 1] = PAGE_NONE
+    inputs.visible[..., 16:32] = False
+    check(inputs, plan=plan_for(inputs.case, inputs.decode(), "balanced", 5))
 
 
 def test_a_row_cut_among_many_programs() -> None:

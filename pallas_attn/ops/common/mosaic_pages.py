@@ -243,7 +243,7 @@ class Piece:
 
     def sees_all(self, base: list[Any]) -> Any:
         """Whether every query sees every token of a tile."""
-        last = base[-1] + (self.static.page_tokens - 1)
+        last = functools.reduce(jnp.maximum, base) + (self.static.page_tokens - 1)  # of an absent page, if there is one
         whole = (last - base[0] == self.static.tokens - 1) & (last < self.first)
         if self.window is not None:
             whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
