@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 from jax import export
 
 import pallas_attn
-from pallas_attn import tuning
+from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
+from pallas_attn.ops.common.flash_config import MosaicConfig
 from pallas_attn.ops.common.mosaic_flash import QUERIES
+from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
-from pallas_attn.ops.ragged_attention.config import MosaicConfig, MosaicKey
+from pallas_attn.ops.ragged_attention.config import MosaicKey
 from tests.aot.case import Case, Tile, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
@@ -27,11 +30,21 @@ SIZES = {
 }
 """To choose from, beside what is chosen where nothing was measured."""
 
+paged_prefill = functools.partial(pallas_attn.paged_prefill, return_lse=True, implementation="mosaic")
 ragged_attention = functools.partial(pallas_attn.ragged_attention, return_lse=True, implementation="mosaic")
 
 
 def ints(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
+
+
+def looking_up(sizes: MosaicConfig | None) -> Any:
+    """Within it a call takes these sizes, or those of a card that nothing was measured on."""
+
+    def lookup(op: str, key: Any, make: Any, heuristic: Any) -> Any:
+        return heuristic() if sizes is None else sizes
+
+    return mock.patch.object(tuning, "lookup", lookup)
 
 
 def ragged(
@@ -54,18 +67,54 @@ def ragged(
         "cu_kv_lens": ints(SEQUENCES + 1),
     }
 
-    def looked_up(op: str, key: Any, make: Any, heuristic: Any) -> Any:
-        return heuristic() if sizes is None else sizes
-
     def call(**arguments: Any) -> Any:
-        with mock.patch.object(tuning, "lookup", looked_up):
+        with looking_up(sizes):
             return ragged_attention(**arguments, **static)
 
-    with mock.patch.object(tuning, "lookup", looked_up):
+    with looking_up(sizes):
         chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim))
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
     return Case(call, arguments, temporaries=2**20, tile=tile)
+
+
+def paged(
+    head_dim: int = 128,
+    page_size: int = 64,
+    *,
+    dtype: Any = jnp.bfloat16,
+    tokens: int = TOKENS,
+    sizes: MosaicConfig | None = None,
+    features: Iterable[str] = (),
+    **static: Any,
+) -> Case:
+    """A call of 32 query heads over 8 KV heads with these sizes, or those of a card that nothing was measured on."""
+    pages = KEYS // page_size
+    spec = kv_cache_spec(
+        num_pages=2 * SEQUENCES * pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype
+    )
+    arguments: dict[str, Any] = {
+        "q": shape(tokens, 32, head_dim, dtype=dtype),
+        "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
+        "block_tables": ints(SEQUENCES, 8, pages) if "head-tables" in features else ints(SEQUENCES, pages),
+        "cu_q_lens": ints(SEQUENCES + 1),
+        "kv_lens": ints(SEQUENCES),
+    }
+    if "head-windows" in features:
+        arguments["window"] = jax.eval_shape(HeadWindow, ints(8), ints(8))
+    if "sinks" in features:
+        arguments["sinks"] = shape(32, dtype=jnp.float32)
+
+    def call(**arguments: Any) -> Any:
+        with looking_up(sizes):
+            return paged_prefill(**arguments, **static)
+
+    with looking_up(sizes):
+        chosen = paged_config.mosaic_config(paged_config.MosaicKey(head_dim, page_size))
+    elements = 2 * chosen.tile_keys * head_dim
+    tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
+    packed = tokens * 32 * head_dim * 2 if tokens < TOKENS else 0
+    return Case(call, arguments, cache="kv", temporaries=2**20 + packed, tile=tile)
 
 
 def mapped(case: Case) -> Case:
@@ -91,6 +140,12 @@ VARIED: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "f32-out": {"out_dtype": jnp.float32},
 }
+ALL_FEATURES: dict[str, Any] = {
+    "features": ("head-tables", "head-windows", "sinks"),
+    "soft_cap": 50.0,
+    "tokens": 512,
+    "out_dtype": jnp.float32,
+}
 PREFILL: dict[str, Case] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
@@ -101,6 +156,11 @@ PREFILL: dict[str, Case] = {
     ),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),
+    **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
+    **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
+    "paged-prefill-packed": paged(tokens=512),
+    **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
+    "paged-prefill-window": paged(window=1024),
 }
 """Every width, and kinds of calls."""
 

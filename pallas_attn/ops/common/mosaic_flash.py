@@ -17,7 +17,7 @@ Barriers (n is the number of consumers):
     k_landed[slot]  the copies     consumers, before S
     k_free[slot]    n consumers    producer, before the slot is filled again
     v_landed, v_free               the same for values
-    v_copied        the copies     producer, where values that nobody may see are to be cleared before they count
+    v_landed[-1]    the copies     producer, where values that nobody may see are to be cleared before they count
     turn[consumer]  the one before it, once it has started its products
 
 No wait can last: all warpgroups go through the same blocks and tiles. The producer waits for slots that every consumer
@@ -114,7 +114,6 @@ class Memory(NamedTuple):
     q_free: Any
     k_landed: Any
     k_free: Any
-    v_copied: Any
     v_landed: Any
     v_free: Any
     turn: Any
@@ -122,7 +121,6 @@ class Memory(NamedTuple):
     @staticmethod
     def types(static: Static, dtype: Any) -> Memory:
         stages, keys, consumers = static.stages, static.tile_keys, static.consumers
-        landed = plgpu.Barrier(num_barriers=stages, num_arrivals=static.copies)
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
         return Memory(
             q=mosaic.operand((consumers, QUERIES, static.key_dim), dtype),
@@ -130,10 +128,9 @@ class Memory(NamedTuple):
             v=mosaic.operand((stages, keys, static.value_dim), dtype),
             q_landed=plgpu.Barrier(num_arrivals=consumers),
             q_free=plgpu.Barrier(num_arrivals=consumers),
-            k_landed=landed,
+            k_landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.copies),
             k_free=free,
-            v_copied=plgpu.Barrier(num_arrivals=static.copies),
-            v_landed=landed,
+            v_landed=plgpu.Barrier(num_barriers=stages + 1, num_arrivals=static.copies),
             v_free=free,
             turn=plgpu.Barrier(num_barriers=consumers),
         )
@@ -194,6 +191,38 @@ class Items(NamedTuple):
         return i * self.programs + jnp.where(lax.rem(i, 2) == 0, self.program, back)
 
 
+class Work(NamedTuple):
+    """What a program does: blocks of queries of a head, one after the other. Blocks of `together` heads alternate.
+
+    Attributes:
+      blocks: [n, fields] int32 in global memory.
+      count: how many of them there are.
+    """
+
+    blocks: Ref
+    count: Any
+    items: Items
+    together: int
+
+    @staticmethod
+    def of(blocks: Ref, count: Ref, num_heads: int, together: int, programs: int) -> Work:
+        items = Items.of(lax.axis_index("program"), programs, count[0] * num_heads)
+        return Work(blocks, count[0], items, together)
+
+    def each(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> Any:
+        """Calls work(whether it is not the first, number of the first tile, fields of the block, head), which returns
+        how many tiles it took, for each; returns how many there were.
+        """
+
+        def step(i: Any, tile: Any) -> Any:
+            some_heads, rest = divided(self.items.number(i), self.count * self.together)
+            block, head = divided(rest, self.together)
+            fields = [self.blocks[block, field] for field in range(self.blocks.shape[1])]
+            return tile + work(i > 0, tile, fields, some_heads * self.together + head)
+
+        return lax.fori_loop(0, self.items.count, step, jnp.int32(0))
+
+
 def divided(x: Any, y: Any) -> tuple[Any, Any]:
     """Quotient and remainder of numbers that are not negative."""
     return lax.div(x, y), lax.rem(x, y)
@@ -208,6 +237,11 @@ def padded(x: Float[Array, "n H D"], least: int) -> Float[Array, "m H D"]:
     """Rows that copies of so many fit in."""
     more = max(-(-x.shape[0] // ALIGNMENT) * ALIGNMENT, least) - x.shape[0]
     return jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x
+
+
+def turn_of(number: Any, places: int) -> Any:
+    """The remainder of a number that is not negative, which the compiler does not know."""
+    return number & (places - 1) if places & (places - 1) == 0 else lax.rem(number, places)
 
 
 def wait_if(condition: Any, barrier: Ref) -> None:
@@ -226,7 +260,7 @@ class Producer:
 
     def load_keys(self, tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
         """copy(slot, barrier) starts the copies of a tile."""
-        slot = lax.rem(tile, self.static.stages)
+        slot = turn_of(tile, self.static.stages)
         wait_if(tile >= self.static.stages, self.mem.k_free.at[slot])
         copy(self.mem.k.at[slot], self.mem.k_landed.at[slot])
 
@@ -236,22 +270,18 @@ class Producer:
         """The same for values. Unless the tile is whole, those of rows that are not alive become 0: they may be NaN,
         and probabilities of 0 would not keep them out of the output.
         """
-        slot = lax.rem(tile, self.static.stages)
-        landed = self.mem.v_landed.at[slot]
-        wait_if(tile >= self.static.stages, self.mem.v_free.at[slot])
-
-        @pl.when(whole)
-        def _copy() -> None:
-            copy(self.mem.v.at[slot], landed)
+        mem, stages = self.mem, self.static.stages
+        slot = turn_of(tile, stages)
+        wait_if(tile >= stages, mem.v_free.at[slot])
+        copy(mem.v.at[slot], mem.v_landed.at[jnp.where(whole, slot, stages)])
 
         @pl.when(~whole)
-        def _copy_and_clear() -> None:
-            copy(self.mem.v.at[slot], self.mem.v_copied)
-            plgpu.barrier_wait(self.mem.v_copied)
+        def _clear() -> None:
+            plgpu.barrier_wait(mem.v_landed.at[stages])
             self._clear(slot, alive)
             plgpu.commit_smem()
             for _ in range(self.static.copies):
-                plgpu.barrier_arrive(landed)
+                plgpu.barrier_arrive(mem.v_landed.at[slot])
 
     def _clear(self, slot: Any, alive: Callable[[jax.Array], jax.Array]) -> None:
         for first in range(0, self.static.tile_keys, 64):
@@ -265,7 +295,7 @@ class Producer:
         """After the last of so many tiles: sees the ends of all phases."""
 
         def wait(i: Any, _: None) -> None:
-            slot = lax.rem(tiles - 1 - i, self.static.stages)
+            slot = turn_of(tiles - 1 - i, self.static.stages)
             plgpu.barrier_wait(self.mem.k_free.at[slot])
             plgpu.barrier_wait(self.mem.v_free.at[slot])
 
@@ -322,7 +352,7 @@ class Consumer:
             return self._step(begin + i, state, i + 1 < tiles, lambda s: mask(i, s))
 
         plgpu.barrier_wait(self.mem.q_landed)
-        state = self._first(begin, tiles > 1, lambda s: mask(0, s))
+        state = self._first(begin, tiles > 1, lambda s: mask(jnp.int32(0), s))
         state = lax.fori_loop(1, tiles, step, state)
         plgpu.barrier_arrive(self.mem.q_free)
         return self._last(begin + tiles - 1, state), state.m, state.l
@@ -343,24 +373,24 @@ class Consumer:
 
     def _pass_turn(self) -> None:
         if self.static.consumers > 1:
-            plgpu.barrier_arrive(self.mem.turn.at[lax.rem(self.number + 1, self.static.consumers)])
+            plgpu.barrier_arrive(self.mem.turn.at[turn_of(self.number + 1, self.static.consumers)])
 
     def _first(self, tile: Any, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
         """Takes the first tile, and waits for the keys of the one after it."""
-        mem, slot = self.mem, lax.rem(tile, self.static.stages)
+        mem, slot = self.mem, turn_of(tile, self.static.stages)
         plgpu.barrier_wait(mem.k_landed.at[slot])
         self._await_turn()
         s = mosaic_wgmma.multiply(mem.q.at[self.number], mem.k.at[slot], self._pass_turn)
         plgpu.barrier_arrive(mem.k_free.at[slot])
         nothing = mosaic.filled(0.0, (QUERIES,), PER_TOKEN)
-        m, _, l, p = self._softmax(mask(s), mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
+        m, _, l, p = self._softmax(mask(self._capped(s)), mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
         self._await_keys(tile + 1, more)
         return State(mosaic.filled(0.0, (QUERIES, self.static.value_dim), TILE), m, l, p.astype(self.dtype))
 
     def _step(self, tile: Any, state: State, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
         """Takes a tile whose keys are there: adds up the values of the one before meanwhile."""
         mem = self.mem
-        slot, previous = lax.rem(tile, self.static.stages), lax.rem(tile - 1, self.static.stages)
+        slot, previous = turn_of(tile, self.static.stages), turn_of(tile - 1, self.static.stages)
         q, k, v = mem.q.at[self.number], mem.k.at[slot], mem.v.at[previous]
         plgpu.barrier_wait(mem.v_landed.at[previous])
         self._await_turn()
@@ -368,7 +398,7 @@ class Consumer:
         self._pass_turn()
         s = mosaic_wgmma.finish(s, under_way=1)
         plgpu.barrier_arrive(mem.k_free.at[slot])
-        m, shrink, l, p = self._softmax(mask(s), state.m, state.l)  # noqa: E741
+        m, shrink, l, p = self._softmax(mask(self._capped(s)), state.m, state.l)  # noqa: E741
         p, l = lax.optimization_barrier((p, l))  # noqa: E741
         # Not where they are needed: the assembler moves the arithmetic past the wait below, but not past this one.
         self._await_keys(tile + 1, more)
@@ -378,14 +408,23 @@ class Consumer:
         return State(o * over_tokens(shrink, o.shape), m, l, p.astype(self.dtype))
 
     def _last(self, tile: Any, state: State) -> jax.Array:
-        slot = lax.rem(tile, self.static.stages)
+        slot = turn_of(tile, self.static.stages)
         plgpu.barrier_wait(self.mem.v_landed.at[slot])
         o = mosaic_wgmma.accumulate(state.p, self.mem.v.at[slot], state.o)
         plgpu.barrier_arrive(self.mem.v_free.at[slot])
         return o
 
     def _await_keys(self, tile: Any, more: Any) -> None:
-        wait_if(more, self.mem.k_landed.at[lax.rem(tile, self.static.stages)])
+        wait_if(more, self.mem.k_landed.at[turn_of(tile, self.static.stages)])
+
+    def _capped(self, s: Any) -> Any:
+        """Products as scores, or as what `_softmax` scales to scores."""
+        static = self.static
+        if static.soft_cap is None:
+            return s
+        # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one takes too many registers.
+        factor = 2 * LOG2E * static.score_scale / static.soft_cap
+        return static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * factor))
 
     def _softmax(self, s: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
         """m and l with another tile of masked scores, by what it shrinks earlier ones, and its probabilities."""
@@ -397,10 +436,24 @@ class Consumer:
         return highest, shrink, l * shrink + p.sum(axis=1), p
 
 
-def write_rows(out: Ref, lse: Ref, place: jax.Array, o: jax.Array, m: jax.Array, l: jax.Array) -> None:  # noqa: E741
-    """Writes output and LSE of 64 rows, see `State`, to rows `place` of out [n, Dv] and lse [n] where not negative."""
+def write_rows(
+    out: Ref,
+    lse: Ref,
+    place: jax.Array,
+    result: tuple[jax.Array, jax.Array, jax.Array],
+    sink: jax.Array | None = None,
+) -> None:
+    """Writes output and LSE of 64 rows to rows `place` of out [n, Dv] and lse [n] where that is not negative.
+
+    Args:
+      result: o, m and l, see `State`.
+      sink: [64] learned logits of the rows.
+    """
+    o, m, l = result  # noqa: E741
     seen = l != 0
-    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    shift = jnp.where(seen, m, 0.0)
+    denominator = l if sink is None else l + jnp.exp2(sink * LOG2E - shift)
+    inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
     ROWS.store(out, place, 0, (o * over_tokens(inverse, o.shape)).astype(out.dtype))
-    log2 = jnp.where(seen, m, 0.0) + jnp.log2(jnp.where(seen, l, 1.0))
+    log2 = shift + jnp.log2(jnp.where(seen, l, 1.0))
     ROWS.put(lse, place, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))

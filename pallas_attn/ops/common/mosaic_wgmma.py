@@ -8,7 +8,7 @@ Here all registers are made sure of before the first product starts. The interpr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,43 +87,101 @@ def finish(product: jax.Array, *, under_way: int) -> jax.Array:
     return wait(product)
 
 
-def hide(s: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """s [64, N] with -inf in columns before low [64] of their row, and from high [64] on.
+class Limits(NamedTuple):
+    """Which columns of a tile of scores [64, N] their rows see: from `low` to `high`, and those before `sink`, where
+    the column's page is there.
+
+    Attributes:
+      low, high: int32 [64].
+      sink: int32 [64], or None.
+      pages: int32 [64], a bit for each `page_tokens` columns, or None where all are there.
+    """
+
+    low: Any
+    high: Any
+    sink: Any = None
+    pages: Any = None
+    page_tokens: int = 0
+
+    def sees(self, column: Any) -> Any:
+        """bool [64, N], for columns [1, N]."""
+        seen = column >= self.low[:, None]
+        if self.sink is not None:
+            seen |= column < self.sink[:, None]
+        seen &= column < self.high[:, None]
+        if self.pages is not None:
+            seen &= (jnp.right_shift(self.pages[:, None], column // self.page_tokens) & 1) == 1
+        return seen
+
+
+def hide(s: jax.Array, limits: Limits) -> jax.Array:
+    """s [64, N] with -inf in columns that their rows do not see.
 
     Columns are compared as constants with limits that each thread has moved by its first column. Compared as an iota,
     they would take as many registers as the tile.
     """
     if interpreted():
-        column = jnp.arange(s.shape[1], dtype=jnp.int32)[None]
-        return jnp.where((column >= low[:, None]) & (column < high[:, None]), s, -jnp.inf)
+        return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
+    given = [limit for limit in limits[:4] if limit is not None]
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, PER_TOKEN, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE)
+        arg_types=(TILE, *[PER_TOKEN] * len(given)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE),
     )
-    def select(_: Any, s: Any, low: Any, high: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        first = arith.muli(arith.andi(mgpu.utils.thread_idx(), mgpu.c(3, i32)), mgpu.c(2, i32))
-        lows, highs = (
-            [arith.subi(vector.extract(r, [], [0]), first) for r in limit.registers.flat] for limit in (low, high)
-        )
-        least = mgpu.c(-np.inf, ir.F32Type.get())
+    def select(_: Any, s: Any, *given: Any) -> Any:
+        arrays = iter(given)
+        halves = [
+            None if limit is None else [vector.extract(r, [], [0]) for r in next(arrays).registers.flat]
+            for limit in limits[:4]
+        ]
         registers = s.registers.reshape(s.shape[1] // 8, 2)
         hidden = np.empty_like(registers)
-        for (eight, half), pair in np.ndenumerate(registers):
-            kept = []
-            for i in range(2):
-                column = mgpu.c(8 * eight + i, i32)
-                seen = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.slt, column, highs[half]),
-                    arith.cmpi(arith.CmpIPredicate.sge, column, lows[half]),
-                )
-                kept.append(arith.select(seen, vector.extract(pair, [], [i]), least))
-            hidden[eight, half] = vector.from_elements(pair.type, kept)
+        for half in range(2):
+            low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
+            row = _Row.of(low, high, sink, pages, limits.page_tokens)
+            for eight in range(len(registers)):
+                hidden[eight, half] = row.hide(registers[eight, half], 8 * eight)
         return mgpu.FragmentedArray(
             _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
         )
 
-    return select(s, low, high)
+    return select(s, *given)
+
+
+class _Row(NamedTuple):
+    """`Limits` of one row, moved by a thread's first column."""
+
+    low: ir.Value
+    high: ir.Value
+    sink: ir.Value | None
+    pages: ir.Value | None
+    page_tokens: int
+
+    @staticmethod
+    def of(low: Any, high: Any, sink: Any, pages: Any, page_tokens: int) -> _Row:
+        first = arith.muli(arith.andi(mgpu.utils.thread_idx(), _number(3)), _number(2))
+        low, high, sink = (None if limit is None else arith.subi(limit, first) for limit in (low, high, sink))
+        return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
+
+    def hide(self, pair: ir.Value, column: int) -> ir.Value:
+        """Scores of two neighbouring columns; of the thread's first, counted from its own."""
+        kept = []
+        for i in range(2):
+            place = _number(column + i)
+            seen = arith.cmpi(arith.CmpIPredicate.sge, place, self.low)
+            if self.sink is not None:
+                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.sink))
+            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.high))
+            if self.pages is not None:
+                page = arith.andi(self.pages, _number(1 << column // self.page_tokens))
+                seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.ne, page, _number(0)))
+            least = mgpu.c(-np.inf, ir.F32Type.get())
+            kept.append(arith.select(seen, vector.extract(pair, [], [i]), least))
+        return vector.from_elements(pair.type, kept)
+
+
+def _number(x: int) -> Any:
+    return mgpu.c(x, ir.IntegerType.get_signless(32))
 
 
 # --- products in the language of the compiler

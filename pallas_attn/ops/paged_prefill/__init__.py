@@ -12,6 +12,12 @@ from pallas_attn import checks, dispatch
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 
+def _mosaic() -> Any:
+    import pallas_attn.ops.paged_prefill.mosaic_sm90 as implementation
+
+    return implementation.paged_prefill
+
+
 def _xla() -> Any:
     import pallas_attn.ops.paged_prefill.xla as implementation
 
@@ -24,7 +30,7 @@ def _reference() -> Any:
     return implementation.paged_prefill
 
 
-IMPLEMENTATIONS = {"xla": _xla, "reference": _reference}
+IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def paged_prefill(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_attn import tuning
+from pallas_attn.ops.common.flash_config import MosaicConfig
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -22,3 +25,36 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
     key = {"num_tokens": num_tokens, "num_sequences": num_sequences, "rows_per_sequence": rows_per_sequence}
     return tuning.lookup("paged_prefill/xla", key, XlaConfig, heuristic)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKey:
+    """What the best sizes of the Mosaic kernel depend on: D and ps."""
+
+    head_dim: int
+    page_size: int
+
+
+def mosaic_config(key: MosaicKey) -> MosaicConfig:
+    """Sizes of the Mosaic kernel."""
+    return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _heuristic(key))
+
+
+def _heuristic(key: MosaicKey) -> MosaicConfig:
+    """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
+    those of the producer.
+    """
+    tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
+    return MosaicConfig(tile_keys, stages=2 if tile_keys * key.head_dim > 8192 else 4, consumers=2, persistent=False)
+
+
+def packed_heads(group: int, queries: int, block: int) -> int:
+    """How many heads of a group follow one another for each query.
+
+    Packing copies the queries. It pays where the queries of a sequence do not fill a few blocks.
+
+    Args:
+      queries: of a sequence, on average.
+      block: rows of a block.
+    """
+    return group if queries < 4 * block else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
+from pallas_attn.ops.common.flash_config import MosaicConfig
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -17,31 +18,6 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
     key = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     return tuning.lookup("ragged_attention/xla", key, XlaConfig, heuristic)
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a program of the Mosaic kernel works.
-
-    Attributes:
-      tile_keys: keys it takes at once.
-      stages: tiles of keys, and as many of values, in shared memory.
-      consumers: warpgroups that compute, 64 queries each.
-      persistent: there is one program a multiprocessor, not one a block of queries.
-    """
-
-    tile_keys: int
-    stages: int
-    consumers: int
-    persistent: bool
-
-    def __post_init__(self) -> None:
-        if self.tile_keys not in (64, 128, 192, 256):
-            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to wgmma's N")
-        if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
-        if self.consumers not in (1, 2, 3):
-            raise ValueError(f"{self.consumers=} must be from 1 to 3, for which there are registers")
 
 
 @dataclasses.dataclass(frozen=True)

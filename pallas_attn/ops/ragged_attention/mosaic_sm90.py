@@ -9,7 +9,6 @@ to run are short, and what runs at a time finds its keys and values in the L2 ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +23,13 @@ from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
     ALIGNMENT,
     QUERIES,
+    ROWS,
     Consumer,
-    Items,
     Memory,
     Producer,
     QueryBlocks,
     Static,
+    Work,
 )
 from pallas_attn.ops.ragged_attention import config
 
@@ -146,116 +146,86 @@ def _blocks(
     return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
 
 
-class _Work(NamedTuple):
-    """What a program does: blocks of queries of a head, one after the other. Blocks of `together` heads alternate."""
-
-    x: Inputs
-    items: Items
-    together: int
-
-    @staticmethod
-    def of(x: Inputs, together: int, programs: int) -> _Work:
-        pieces = x.count[0] * x.q.shape[1]
-        return _Work(x, Items.of(lax.axis_index("program"), programs, pieces), together)
-
-    def each(self, work: Callable[[Any, Any, Block, Any], None]) -> Any:
-        """Calls work(whether it is not the first, number of the first tile, block, head) for each; returns how many
-        tiles there were.
-        """
-
-        def step(i: Any, tile: Any) -> Any:
-            some_heads, rest = mosaic_flash.divided(self.items.number(i), self.x.count[0] * self.together)
-            place, head = mosaic_flash.divided(rest, self.together)
-            block = Block(*(self.x.blocks[place, field] for field in range(len(Block._fields))))
-            work(i > 0, tile, block, some_heads * self.together + head)
-            return tile + block.tiles
-
-        return lax.fori_loop(0, self.items.count, step, jnp.int32(0))
-
-
 def _kernel(
     static: Static, causal: bool, together: int, programs: int, x: Inputs, out: Ref, lse: Ref, *memory: Ref
 ) -> None:
     warpgroup, mem = lax.axis_index("warpgroup"), Memory(*memory)
 
+    num_heads = x.q.shape[1]
+
     @pl.when(warpgroup == static.consumers)
     def _produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
-        work = _Work.of(x, together, programs)
-        tiles = work.each(functools.partial(_copy_block, producer, x))
-        producer.drain(tiles, work.items.count > 0)
+        work = Work.of(x.blocks, x.count, num_heads, together, programs)
+
+        def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
+            block = Block(*fields)
+            _copy_block(producer, x, again, tile, block, head)
+            return block.tiles
+
+        producer.drain(work.each(copy), work.items.count > 0)
 
     @pl.when(warpgroup < static.consumers)
     def _consume() -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
         consumer = Consumer(static, mem, warpgroup, x.q.dtype)
 
-        def work(_: Any, tile: Any, block: Block, head: Any) -> None:
+        def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
+            block = Block(*fields)
             rows = _Rows.of(static, x, causal, block, warpgroup)
             result = consumer.attend(tile, block.tiles, rows.mask)
-            mosaic_flash.write_rows(out, lse, rows.place(x.q.shape[1], head), *result)
+            mosaic_flash.write_rows(out, lse, rows.place(num_heads, head), result)
+            return block.tiles
 
         consumer.start_round()
-        _Work.of(x, together, programs).each(work)
+        Work.of(x.blocks, x.count, num_heads, together, programs).each(attend)
         consumer.end_round()
 
 
 class _Rows(NamedTuple):
-    """Rows of a consumer: `row` [64] of queries, of which those from `low` to `high` are its own, and what they see.
+    """64 rows of a consumer, which begin at `first`; its own are those of the block from `start` on.
 
     Attributes:
-      first_key: row of the first key that is not a neighbour's.
-      end_key: [64], of the first key that the row does not see.
-      whole: the first key that some row does not see.
+      newer: what makes of a row the first key that it does not see, if causal.
     """
 
     static: Static
+    causal: bool
     num_keys: int
-    row: Any
-    low: Any
-    high: Any
-    start_key: Any
-    first_key: Any
-    end_key: Any
-    whole: Any
+    block: Block
+    start: Any
+    first: Any
+    newer: Any
 
     @staticmethod
     def of(static: Static, x: Inputs, causal: bool, block: Block, number: Any) -> _Rows:
         start = block.start + number * QUERIES
         first = jnp.minimum(start, x.q.shape[0] - QUERIES)
-        row = first + mosaic.token_iota(QUERIES)
-        end_key = mosaic_flash.ROWS.filled(block.end_key, QUERIES)
-        whole = block.end_key
-        if causal:
-            newer = block.end_key - block.end_row + 1
-            end_key, whole = jnp.minimum(end_key, row + newer), jnp.minimum(whole, first + newer)
-        return _Rows(
-            static,
-            x.k.shape[0],
-            row,
-            jnp.maximum(start, block.first_row),
-            block.end_row,
-            mosaic_flash.aligned(block.first_key),
-            block.first_key,
-            end_key,
-            whole,
-        )
+        return _Rows(static, causal, x.k.shape[0], block, start, first, block.end_key - block.end_row + 1)
+
+    @property
+    def row(self) -> jax.Array:
+        return self.first + mosaic.token_iota(QUERIES)
 
     def mask(self, tile: Any, s: jax.Array) -> jax.Array:
-        nominal = self.start_key + tile * self.static.tile_keys
+        nominal = mosaic_flash.aligned(self.block.first_key) + tile * self.static.tile_keys
         start = jnp.minimum(nominal, self.num_keys - self.static.tile_keys)
-        low = jnp.maximum(nominal, self.first_key)
+        low = jnp.maximum(nominal, self.block.first_key)
+        end = jnp.minimum(self.block.end_key, self.first + self.newer) if self.causal else self.block.end_key
 
         def hide(s: jax.Array) -> jax.Array:
-            return mosaic_wgmma.hide(s, mosaic_flash.ROWS.filled(low - start, QUERIES), self.end_key - start)
+            # Causal rows of the next sequence see too much. They are not written.
+            high = ROWS.filled((self.first + self.newer if self.causal else end) - start, QUERIES)
+            high = high + mosaic.token_iota(QUERIES) if self.causal else high
+            return mosaic_wgmma.hide(s, mosaic_wgmma.Limits(ROWS.filled(low - start, QUERIES), high))
 
-        sees_all = (low == start) & (start + self.static.tile_keys <= self.whole)
+        sees_all = (low == start) & (start + self.static.tile_keys <= end)
         return lax.cond(sees_all, lambda s: s, hide, s)
 
     def place(self, num_heads: int, head: Any) -> jax.Array:
         """Of each row in the output, or -1."""
-        ours = (self.row >= self.low) & (self.row < self.high)
+        ours = (self.row >= jnp.maximum(self.start, self.block.first_row)) & (self.row < self.block.end_row)
         return jnp.where(ours, self.row * num_heads + head, -1)
 
 
@@ -286,12 +256,11 @@ def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Blo
 
     def work(i: Any, _: None) -> None:
         pl.when(i + 1 < block.tiles)(lambda: keys(i + 1))
-        values(i)
+        pl.when(i >= 0)(lambda: values(i))
 
     mosaic_flash.wait_if(again, mem.q_free)
     for i in range(static.consumers):
         start = jnp.minimum(block.start + i * QUERIES, x.q.shape[0] - QUERIES)
         source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
         plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
-    keys(jnp.int32(0))
-    lax.fori_loop(0, block.tiles, work, None)
+    lax.fori_loop(-1, block.tiles, work, None)

@@ -1,0 +1,30 @@
+"""What can be turned in the kernels of `mosaic_flash`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a program works.
+
+    Attributes:
+      tile_keys: keys it takes at once.
+      stages: tiles of keys, and as many of values, in shared memory.
+      consumers: warpgroups that compute, 64 rows of queries each.
+      persistent: there is one program a multiprocessor, not one a block of them.
+    """
+
+    tile_keys: int
+    stages: int
+    consumers: int
+    persistent: bool
+
+    def __post_init__(self) -> None:
+        if self.tile_keys not in (64, 128, 192, 256):
+            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to wgmma's N")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
+        if self.consumers not in (1, 2, 3):
+            raise ValueError(f"{self.consumers=} must be from 1 to 3, for which there are registers")

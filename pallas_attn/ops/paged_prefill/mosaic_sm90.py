@@ -1,0 +1,407 @@
+"""`paged_prefill` on Hopper; see `mosaic_flash` for how a program works.
+
+A row is a head of a query: where queries are few, `pack` heads of a group follow one another for each, so that a block
+of rows is full and its keys are read once for all of them. A tile of keys is a stretch of positions, in several pages
+or in a part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages
+that no row of a block sees, or that are absent, are not copied: their tokens are masked, and their values cleared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_wgmma
+from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.ops.common.mosaic_flash import (
+    ALIGNMENT,
+    QUERIES,
+    ROWS,
+    Consumer,
+    Memory,
+    Producer,
+    QueryBlocks,
+    Static,
+    Work,
+)
+from pallas_attn.ops.common.visibility import PageWalk
+from pallas_attn.ops.paged_prefill import config
+from pallas_attn.types import HeadWindow, PagedKV
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      q: [rows, Hq / pack, D], rows padded to a multiple of 8 and a block.
+      k, v: [N·Hkv, ps, D].
+      blocks: int32 [n, 5], a `Block` each.
+      count: int32 [1], how many of them there are.
+      window: a `HeadWindow` or None.
+      sinks: [Hq] or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    block_tables: Any
+    blocks: Any
+    count: Any
+    window: HeadWindow | None
+    sinks: Any
+
+
+class Block(NamedTuple):
+    """Neighbouring rows of a sequence.
+
+    Attributes:
+      sequence: whose pages it sees.
+      start: the first row's place in the block, a multiple of 8.
+      first_row, end_row: rows of the sequence.
+      kv_len: keys of the sequence; 0 for what follows the last one.
+    """
+
+    sequence: Any
+    start: Any
+    first_row: Any
+    end_row: Any
+    kv_len: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """What a kernel is compiled for, beside `Static`.
+
+    Attributes:
+      pack: heads of a query that follow one another.
+      group: query heads of a KV head.
+      window: of all heads, if there is no `HeadWindow`.
+    """
+
+    pack: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    window: int | None
+
+
+def paged_prefill(
+    q: Float[Array, "T Hq D"],
+    kv: PagedKV,
+    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    sm_scale: float,
+    window: int | HeadWindow | None,
+    sinks: Float[Array, "Hq"] | None,
+    soft_cap: float | None,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    _refuse(q, kv)
+    (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
+    if not num_tokens:
+        return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
+    settings = config.mosaic_config(config.MosaicKey(head_dim, page_size))
+    static = Static(
+        head_dim,
+        head_dim,
+        settings.tile_keys,
+        settings.stages,
+        settings.consumers,
+        copies=max(1, settings.tile_keys // page_size),
+        score_scale=sm_scale,
+        soft_cap=soft_cap,
+    )
+    group = num_heads // num_kv_heads
+    pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
+    paged = Paged(pack, group, num_kv_heads, page_size, window if isinstance(window, int) else None)
+    blocks, count = _blocks(static, paged, cu_q_lens, kv_lens, num_tokens)
+    inputs = Inputs(
+        q=mosaic_flash.padded(_packed(q, pack), QUERIES),
+        k=kv.k.reshape(-1, page_size, head_dim),
+        v=kv.v.reshape(-1, page_size, head_dim),
+        block_tables=block_tables,
+        blocks=blocks,
+        count=count[None],
+        window=window if isinstance(window, HeadWindow) else None,
+        sinks=sinks,
+    )
+    items = blocks.shape[0] * num_heads // pack
+    programs = min(items, mosaic.multiprocessors()) if settings.persistent else items
+    out, lse = plgpu.kernel(
+        functools.partial(_kernel, static, paged, programs),
+        out_type=(
+            jax.ShapeDtypeStruct((num_tokens * num_heads, head_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens * num_heads,), jnp.float32),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=static.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(*Memory.types(static, q.dtype), plgpu.SMEM((static.stages + 1, 1), jnp.int32)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_prefill",
+    )(inputs)
+    return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
+
+
+def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
+    """Raises NotImplementedError for what the kernel does not take."""
+    mosaic.require_hopper()
+    head_dim, page_size = q.shape[2], kv.k.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    if kv.k.dtype != q.dtype:
+        raise NotImplementedError(f"takes queries and a cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}")
+    if head_dim not in (64, 128, 256):
+        raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
+    if page_size not in (16, 32, 64, 128):
+        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
+
+
+def _packed(q: Float[Array, "T Hq D"], pack: int) -> Float[Array, "rows heads D"]:
+    """Rows of `pack` neighbouring heads of a query after one another."""
+    num_tokens, num_heads, head_dim = q.shape
+    q = q.reshape(num_tokens, num_heads // pack, pack, head_dim).swapaxes(1, 2)
+    return q.reshape(num_tokens * pack, num_heads // pack, head_dim)
+
+
+def _blocks(
+    static: Static, paged: Paged, cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], num_tokens: int
+) -> tuple[Int32[Array, "n 5"], Int32[Array, ""]]:
+    """All blocks, those of the newest queries first, and how many there are."""
+    queries = QueryBlocks.of(cu_q_lens * paged.pack, num_tokens * paged.pack, static.queries)
+    kv_len = jnp.append(kv_lens, jnp.int32(0))[queries.sequence]
+    sequence = jnp.minimum(queries.sequence, kv_lens.shape[0] - 1)
+    newest = kv_len * paged.pack - jnp.maximum(queries.end_row - queries.start - static.queries, 0)
+    order = jnp.argsort(jnp.where(queries.exists, -newest, jnp.iinfo(jnp.int32).max))
+    fields = Block(sequence, queries.start, queries.first_row, queries.end_row, kv_len)
+    return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
+
+
+# --- the kernel
+
+
+def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, lse: Ref, *scratch: Ref) -> None:
+    *memory, notes = scratch
+    warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q.shape[1]
+    together = paged.group // paged.pack
+
+    @pl.when(warpgroup == static.consumers)
+    def _produce() -> None:
+        plgpu.set_max_registers(static.registers[1], action="decrease")
+        producer = Producer(static, mem)
+        work = Work.of(x.blocks, x.count, num_heads, together, programs)
+
+        def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
+            span = Span.of(static, paged, x, Block(*fields), head)
+            span.copy(producer, notes, again, tile, head)
+            return span.tiles
+
+        producer.drain(work.each(copy), work.items.count > 0)
+
+    @pl.when(warpgroup < static.consumers)
+    def _consume() -> None:
+        plgpu.set_max_registers(static.registers[0], action="increase")
+        consumer = Consumer(static, mem, warpgroup, x.q.dtype)
+
+        def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
+            span = Span.of(static, paged, x, Block(*fields), head)
+            row = span.rows(warpgroup)
+            result = consumer.attend(tile, span.tiles, functools.partial(span.mask, row, notes, tile))
+            place, sink = span.place(row, warpgroup, head)
+            mosaic_flash.write_rows(out, lse, place, result, sink)
+            return span.tiles
+
+        consumer.start_round()
+        Work.of(x.blocks, x.count, num_heads, together, programs).each(attend)
+        consumer.end_round()
+
+
+class Span(NamedTuple):
+    """Keys that a block of rows of one head sees.
+
+    Attributes:
+      shift: what makes a query's token its position.
+      first, end: positions of the block's first query, or 0, and of one past its last.
+      window, sink_tokens: of the head; a window of None hides nothing.
+      walk: tiles of positions with a key that some row sees; numbers as of pages.
+      tiles: how many there are, or 1.
+    """
+
+    static: Static
+    paged: Paged
+    x: Inputs
+    block: Block
+    kv_head: Any
+    shift: Any
+    first: Any
+    end: Any
+    window: Any
+    sink_tokens: Any
+    walk: PageWalk
+    tiles: Any
+
+    @staticmethod
+    def of(static: Static, paged: Paged, x: Inputs, block: Block, head: Any) -> Span:
+        kv_head = lax.div(head * paged.pack, paged.group)
+        shift = block.kv_len - lax.div(block.end_row, paged.pack)
+        last_row = jnp.minimum(block.start + static.queries, block.end_row) - 1
+        first = jnp.maximum(lax.div(jnp.maximum(block.start, block.first_row), paged.pack) + shift, 0)
+        end = jnp.maximum(lax.div(last_row, paged.pack) + shift + 1, 0)
+        window, sink_tokens = paged.window, jnp.int32(0)
+        if x.window is not None:
+            window, sink_tokens = x.window.window[kv_head], x.window.sink_tokens[kv_head]
+        oldest = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
+        first_tile = lax.div(oldest, jnp.int32(static.tile_keys))
+        sink_tiles = jnp.minimum(pl.cdiv(jnp.minimum(sink_tokens, end), static.tile_keys), first_tile)
+        tiles = jnp.maximum(sink_tiles + pl.cdiv(end, static.tile_keys) - first_tile, 1)
+        walk = PageWalk(sink_tiles, first_tile, tiles)
+        return Span(static, paged, x, block, kv_head, shift, first, end, window, sink_tokens, walk, tiles)
+
+    def base(self, i: Any) -> Any:
+        """Position of the first token of the i-th tile."""
+        return self.walk.entry(i) * self.static.tile_keys
+
+    # Copies
+
+    def copy(self, producer: Producer, notes: Ref, again: Any, tile: Any, head: Any) -> None:
+        """Copies the block's queries, and its keys and values from number `tile` of the rings on."""
+        static, mem = self.static, producer.mem
+
+        def keys(i: Any, pages: list[Any]) -> None:
+            def copy(slot: Ref, landed: Ref) -> None:
+                notes[mosaic_flash.turn_of(tile + i, static.stages + 1), 0] = self.there(pages)
+                self.copy_pages(self.x.k, i, pages, slot, landed)
+
+            producer.load_keys(tile + i, copy)
+
+        def values(i: Any, pages: list[Any]) -> None:
+            producer.load_values(
+                tile + i,
+                functools.partial(self.copy_pages, self.x.v, i, pages),
+                whole=self.is_whole(i, pages),
+                alive=functools.partial(self.alive, i, pages),
+            )
+
+        def work(i: Any, found: list[Any]) -> list[Any]:
+            following = self.locate(i + 1)
+            pl.when(i + 1 < self.tiles)(lambda: keys(i + 1, following))
+            pl.when(i >= 0)(lambda: values(i, found))
+            return following
+
+        mosaic_flash.wait_if(again, mem.q_free)
+        for i in range(static.consumers):
+            start = jnp.minimum(self.block.start + i * QUERIES, self.x.q.shape[0] - QUERIES)
+            source = self.x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
+            plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
+        lax.fori_loop(-1, self.tiles, work, [jnp.int32(-1)] * static.copies)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens that one copy brings: of a page, or of a part of one as long as a tile."""
+        return min(self.paged.page_size, self.static.tile_keys)
+
+    def locate(self, i: Any) -> list[Any]:
+        """Rows of the pool of the pages of the i-th tile; negative where no row of the block sees a token of one."""
+        tables, found = self.x.block_tables, []
+        for j in range(self.static.copies):
+            position = self.base(i) + j * self.part_tokens
+            entry = jnp.minimum(lax.div(position, self.paged.page_size), tables.shape[-1] - 1)
+            if len(tables.shape) == 3:
+                row = tables[self.block.sequence, self.kv_head, entry]
+            else:
+                page = tables[self.block.sequence, entry]
+                row = jnp.where(page < 0, page, page * self.paged.num_kv_heads + self.kv_head)
+            seen = position < self.block.kv_len
+            if self.window is not None:
+                newest = position + self.part_tokens - 1
+                seen &= (position < self.sink_tokens) | (newest > self.first - self.window)
+            found.append(jnp.where(seen, row, -1))
+        return found
+
+    def copy_pages(self, pool: Ref, i: Any, pages: list[Any], slot: Ref, landed: Ref) -> None:
+        """Starts the copies of the i-th tile. What is not there arrives at once."""
+        tokens = pl.ds(0, self.part_tokens)
+        if self.paged.page_size > self.part_tokens:
+            part = pl.multiple_of(lax.rem(self.base(i), self.paged.page_size), self.part_tokens)
+            tokens = pl.ds(part, self.part_tokens)
+        for j, row in enumerate(pages):
+            place = slot.at[pl.ds(j * self.part_tokens, self.part_tokens)]
+
+            @pl.when(row >= 0)
+            def _copy(row: Any = row, place: Ref = place) -> None:
+                plgpu.copy_gmem_to_smem(pool.at[row, tokens], place, landed)
+
+            pl.when(row < 0)(lambda: plgpu.barrier_arrive(landed))
+
+    def there(self, pages: list[Any]) -> Any:
+        """A bit for each page of a tile."""
+        return sum(jnp.where(row >= 0, jnp.int32(1 << j), 0) for j, row in enumerate(pages))
+
+    @property
+    def all_there(self) -> int:
+        return (1 << self.static.copies) - 1
+
+    def is_whole(self, i: Any, pages: list[Any]) -> Any:
+        """Whether some row, of this block or another, sees every token of the i-th tile."""
+        base = self.base(i)
+        end = base + self.static.tile_keys
+        whole = (self.there(pages) == self.all_there) & (end <= self.block.kv_len)
+        if self.window is not None:
+            whole &= (base > self.first - self.window) | (end <= self.sink_tokens)
+        return whole
+
+    def alive(self, i: Any, pages: list[Any], token: jax.Array) -> jax.Array:
+        """Which tokens [n] of the i-th tile some row sees, of this block or another."""
+        position = self.base(i) + token
+        there = lax.shift_right_logical(
+            ROWS.filled(self.there(pages), token.shape[0]), lax.div(token, self.part_tokens)
+        )
+        alive = (position < self.block.kv_len) & ((there & 1) == 1)
+        if self.window is not None:
+            alive &= (position < self.sink_tokens) | (position > self.first - self.window)
+        return alive
+
+    # Rows
+
+    def rows(self, number: Any) -> jax.Array:
+        """[64]: rows of the queries that a consumer has."""
+        start = jnp.minimum(self.block.start + number * QUERIES, self.x.q.shape[0] - QUERIES)
+        return start + mosaic.token_iota(QUERIES)
+
+    def mask(self, row: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
+        """Scores of the i-th tile, number tile + i of the rings."""
+        base, there = self.base(i), notes[mosaic_flash.turn_of(tile + i, self.static.stages + 1), 0]
+        end = base + self.static.tile_keys
+        sees_all = (end <= self.first + 1) & (there == self.all_there)
+        if self.window is not None:
+            sees_all &= (base > self.end - 1 - self.window) | (end <= self.sink_tokens)
+
+        def hide(s: jax.Array) -> jax.Array:
+            position = lax.div(row, self.paged.pack) + self.shift
+            low, sink = ROWS.filled(jnp.int32(0), QUERIES), None
+            if self.window is not None:
+                low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - base
+                sink = ROWS.filled(jnp.minimum(self.sink_tokens, end) - base, QUERIES)
+            limits = mosaic_wgmma.Limits(low, position + 1 - base, sink, ROWS.filled(there, QUERIES), self.part_tokens)
+            return mosaic_wgmma.hide(s, limits)
+
+        return lax.cond(sees_all, lambda s: s, hide, s)
+
+    def place(self, row: jax.Array, number: Any, head: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Of each row in the output, or -1; and the learned sinks of their heads."""
+        pack, num_heads = self.paged.pack, self.x.q.shape[1] * self.paged.pack
+        low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
+        q_head = head * pack + lax.rem(row, pack)
+        place = jnp.where((row >= low) & (row < self.block.end_row), lax.div(row, pack) * num_heads + q_head, -1)
+        return place, None if self.x.sinks is None else ROWS.take(self.x.sinks, q_head)

@@ -1,0 +1,118 @@
+"""The Mosaic kernel behind `paged_prefill`, held to the contract's numpy: interpreted on the CPU with race detection,
+compiled on a GPU.
+
+Blocks hold 64 rows for each consumer, tiles 64 keys. Cases that differ in values only share a compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import FULL, paged_prefill
+from pallas_attn.ops.common.flash_config import MosaicConfig
+from pallas_attn.ops.paged_prefill import config
+from tests.ops import harness
+from tests.ops.harness import Variant
+from tests.ops.paged_case import Inputs, PagedCase
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1, persistent=True))
+ONE_BLOCK = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2, persistent=False))
+
+
+@pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpreted anywhere, compiled on a GPU."""
+    with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
+        yield
+
+
+BASE = PagedCase(
+    kv_lens=(0, 20, 200, 65),
+    q_lens=(0, 3, 40, 1),
+    padding=4,
+    head_dim=64,
+    page_size=16,
+    pages_per_row=16,
+    num_pages=56,
+    dtype="bfloat16",
+    head_windows=((FULL, 0), (FULL, 0)),
+    sinks="mixed",
+)
+CASES = {
+    "prefixes, idle sequences, padding": BASE,
+    "whole prompts": replace(BASE, kv_lens=(16, 15, 12, 1), q_lens=(16, 15, 12, 1)),
+    "windows and sink tokens": replace(BASE, head_windows=((1, 0), (70, 17)), sinks="ordinary"),
+    "windows about as long as a page": replace(BASE, head_windows=((16, 1), (17, 100)), sinks="large"),
+    "all idle": replace(BASE, kv_lens=(0, 7, 9, 0), q_lens=(0, 0, 0, 0), padding=48),
+}
+ABSENT = replace(BASE, head_wise=True, absent_pages=True, dtype="float16", sinks=None)
+WIDE = replace(
+    BASE,
+    kv_lens=(130, 300),
+    q_lens=(3, 9),
+    q_heads=6,
+    kv_heads=1,
+    head_dim=128,
+    page_size=128,
+    pages_per_row=3,
+    num_pages=8,
+    head_windows=None,
+    sinks=None,
+    soft_cap=5.0,
+)
+
+
+def call(variant: Variant, case: PagedCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    return harness.compiled(paged_prefill, variant, return_lse=True, **case.static)(**arrays)
+
+
+def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
+    """Against numpy, and bit for bit with and without poison."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    got = call(variant, case, inputs.prefill())
+    harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
+    harness.assert_same_bits(got, call(variant, case, inputs.prefill(poisoned=False)))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
+    check(case)
+
+
+def test_absent_pages_of_any_heads_rows() -> None:
+    check(replace(ABSENT, head_windows=((FULL, 0), (90, 5))), ONE_BLOCK)
+
+
+def test_parts_of_pages_int_window_soft_cap() -> None:
+    check(replace(WIDE, window=150))
+
+
+def test_heads_that_are_not_packed() -> None:
+    with mock.patch.object(config, "packed_heads", return_value=1):
+        check(replace(WIDE, page_size=64, pages_per_row=6, num_pages=20), ONE_BLOCK)
+
+
+REFUSALS = {
+    "takes bfloat16 and float16 queries": {"dtype": "float32"},
+    "takes queries and a cache of one dtype": {"cache_dtype": "float16"},
+    "takes heads of width": {"head_dim": 96},
+    "takes pages of": {"page_size": 8},
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), REFUSALS.items(), ids=REFUSALS)
+def test_refusals(reason: str, change: dict[str, Any]) -> None:
+    arrays = Inputs.draw(replace(BASE, kv_lens=(0, 20, 40, 5), **change), harness.fresh_rng()).prefill()
+    with pytest.raises(NotImplementedError, match=reason):
+        paged_prefill(**jax.tree.map(jnp.asarray, arrays), implementation="mosaic")
