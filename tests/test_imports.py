@@ -87,18 +87,24 @@ def references_need_only_the_oracle(module: str, imports: list[Import]) -> Found
 
 
 def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
-    """Only the operation's own `__init__` imports one, and only within functions."""
+    """Only the operation's own `__init__` imports one, and only within functions; parts of one import one another."""
     if module.startswith("tests."):
         return
     for i in imports:
         for target in {i.module, i.target}:
             match = IMPLEMENTATION.fullmatch(target)
-            if not match or not is_module(target):
+            if not match or not is_module(target) or are_parts_of_one(module, target):
                 continue
             if module != f"pallas_attn.ops.{match[1]}":
                 yield i.line, f"imports the implementation {target}"
             elif not i.in_function:
                 yield i.line, f"imports {target} when it is itself imported"
+
+
+def are_parts_of_one(module: str, other: str) -> bool:
+    """Whether modules of one operation are the same implementation's: mosaic_sm90.py and mosaic_rows.py, say."""
+    (folder, name), (other_folder, other_name) = module.rsplit(".", 1), other.rsplit(".", 1)
+    return folder == other_folder and name.split("_")[0] == other_name.split("_")[0]
 
 
 def is_module(target: str) -> bool:
@@ -110,7 +116,7 @@ def is_module(target: str) -> bool:
 def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
     for i in imports:
         match = re.match(r"pallas_attn\.ops\.(\w+)\.config\b", i.target)
-        if match and not module.startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
+        if match and not f"{module}.".startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
             yield i.line, f"imports {i.target}, of another operation"
 
 
