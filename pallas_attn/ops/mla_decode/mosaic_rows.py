@@ -1,4 +1,41 @@
-"""Latent attention of many query rows on Hopper: rows are wgmma's M, and two warpgroups share each block of them."""
+"""Latent attention of many query rows on Hopper: rows are wgmma's M, and two warpgroups share each block of them.
+
+A program holds 64 query rows of a sequence (heads of each query, query by query) and works off its share of the plan.
+Their output, [64, L] in float32, does not fit the registers of one warpgroup: warpgroup 0 keeps the left half of the
+latent's columns, warpgroup 1 the right one. Tiles of 64 latents come in pairs: warpgroup 0 scores the first, warpgroup
+1 the second, and each needs the other's probabilities. While one is at its softmax, the other multiplies
+("seesaw", FlashMLA's deep dive of April 2025):
+
+    warpgroup 0, even                            warpgroup 1, odd
+    S0 = Q C0^T; m0 = max(m, rows of S0)         S1 = Q C1^T
+    leaves m0                               ->   m1 = max(m0, rows of S1), leaves m1
+    P0 = exp(S0 - m0)                            P1 = exp(S1 - m1), leaves P1
+    O = O exp(m - m0) + P0 left(C0)              O = O exp(m - m1) + P1 right(C1)
+    P0 = P0 exp(m0 - m1), leaves P0         ->   O = O + P0 right(C0)
+    O = O exp(m0 - m1) + P1 left(C1)
+
+The own product takes probabilities from registers, the other one from shared memory; they lie where the tile's rotated
+keys were, which are as large and no longer needed (if R is not 64, in memory of their own: there is enough then).
+Warpgroup 2 starts all copies: of the halves of a pair's tiles, in the order in which they fall free.
+
+Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
+
+Masking and clearing are for the tiles that need them, by notes that the copying warpgroup leaves: a tile that all rows
+see all of is not masked. In others, latents that no row sees become 0 before they are values, since 0 · NaN is NaN.
+
+No wait can last. Below, "waits for x" means that x was asked for, and is not itself waiting for the waiter.
+
+- landed: copies, started after free. A page that does not exist arrives without a copy.
+- free: has a phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
+  warpgroup that copies waits for one phase before each copy, and for the last one before it ends, so that no program
+  of a cluster ends while another still arrives there. Both programs of a cluster have the same plan, pages and order.
+- ready[LARGEST]: warpgroup 0 arrives after its scores, for which it waits for copies only; warpgroup 1 arrives after it
+  has seen that. ready[PROBABILITIES]: warpgroup 1 arrives right after its maxima, warpgroup 0 once it has seen these.
+- both[SUMS]: both warpgroups, after the same number of pairs. both[Q_FREE]: like free.
+- What a warpgroup leaves is overwritten after it waited for something that the other one does after reading it: m0
+  after m1 of the same pair, P0 after m1 of the next, m1 and P1 after m0 of the next. Notes have room for twice the
+  pairs.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +127,11 @@ class Static:
         """Whether probabilities need memory of their own; else they lie where the rotated keys were."""
         return self.rope_dim != TOKENS
 
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
+        return (232, 40) if self.widths[0] > 128 else (200, 104)
+
     def columns(self, half: int) -> Any:
         """Of a latent, those that either warpgroup accumulates."""
         return pl.ds(half * self.widths[0], self.widths[half])
@@ -107,10 +149,6 @@ class Static:
     def notes_slot(self, pair: Any) -> Any:
         """Where notes on a pair go: not over those that one warpgroup may still read, being a pair behind the other."""
         return lax.rem(pair, 2 * self.pairs)
-
-    @property
-    def collective(self) -> str | None:
-        return "cluster" if self.cluster > 1 else None
 
 
 class Inputs(NamedTuple):
@@ -175,10 +213,6 @@ class Memory(NamedTuple):
         width = static.latent_dim + static.rope_dim
         operand = functools.partial(_operand, dtype=dtype, row_bytes=64 if width % 64 else 128)
         columns = Parts(*static.widths, static.rope_dim)
-        if static.cluster > 1:
-            free = plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots)
-        else:
-            free = plgpu.Barrier(num_barriers=2 * slots)
         return Memory(
             q=Parts(*(operand((1, ROWS, n)) for n in columns)),
             k=Parts(*(operand((slots, TOKENS, n)) for n in columns)),
@@ -187,7 +221,7 @@ class Memory(NamedTuple):
             notes=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             landed=plgpu.Barrier(num_barriers=3 * slots, num_arrivals=static.pages),
-            free=free,
+            free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),
             ready=plgpu.Barrier(num_barriers=4),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
         )
@@ -302,7 +336,7 @@ class Producer:
         """
         static, mem = self.static, self.mem
         for tile, half in ((0, 0), (1, 1), (1, 0), (0, 1)):
-            slot, with_rope = static.slot(piece.pair + i, tile), tile != half
+            slot, with_rope = static.slot(piece.pair + i, tile) + unknown_zero(), tile != half
             pages = self.locate(piece, 2 * i + tile) if tiles is None else tiles[tile]
             plgpu.barrier_wait(mem.free.at[2 * slot + half])
             if tile == half:
@@ -338,7 +372,7 @@ class Producer:
 
         def copy(columns: Any, part: int) -> None:
             to, landed = mem.k[part].at[slot, place], mem.landed.at[3 * slot + part]
-            plgpu.copy_gmem_to_smem(source.at[:, columns], to, landed, collective_axes=static.collective)
+            plgpu.copy_gmem_to_smem(source.at[:, columns], to, landed, collective_axes="cluster")
 
         copy(static.columns(half), half)
         if with_rope:
@@ -404,7 +438,7 @@ class Consumer:
         """Takes in a pair of tiles, and scores the first."""
         mem, static = self.mem, self.static
         m, l, acc = state  # noqa: E741
-        pair, here = piece.pair + i, lax.optimization_barrier(jnp.int32(0))
+        pair, here = piece.pair + i, unknown_zero()
         mine, other = (here + static.slot(pair, tile) for tile in (0, 1))
         s = self.scores(piece, pair, here, mine)
         m_mine = jnp.maximum(m, s.max(axis=1))
@@ -435,7 +469,7 @@ class Consumer:
         """Takes in a pair of tiles, and scores the second."""
         mem, static = self.mem, self.static
         m, l, acc = state  # noqa: E741
-        pair, here = piece.pair + i, lax.optimization_barrier(jnp.int32(0))
+        pair, here = piece.pair + i, unknown_zero()
         other, mine = (here + static.slot(pair, tile) for tile in (0, 1))
         s = self.scores(piece, pair, here, mine)
         highest = s.max(axis=1)
@@ -529,6 +563,11 @@ class Consumer:
             plgpu.commit_smem()
 
 
+def unknown_zero() -> Any:
+    """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
 def add_product(total: Any, a: Any, b: Callable[[], Ref]) -> Any:
     """`mosaic.add_product` for operands that are sliced where they are used, and overwritten by copies later."""
     if mosaic.interpreted():
@@ -600,16 +639,16 @@ def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *m
     """The roles of the three warpgroups."""
     results = Results(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
-    block = lax.axis_index("blocks") * static.cluster + (lax.axis_index("cluster") if static.cluster > 1 else 0)
+    block = lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
     mem = Memory(*memory)
 
     def compute(half: int) -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(static.registers[0], action="increase")
         Consumer(static, x, mem, block, half).run(functools.partial(finish, results))
         plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(static.registers[1], action="decrease")
         Producer(static, x, mem, block).run()
 
     lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
@@ -621,7 +660,6 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
     blocks, num_programs = rows // ROWS, x.plan.program_row.shape[0] - 1
     cuts = batch * pl.cdiv(x.block_tables.shape[1], x.plan.piece_pages) if x.plan.piece_pages else num_programs
     states = blocks * (batch + cuts)
-    clusters = {"cluster": (static.cluster,), "cluster_names": ("cluster",)} if static.cluster > 1 else {}
     return plgpu.kernel(
         functools.partial(kernel, static),
         out_type=Results(
@@ -634,7 +672,8 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
         ),
         grid=(num_programs, blocks // static.cluster),
         grid_names=("program", "blocks"),
-        **clusters,
+        cluster=(static.cluster,),
+        cluster_names=("cluster",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=Memory.types(x, static),
