@@ -78,7 +78,8 @@ class Outputs(NamedTuple):
         rows, rows_plus_1, programs_plus_1 = (
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
         )
-        return Outputs(*[rows] * 4, rows_plus_1, *[programs_plus_1] * 3)
+        programs = (programs_plus_1, programs_plus_1, programs_plus_1)
+        return Outputs(rows, rows, rows, rows, rows_plus_1, *programs)
 
 
 class Memory(NamedTuple):
