@@ -19,6 +19,7 @@ from pallas_attn.ops.kv_write import write_kv as write_kv
 from pallas_attn.ops.latent_gather import gather_latent as gather_latent
 from pallas_attn.ops.latent_write import write_latent as write_latent
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
+from pallas_attn.ops.mla_decode import mla_decode_programs as mla_decode_programs
 from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import decode_programs as decode_programs
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode

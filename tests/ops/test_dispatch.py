@@ -244,11 +244,17 @@ DELETIONS = """
             "write_kv": ((kv, q[:, :1], q[:, :1], ints(1)), {}),
             "write_latent": ((latent, q[0, :1], ints(1)), {}),
             "gather_latent": ((latent, q[0, :1], table, ints(0, 1), ints(2)), {"length": 4}),
+            "plan_decode": ((ints(1),), {"page_size": 4, "num_q_heads": 2, "num_kv_heads": 1, "num_programs": 3}),
         }
         args, kwargs = arguments[op]
         return jax.eval_shape(lambda: getattr(pallas_attn, op)(*args, **kwargs, implementation=implementation))
 
-    OPS = {"kv_write": "write_kv", "latent_write": "write_latent", "latent_gather": "gather_latent"}
+    OPS = {
+        "decode_plan": "plan_decode",
+        "kv_write": "write_kv",
+        "latent_write": "write_latent",
+        "latent_gather": "gather_latent",
+    }
 
     def supports(pallas_attn, folder, implementation):
         try:
@@ -280,7 +286,7 @@ DELETIONS = """
         pallas_attn = fresh_import()
         assert {name for name in others if supports(pallas_attn, folder, name)} == before, (deleted, before)
         assert not supports(pallas_attn, folder, name_of(deleted)), deleted
-        assert supports(pallas_attn, folder, [name_of(deleted), *before]), deleted
+        assert supports(pallas_attn, folder, [name_of(deleted), *before]) == bool(before), deleted
         deleted.write_text(source)
         print(deleted)
 """

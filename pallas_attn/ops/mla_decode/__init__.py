@@ -30,6 +30,12 @@ def _reference() -> Any:
     return implementation.mla_decode
 
 
+def _mosaic_programs() -> Any:
+    import pallas_attn.ops.mla_decode.mosaic_sm90 as implementation
+
+    return implementation.decode_programs
+
+
 IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
@@ -106,3 +112,46 @@ def mla_decode(
         out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
     )
     return (out, lse) if return_lse else out
+
+
+def mla_decode_programs(
+    q_latent: Float[Array, "B Q Hq L"] | jax.ShapeDtypeStruct,
+    q_rope: Float[Array, "B Q Hq R"] | jax.ShapeDtypeStruct,
+    cache: PagedLatent,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> int:
+    """How many programs `plan_decode` should share a step among, for calls of `mla_decode` with such arguments.
+
+    A plan for another number works as well, but not as fast. An operation that is not given a plan makes one for this
+    number, in every layer.
+
+    Args:
+      q_latent, q_rope, cache, out_dtype, implementation: as `mla_decode` gets them; only shapes and dtypes matter, so
+        `jax.ShapeDtypeStruct`s will do.
+
+    Returns:
+      The programs that run side by side on the default device; 1 where the implementation follows no plan.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    dims = checks.Dims()
+    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
+    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
+    checks.check_latent(cache, dims)
+    return dispatch.run(
+        "mla_decode_programs",
+        {"mosaic": _mosaic_programs, "xla": lambda: _one_program, "reference": lambda: _one_program},
+        implementation,
+        q_latent,
+        q_rope,
+        cache,
+        out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
+    )
+
+
+def _one_program(*_: Any, **__: Any) -> int:
+    return 1

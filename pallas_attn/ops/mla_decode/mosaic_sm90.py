@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
+import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
 from pallas_attn.ops.decode_plan import plan_decode
-from pallas_attn.ops.mla_decode import config, mosaic_columns, mosaic_rows
+from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.mosaic_rows import ROWS
 from pallas_attn.types import DecodePlan, PagedLatent
 
@@ -30,8 +32,7 @@ def mla_decode(
     plan: DecodePlan | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    rows = q_latent.shape[1] * q_latent.shape[2]
-    decode = mosaic_columns.decode if rows <= mosaic_columns.max_columns(out_dtype) else _decode_rows
+    decode = mosaic_columns.decode if _are_few(q_latent, out_dtype) else _decode_rows
     return decode(
         q_latent,
         q_rope,
@@ -44,6 +45,29 @@ def mla_decode(
         plan=plan,
         out_dtype=out_dtype,
     )
+
+
+def decode_programs(
+    q_latent: Array | jax.ShapeDtypeStruct,
+    q_rope: Array | jax.ShapeDtypeStruct,
+    cache: PagedLatent,
+    *,
+    out_dtype: jax.typing.DTypeLike,
+) -> int:
+    if _are_few(q_latent, out_dtype):
+        return mosaic_columns.decode_programs(q_latent, q_rope, cache, out_dtype=out_dtype)
+    _refuse(q_latent, q_rope, cache)
+    return _row_programs(q_latent)
+
+
+def _are_few(q_latent: Array | jax.ShapeDtypeStruct, out_dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a sequence's query rows are columns of tiles, not rows."""
+    return q_latent.shape[1] * q_latent.shape[2] <= mosaic_columns.max_columns(out_dtype)
+
+
+def _row_programs(q_latent: Array | jax.ShapeDtypeStruct) -> int:
+    """Programs that share the pages, where each block of rows takes a multiprocessor."""
+    return max(1, mosaic.multiprocessors() // -(-q_latent.shape[1] * q_latent.shape[2] // ROWS))
 
 
 def _decode_rows(
@@ -72,7 +96,7 @@ def _decode_rows(
             page_size=page_size,
             num_q_heads=num_heads,
             num_kv_heads=1,
-            num_programs=max(1, mosaic.multiprocessors() // blocks),
+            num_programs=_row_programs(q_latent),
         )
 
     def as_rows(x: Array) -> Array:
