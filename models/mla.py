@@ -23,7 +23,15 @@ from models.config import ModelConfig
 from models.layers import Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.rope import rotate
-from pallas_attn import PagedLatent, mla_decode, mla_prefill, write_latent
+from pallas_attn import (
+    DecodePlan,
+    PagedLatent,
+    mla_decode,
+    mla_decode_programs,
+    mla_prefill,
+    plan_decode,
+    write_latent,
+)
 
 INNER_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever the model's rms_norm_eps."""
@@ -58,11 +66,13 @@ class Rows:
       tokens: which ones of the packed step.
       block_tables: [T, P], page ids.
       kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
+      plan: how programs share their pages; None where nothing follows plans.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
     block_tables: Int32[Array, "T P"]
     kv_lens: Int32[Array, "T"]
+    plan: DecodePlan | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -134,6 +144,43 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
     return Rows(tokens, metadata.prefill_block_tables[jnp.minimum(sequence, ends.shape[0] - 1)], kv_lens)
 
 
+def plan_rows(
+    parts: list[Part], config: ModelConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
+) -> list[Part]:
+    """Plans the parts that attend absorbed, once for all layers.
+
+    Args:
+      parts: of a step.
+      config, settings: of the model.
+      cache: any layer's; only its shapes and dtypes matter.
+      dtype: of the queries.
+    """
+
+    def planned(part: Part) -> Part:
+        if isinstance(part, Chunks):
+            return part
+        rows, heads = part.kv_lens.shape[0], config.num_attention_heads
+        q_latent, q_rope = (
+            jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.dtype(dtype))
+            for width in (config.kv_lora_rank, config.qk_rope_head_dim)
+        )
+        implementation = settings.implementation
+        num_programs = mla_decode_programs(q_latent, q_rope, cache, implementation=implementation)
+        if num_programs == 1:
+            return part
+        plan = plan_decode(
+            part.kv_lens,
+            page_size=cache.page_size,
+            num_q_heads=heads,
+            num_kv_heads=1,
+            num_programs=num_programs,
+            implementation=implementation,
+        )
+        return dataclasses.replace(part, plan=plan)
+
+    return [planned(part) for part in parts]
+
+
 class MLA(nnx.Module):
     """Latent attention of one layer."""
 
@@ -189,7 +236,7 @@ class MLA(nnx.Module):
         return jnp.concatenate([self.kv_a_layernorm(latent), rotate(key, *rope)], axis=-1)
 
     def _absorbed(
-        self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Part
+        self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Rows
     ) -> Float[Array, "T Hq v"]:
         out = mla_decode(
             _per_head(q_nope, self.w_uk[...])[:, None],
@@ -198,6 +245,7 @@ class MLA(nnx.Module):
             part.block_tables,
             part.kv_lens,
             sm_scale=self.config.sm_scale,
+            plan=part.plan,
             implementation=self.settings.implementation,
         )
         return _per_head(out[:, 0], self.w_uv[...].swapaxes(1, 2))  # pyrefly: ignore[bad-index]

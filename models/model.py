@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.config import ModelConfig
 from models.layers import MLP, Linear, RMSNorm
 from models.metadata import StepMetadata
-from models.mla import MLA, AttentionSettings, Part, step_parts
+from models.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
 from models.moe import MoE
 from models.rope import rope_table
 from pallas_attn import CacheSpec, PagedLatent, latent_cache_spec
@@ -91,6 +91,7 @@ class DeepSeek(nnx.Module):
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
         parts = step_parts(metadata, self.settings.mla)
+        parts = plan_rows(parts, self.config, self.settings, caches[0], self.embed_tokens.dtype)
         # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
         apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []

@@ -1,0 +1,61 @@
+"""Layers share one plan of a step's absorbed rows, and there is none where nothing follows plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.mla import AttentionSettings
+from models.model import split_model
+from models.presets import PRESETS
+from models.weights import random_model
+from tests.models import step_case
+from tests.models.step_case import Pages, step
+from tests.ops import harness
+
+LAYERS = 3
+MODEL = dataclasses.replace(
+    PRESETS["v3-tiny"], num_hidden_layers=LAYERS, kv_lora_rank=64, qk_rope_head_dim=32, vocab_size=32
+)
+
+
+def kernels(jaxpr: Any) -> Iterator[str]:
+    """Names of the Mosaic GPU kernels that a program runs, each as often as it does."""
+    for equation in jaxpr.eqns:
+        if "meshes" in equation.params:
+            yield equation.params["name"]
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from kernels(getattr(inner, "jaxpr", inner))
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
+    """Kernels of a step with decode rows and a prompt."""
+    monkeypatch.setattr(step_case, "PAGE_SIZE", 16)
+    model = random_model(MODEL, seed=0, dtype=jnp.bfloat16, settings=AttentionSettings(**settings))
+    run, weights = split_model(model)
+    pages = Pages.scatter(3, 4)
+    metadata = step(pages, decode=[(0, 5), (1, 40)], prefill=[(2, 0, 9)])
+    tokens = jnp.zeros(metadata.num_tokens, jnp.int32)
+    return list(kernels(jax.make_jaxpr(run)(weights, tokens, pages.allocate(model), metadata).jaxpr))
+
+
+@pytest.mark.parametrize(("mla", "parts"), [("auto", 1), ("absorb", 2), ("expand", 0)])
+def test_a_step_has_one_plan_for_all_layers(
+    mla: str, parts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with harness.interpreting(capsys):
+        names = traced(monkeypatch, mla=mla, implementation=("mosaic", "xla"))
+    assert names.count("plan_decode") == parts
+    assert names.count("mla_decode") == parts * LAYERS
+
+
+def test_no_plan_for_those_who_follow_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with harness.interpreting(capsys):
+        assert not traced(monkeypatch, implementation="xla")
+        assert "plan_decode" not in traced(monkeypatch, implementation=("reference", "mosaic"))
