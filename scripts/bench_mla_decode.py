@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from pallas_attn import mla_decode
+from pallas_attn import mla_decode, mla_decode_programs
 from scripts import bench_flashinfer_mla
-from scripts.bench_case import Bench, noting_configs
-from scripts.bench_device import multiprocessors
+from scripts.bench_case import Bench
 from scripts.bench_mla_case import MlaCase, MlaInputs, inputs
 from scripts.bench_pools import chain_of
 from scripts.bench_timing import Stopwatch, Timing
@@ -27,20 +23,11 @@ def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopw
         return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
 
     shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
-    with noting_configs() as noted:
-        jax.eval_shape(call, None, shared, arrays.owns[0])
-    if implementation == "mosaic":
-        shared["plan"] = case.plan(programs(case, noted))
+    q_latent, q_rope = (arrays.owns[0][name] for name in ("q_latent", "q_rope"))
+    num_programs = mla_decode_programs(q_latent, q_rope, arrays.cache, implementation=implementation)
+    if num_programs > 1:
+        shared["plan"] = case.plan(num_programs)
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
-
-
-def programs(case: MlaCase, noted: Mapping[str, Any]) -> int:
-    """To share a step among: as many as a configuration says that fit a multiprocessor, else one for each 64 rows."""
-    for name, config in noted.items():
-        if name.startswith("mla_decode/mosaic") and hasattr(config, "programs_per_multiprocessor"):
-            return config.programs_per_multiprocessor * multiprocessors()
-    blocks = -(-case.shape.heads * case.shape.queries // 64)
-    return max(1, multiprocessors() // blocks)
 
 
 def _grid(varied: bool) -> list[MlaCase]:

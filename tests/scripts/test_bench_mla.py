@@ -148,19 +148,21 @@ def test_pools_of_latents_are_kept_too():
 # --- plans
 
 
-@pytest.mark.parametrize(
-    ("heads", "queries", "noted", "programs"),
-    [
-        (16, 1, {}, 132),
-        (128, 1, {}, 66),
-        (128, 2, {}, 33),
-        (9, 8, {"mla_decode/xla": SimpleNamespace()}, 66),
-        (16, 1, {"mla_decode/mosaic": SimpleNamespace(programs_per_multiprocessor=2)}, 264),
-    ],
-)
-def test_steps_are_shared_among_as_many_programs_as_run_at_once(monkeypatch, heads, queries, noted, programs):
-    monkeypatch.setattr(bench_mla_decode, "multiprocessors", lambda: 132)
-    assert bench_mla_decode.programs(MlaCase(MlaDecode(4, 100, heads, queries)), noted) == programs
+@pytest.mark.parametrize(("programs", "planned"), [(1, None), (5, 5)])
+def test_steps_are_shared_among_as_many_programs_as_run_at_once(monkeypatch, programs, planned):
+    """Where plans are followed at all."""
+    asked = []
+
+    def chain(call, owns, *, shared):
+        plan = shared.get("plan")
+        asked.append(None if plan is None else plan.program_row.shape[0] - 1)
+        return Timing([1.0], 1, "not at all")
+
+    monkeypatch.setattr(bench_mla_decode, "mla_decode_programs", lambda *_, implementation: programs)
+    stopwatch: Any = SimpleNamespace(chain=chain)
+    case = MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16))
+    bench_mla_decode.ours("xla", case, bench_mla_case.inputs(case, bench_pools.Pools()), stopwatch)
+    assert asked == [planned]
 
 
 def test_flashinfer_gets_the_pages_of_the_table():
