@@ -25,8 +25,8 @@ TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
     (192, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(64, 4, 2, False), MosaicConfig(64, 2, 3, False)],
     (128, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(128, 3, 2, False), MosaicConfig(64, 4, 3, False)],
-    (64, 64): [MosaicConfig(128, 4, 2, True), MosaicConfig(128, 4, 3, False)],
-    (256, 256): [MosaicConfig(64, 2, 2, True)],
+    (64, 64): [MosaicConfig(128, 4, 2, True), MosaicConfig(128, 4, 3, False), MosaicConfig(64, 2, 1, False)],
+    (256, 256): [MosaicConfig(64, 2, 2, True), MosaicConfig(64, 2, 1, True)],
 }
 """To choose from, beside what is chosen where nothing was measured."""
 
@@ -83,16 +83,28 @@ def paged(
     page_size: int = 64,
     *,
     dtype: Any = jnp.bfloat16,
+    cache: tuple[Any, Any] | None = None,
     tokens: int = TOKENS,
     sizes: MosaicConfig | None = None,
     features: Iterable[str] = (),
     **static: Any,
 ) -> Case:
-    """A call of 32 query heads over 8 KV heads with these sizes, or those of a card that nothing was measured on."""
+    """A call of 32 query heads over 8 KV heads with these sizes, or those of a card that nothing was measured on.
+
+    Args:
+      cache: dtype and scales of a quantised one; None for q's dtype.
+    """
     pages = KEYS // page_size
+    cache_dtype, scales = cache or (dtype, None)
     spec = kv_cache_spec(
-        num_pages=2 * SEQUENCES * pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype
+        num_pages=2 * SEQUENCES * pages,
+        page_size=page_size,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        dtype=cache_dtype,
+        scales=scales,
     )
+    terms = 2 if scales == "channel" else 1
     arguments: dict[str, Any] = {
         "q": shape(tokens, 32, head_dim, dtype=dtype),
         "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
@@ -110,11 +122,13 @@ def paged(
             return paged_prefill(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = paged_config.mosaic_config(paged_config.MosaicKey(head_dim, page_size))
-    elements = 2 * chosen.tile_keys * head_dim
-    tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
-    packed = tokens * 32 * head_dim * 2 if tokens < TOKENS else 0
-    return Case(call, arguments, cache="kv", temporaries=2**20 + packed, tile=tile)
+        cache_bytes = jnp.dtype(cache_dtype).itemsize
+        key = paged_config.MosaicKey(head_dim, page_size, cache_bytes, isinstance(scales, int), terms)
+        chosen = paged_config.mosaic_config(key)
+    elements = chosen.tile_keys * head_dim
+    tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
+    arranged = terms * tokens * 32 * head_dim * 2 if tokens < TOKENS or cache else 0
+    return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
 
 
 def mapped(case: Case) -> Case:
@@ -140,6 +154,13 @@ VARIED: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "f32-out": {"out_dtype": jnp.float32},
 }
+CACHES: dict[str, tuple[Any, Any]] = {
+    "int8-head": (jnp.int8, "head"),
+    "int8-channel": (jnp.int8, "channel"),
+    "fp8-head": (jnp.float8_e4m3fn, "head"),
+    "fp8-token": (jnp.float8_e4m3fn, 16),
+    "int8-group": (jnp.int8, 2),
+}
 ALL_FEATURES: dict[str, Any] = {
     "features": ("head-tables", "head-windows", "sinks"),
     "soft_cap": 50.0,
@@ -161,10 +182,24 @@ PREFILL: dict[str, Case] = {
     "paged-prefill-packed": paged(tokens=512),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-window": paged(window=1024),
+    "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
+    "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
+    "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),
 }
 """Every width, and kinds of calls."""
 
 PREFILL_MORE: dict[str, Case] = {
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-p{page_size}": paged(head_dim, page_size, cache=CACHES[cache])
+        for cache in CACHES
+        for head_dim in (64, 128, 256)
+        for page_size in (16, 32, 64, 128)
+    },
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-all-features": paged(head_dim, 64, cache=CACHES[cache], **ALL_FEATURES)
+        for cache in CACHES
+        for head_dim in (64, 128, 256)
+    },
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))

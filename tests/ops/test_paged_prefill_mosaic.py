@@ -103,9 +103,40 @@ def test_heads_that_are_not_packed() -> None:
         check(replace(WIDE, page_size=64, pages_per_row=6, num_pages=20), ONE_BLOCK)
 
 
+FP8 = "float8_e4m3fn"
+SHORT = replace(BASE, kv_lens=(0, 20, 150, 65), q_lens=(0, 3, 20, 1), pages_per_row=10, num_pages=40)
+QUANTISED = {
+    "int8 per head, soft cap": (
+        replace(SHORT, cache_dtype="int8", scales="head", head_windows=((FULL, 0), (60, 5)), soft_cap=3.0),
+        MOSAIC,
+    ),
+    "int8 per channel, wide heads, an int window": (
+        replace(WIDE, cache_dtype="int8", scales="channel", soft_cap=None, window=150),
+        MOSAIC,
+    ),
+    "fp8 per head, float16": (replace(WIDE, cache_dtype=FP8, scales="head", dtype="float16", head_dim=64), ONE_BLOCK),
+    "fp8 per token, windows, absent pages of any heads' rows": (
+        replace(
+            SHORT, cache_dtype=FP8, scales=16, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5))
+        ),
+        MOSAIC,
+    ),
+    "fp8 per group of pages of two tiles": (replace(WIDE, cache_dtype=FP8, scales=4, head_dim=64), MOSAIC),
+    "int8 per group, several pages a tile": (
+        replace(SHORT, page_size=32, pages_per_row=5, num_pages=24, cache_dtype="int8", scales=2, head_windows=None),
+        ONE_BLOCK,
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "variant"), QUANTISED.values(), ids=QUANTISED)
+def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
+    check(case, variant)
+
+
 REFUSALS = {
     "takes bfloat16 and float16 queries": {"dtype": "float32"},
-    "takes queries and a cache of one dtype": {"cache_dtype": "float16"},
+    "takes queries and an unquantised cache of one dtype": {"cache_dtype": "float16"},
     "takes heads of width": {"head_dim": 96},
     "takes pages of": {"page_size": 8},
 }

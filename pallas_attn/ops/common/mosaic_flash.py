@@ -29,6 +29,7 @@ passes it on once a tile, as all do; the last consumer starts the round, and the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic, mosaic_wgmma
-from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_tokens
+from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_rows import RowLayout
 
 QUERIES = 64
@@ -49,7 +50,7 @@ QUERIES = 64
 ALIGNMENT = 8
 """Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
 
-REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+REGISTERS = {1: (248, 72), 2: (232, 40), 3: (160, 32)}
 """Of a thread of a consumer and of the producer, by the number of consumers: as many as a multiprocessor has."""
 
 
@@ -73,6 +74,8 @@ class Static:
       stages: tiles of keys, and as many of values, in shared memory.
       copies: that bring a tile of keys, and one of values.
       score_scale: multiplies q kᵀ.
+      query_terms: numbers of 16 bits whose sum a query is.
+      widens: keys and values come as 8 bits, and the producer makes 16 of them.
     """
 
     key_dim: int
@@ -83,6 +86,8 @@ class Static:
     copies: int
     score_scale: float
     soft_cap: float | None = None
+    query_terms: int = 1
+    widens: bool = False
 
     @property
     def queries(self) -> int:
@@ -103,7 +108,7 @@ class Memory(NamedTuple):
     """Shared memory and barriers of a program; see the module's docstring.
 
     Attributes:
-      q: [consumers, 64, Dk].
+      q: [consumers · terms of a query, 64, Dk].
       k, v: [stages, tile_keys, Dk or Dv].
     """
 
@@ -121,16 +126,17 @@ class Memory(NamedTuple):
     @staticmethod
     def types(static: Static, dtype: Any) -> Memory:
         stages, keys, consumers = static.stages, static.tile_keys, static.consumers
+        queries, copies = consumers * static.query_terms, 1 if static.widens else static.copies
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
         return Memory(
-            q=mosaic.operand((consumers, QUERIES, static.key_dim), dtype),
+            q=mosaic.operand((queries, QUERIES, static.key_dim), dtype),
             k=mosaic.operand((stages, keys, static.key_dim), dtype),
             v=mosaic.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_arrivals=consumers),
+            q_landed=plgpu.Barrier(num_arrivals=queries),
             q_free=plgpu.Barrier(num_arrivals=consumers),
-            k_landed=plgpu.Barrier(num_barriers=stages, num_arrivals=static.copies),
+            k_landed=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
             k_free=free,
-            v_landed=plgpu.Barrier(num_barriers=stages + 1, num_arrivals=static.copies),
+            v_landed=plgpu.Barrier(num_barriers=stages + 1, num_arrivals=copies),
             v_free=free,
             turn=plgpu.Barrier(num_barriers=consumers),
         )
@@ -321,6 +327,27 @@ class State(NamedTuple):
     p: Any
 
 
+class Weights(NamedTuple):
+    """Of the values of a tile, where each token has its own scale: [tile_keys], log2 of them and their inverses."""
+
+    log2: Any
+    inverse: Any
+
+
+class View(NamedTuple):
+    """What the rows of a block make of the i-th of its tiles.
+
+    Attributes:
+      mask: mask(i, scores) puts -inf where a row does not see a key.
+      scaled: scaled(i, products) are those of queries with keys as they are meant; None where they already are.
+      weights: weights(i), or None.
+    """
+
+    mask: Callable[[Any, jax.Array], jax.Array]
+    scaled: Callable[[Any, jax.Array], jax.Array] | None = None
+    weights: Callable[[Any], Weights] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Consumer:
     """Attention of 64 rows over the tiles of a block.
@@ -328,7 +355,6 @@ class Consumer:
     Attributes:
       number: which consumer this is.
       dtype: of probabilities, as they are multiplied.
-      mask: mask(tile of the block, scores) puts -inf where a row does not see a key.
     """
 
     static: Static
@@ -336,23 +362,26 @@ class Consumer:
     number: Any
     dtype: Any
 
-    def attend(
-        self, begin: Any, tiles: Any, mask: Callable[[Any, jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Attention over some tiles, at least one, from number `begin` of the program's on.
+    def _terms(self, tile: Any) -> list[Ref]:
+        """Terms of the queries. If there are several, the compiler is not to know that the number of a tile is never
+        negative: what is the same for every tile it computes ahead, such as their addresses, which take many registers.
+        """
+        terms = self.static.query_terms
+        first = self.number * terms + (jnp.minimum(tile, 0) if terms > 1 else 0)
+        return [self.mem.q.at[first + i] for i in range(terms)]
 
-        Args:
-          mask: mask(i, scores) puts -inf where a row does not see a key of the i-th of these tiles.
+    def attend(self, begin: Any, tiles: Any, view: View) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Attention over some tiles, at least one, from number `begin` of the program's on.
 
         Returns:
           o, m and l of `State`, over all tiles.
         """
 
         def step(i: Any, state: State) -> State:
-            return self._step(begin + i, state, i + 1 < tiles, lambda s: mask(i, s))
+            return self._step(begin + i, state, i + 1 < tiles, functools.partial(self._softmax, view, i))
 
         plgpu.barrier_wait(self.mem.q_landed)
-        state = self._first(begin, tiles > 1, lambda s: mask(jnp.int32(0), s))
+        state = self._first(begin, tiles > 1, functools.partial(self._softmax, view, jnp.int32(0)))
         state = lax.fori_loop(1, tiles, step, state)
         plgpu.barrier_arrive(self.mem.q_free)
         return self._last(begin + tiles - 1, state), state.m, state.l
@@ -375,30 +404,30 @@ class Consumer:
         if self.static.consumers > 1:
             plgpu.barrier_arrive(self.mem.turn.at[turn_of(self.number + 1, self.static.consumers)])
 
-    def _first(self, tile: Any, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
+    def _first(self, tile: Any, more: Any, softmax: Callable[..., Any]) -> State:
         """Takes the first tile, and waits for the keys of the one after it."""
         mem, slot = self.mem, turn_of(tile, self.static.stages)
         plgpu.barrier_wait(mem.k_landed.at[slot])
         self._await_turn()
-        s = mosaic_wgmma.multiply(mem.q.at[self.number], mem.k.at[slot], self._pass_turn)
+        s = mosaic_wgmma.multiply(self._terms(tile), mem.k.at[slot], self._pass_turn)
         plgpu.barrier_arrive(mem.k_free.at[slot])
         nothing = mosaic.filled(0.0, (QUERIES,), PER_TOKEN)
-        m, _, l, p = self._softmax(mask(self._capped(s)), mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
+        m, _, l, p = softmax(s, mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
         self._await_keys(tile + 1, more)
         return State(mosaic.filled(0.0, (QUERIES, self.static.value_dim), TILE), m, l, p.astype(self.dtype))
 
-    def _step(self, tile: Any, state: State, more: Any, mask: Callable[[jax.Array], jax.Array]) -> State:
+    def _step(self, tile: Any, state: State, more: Any, softmax: Callable[..., Any]) -> State:
         """Takes a tile whose keys are there: adds up the values of the one before meanwhile."""
         mem = self.mem
         slot, previous = turn_of(tile, self.static.stages), turn_of(tile - 1, self.static.stages)
-        q, k, v = mem.q.at[self.number], mem.k.at[slot], mem.v.at[previous]
+        k, v = mem.k.at[slot], mem.v.at[previous]
         plgpu.barrier_wait(mem.v_landed.at[previous])
         self._await_turn()
-        s, o = mosaic_wgmma.start(q, k, state.p, v, state.o)
+        s, o = mosaic_wgmma.start(self._terms(tile), k, state.p, v, state.o)
         self._pass_turn()
         s = mosaic_wgmma.finish(s, under_way=1)
         plgpu.barrier_arrive(mem.k_free.at[slot])
-        m, shrink, l, p = self._softmax(mask(self._capped(s)), state.m, state.l)  # noqa: E741
+        m, shrink, l, p = softmax(s, state.m, state.l)  # noqa: E741
         p, l = lax.optimization_barrier((p, l))  # noqa: E741
         # Not where they are needed: the assembler moves the arithmetic past the wait below, but not past this one.
         self._await_keys(tile + 1, more)
@@ -426,14 +455,23 @@ class Consumer:
         factor = 2 * LOG2E * static.score_scale / static.soft_cap
         return static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * factor))
 
-    def _softmax(self, s: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
-        """m and l with another tile of masked scores, by what it shrinks earlier ones, and its probabilities."""
+    def _softmax(self, view: View, i: Any, s: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
+        """m and l with the products of another tile, by what it shrinks earlier ones, and its probabilities.
+
+        Scales that values have by token are in the probabilities, which become 16 bits, and by way of the exponent: so
+        they are no more than 1 then either.
+        """
+        s = view.mask(i, self._capped(s if view.scaled is None else view.scaled(i, s)))
         scale = self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
+        weights = None if view.weights is None else view.weights(i)
+        if weights is not None:
+            s, scale = s * scale + over_columns(weights.log2, s.shape), 1.0
         highest = jnp.maximum(m, s.max(axis=1) * scale)
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         p = jnp.exp2(s * scale - over_tokens(shift, s.shape))
         shrink = jnp.exp2(m - shift)
-        return highest, shrink, l * shrink + p.sum(axis=1), p
+        meant = p if weights is None else p * over_columns(weights.inverse, p.shape)
+        return highest, shrink, l * shrink + meant.sum(axis=1), p
 
 
 def write_rows(

@@ -31,6 +31,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
+from pallas_attn.ops.common.mosaic_wgmma import OPERAND
 from pallas_attn.types import PagedKV, ScaleLayout
 
 QUERY_SCALE = 2.0**-4
@@ -89,20 +90,28 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
+    """`plain_query_terms`; over an 8-bit cache with channels in the order in which `multiply_widened` meets those of
+    keys.
+    """
+    terms, scale = plain_query_terms(q, kv)
+    return (terms if kv.k_scale is None else [as_keys(term) for term in terms]), scale
+
+
+def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
     """Queries as a sum of terms the tensor cores can multiply with the cache, and what they were multiplied with.
 
     One term where it holds them exactly. Scales of keys by channel are multiplied in, and take two: the LSE would show
-    their rounding. Over an 8-bit cache the channels are in the order in which `multiply_widened` meets those of keys.
+    their rounding.
     """
     if kv.k_scale is None:
         return [q], 1.0
     if scale_layout(kv) != "channel" and q.dtype == jnp.float16:
-        return [as_keys(q)], 1.0
+        return [q], 1.0
     exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
     if scale_layout(kv) != "channel":
-        return [as_keys(jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16))], QUERY_SCALE
+        return [jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16)], QUERY_SCALE
     exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
-    exact = as_keys(jnp.clip(exact, -limit, limit))
+    exact = jnp.clip(exact, -limit, limit)
     # Not a conversion there and back: on GPUs the compiler would drop both, and `low` with them.
     high = lax.reduce_precision(exact, exponent_bits=5, mantissa_bits=10)
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
@@ -171,6 +180,36 @@ def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
                     llvm.store(zeros, at.pointer(0, chunk))
 
     write_zeros(tile, jnp.where(alive, 1, 0))
+
+
+def widen(tile: Ref, wide: Ref) -> None:
+    """Writes an 8-bit tile of [tokens, channels] to a float16 one, which wgmma reads: a chunk of 16 at a time.
+
+    Neighbouring threads take neighbouring tokens: so eight of them meet all banks of shared memory, in either tile.
+    """
+    tokens, channels = wide.shape
+    if interpreted():
+        wide[...] = tile[...].reshape(wide.shape).astype(wide.dtype)
+        return
+    assembly = conversion(tile.dtype, (0, 1, 2, 3))
+
+    @plgpu.inline_mgpu(arg_types=(NARROW, OPERAND))
+    def convert(_: Any, tile: ir.Value, wide: ir.Value) -> None:
+        warp, lane = _warp_and_lane()
+        token, chunk = _sum(_times(_masked(warp, 1), 32), lane), _shifted(warp, 1)
+        source, target = _Chunks(tile, channels, token, chunk), _Chunks(wide, 2 * channels, token, _times(chunk, 2))
+        four = ir.VectorType.get((4,), _i32())
+        for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
+            words = llvm.load(four, source.pointer(block, chunks), alignment=16)
+            for half in range(2):
+                pairs = [
+                    pair
+                    for i in (2 * half, 2 * half + 1)
+                    for pair in _converted(vector.extract(words, [], [i]), assembly)
+                ]
+                llvm.store(vector.from_elements(four, pairs), target.pointer(block, 2 * chunks + half), alignment=16)
+
+    convert(tile, wide)
 
 
 def in_order(product: jax.Array) -> jax.Array:
@@ -252,22 +291,27 @@ def as_values(x: jax.Array) -> jax.Array:
 
 
 class _Chunks:
-    """Pointers to chunks of an 8-bit tile of [tokens, channels]: those that a thread begins with, and from there on.
+    """Pointers to chunks of 16 bytes of a tile of tokens: those that a thread begins with, and from there on.
 
     Attributes:
-      tile: a memref [rows / 8, columns of 128 bytes, 8, 128].
+      tile: a memref [rows / 8, columns of 128 bytes, 8, 128 bytes].
+      token_bytes: of a token, which is the number of its channels if those have 8 bits.
       token, chunk: where a thread is, below 64 tokens and 4 chunks.
     """
 
-    def __init__(self, tile: ir.Value, channels: int, token: ir.Value, chunk: ir.Value) -> None:
-        strides, _ = ir.MemRefType(tile.type).get_strides_and_offset()
-        self._tile, self._row_tile, self._column = tile, strides[0], strides[1]
-        self._tokens_in_row = tokens_in_row = max(1, ROW_BYTES // channels)
+    def __init__(self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value) -> None:
+        memref_type = ir.MemRefType(tile.type)
+        strides, _ = memref_type.get_strides_and_offset()
+        self._tile = tile
+        self._row_tile, self._column = (
+            stride * mgpu.utils.bitwidth(memref_type.element_type) // 8 for stride in strides[:2]
+        )
+        self._tokens_in_row = tokens_in_row = max(1, ROW_BYTES // token_bytes)
         row = token
         if tokens_in_row > 1:
             row = arith.divui(token, mgpu.c(tokens_in_row, _i32()))
             beside = arith.remui(token, mgpu.c(tokens_in_row, _i32()))
-            chunk = _sum(chunk, _times(beside, channels // 16))
+            chunk = _sum(chunk, _times(beside, token_bytes // 16))
         self._row = _sum(_times(_shifted(row, 3), self._row_tile), _times(_masked(row, 7), ROW_BYTES))
         self._chunk = _times(arith.xori(chunk, _masked(row, 7)), 16)
 
@@ -346,9 +390,14 @@ def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
 
 def _widened(word: ir.Value, assembly: str) -> list[ir.Value]:
     """The pairs that a `conversion` makes of a word."""
-    pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([_i32()] * 2), [word], assembly, "=r,=r,r")
     halves = ir.VectorType.get((2,), ir.F16Type.get())
-    return [mgpu.utils.bitcast(llvm.extractvalue(_i32(), pairs, [i]), halves) for i in range(2)]
+    return [mgpu.utils.bitcast(pair, halves) for pair in _converted(word, assembly)]
+
+
+def _converted(word: ir.Value, assembly: str) -> list[ir.Value]:
+    """The same, as a word each."""
+    pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([_i32()] * 2), [word], assembly, "=r,=r,r")
+    return [llvm.extractvalue(_i32(), pairs, [i]) for i in range(2)]
 
 
 def _fragments(registers: np.ndarray) -> Any:

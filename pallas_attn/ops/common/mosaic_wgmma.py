@@ -34,36 +34,38 @@ ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 """`TILE` with one number a register."""
 
 
-def start(q: Ref, k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Starts q @ kᵀ, and after it o + p @ v, for q [64, D], k [N, D], v [N, Dv] in shared memory, all of 16 bits.
+def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
+    16 bits.
 
     Nothing may touch the results before `finish`, nor change p and o before that of the second.
     """
     if interpreted():
-        return multiply(q, k, lambda: None), accumulate(p, v, o)
+        return multiply(qs, k, lambda: None), accumulate(p, v, o)
     results = tuple(
         plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
     )
 
-    @plgpu.inline_mgpu(arg_types=(OPERAND, OPERAND, TILE, OPERAND, TILE), return_type=results)
-    def begin(_: Any, q: ir.Value, k: ir.Value, p: Any, v: ir.Value, o: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(OPERAND, TILE, OPERAND, TILE, *[OPERAND] * len(qs)), return_type=results)
+    def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
         p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()
-        products = _scores(q, k), _weighted(p, v, o)
+        products = _scores(qs, k), _weighted(p, v, o)
         return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
 
-    return begin(q, k, p, v, o)
+    return begin(k, p, v, o, *qs)
 
 
-def multiply(q: Ref, k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """q @ kᵀ in float32; calls `meanwhile` once it has been started."""
+def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
+    """(qs[0] + ...) @ kᵀ in float32; calls `meanwhile` once it has been started."""
 
     def product(s: Ref) -> jax.Array:
-        plgpu.wgmma(s, q, k.transpose((1, 0)))
+        for q in qs:
+            plgpu.wgmma(s, q, k.transpose((1, 0)))
         meanwhile()
         return s[...]
 
-    return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+    return pl.run_scoped(product, plgpu.ACC((qs[0].shape[0], k.shape[0]), jnp.float32))
 
 
 def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
@@ -187,19 +189,20 @@ def _number(x: int) -> Any:
 # --- products in the language of the compiler
 
 
-def _scores(q: ir.Value, k: ir.Value) -> Any:
-    """q @ kᵀ."""
-    (rows, depth), dtype = mma_utils.tiled_memref_shape(q)
+def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
+    """(qs[0] + ...) @ kᵀ."""
+    (rows, depth), dtype = mma_utils.tiled_memref_shape(qs[0])
     (keys, _), _ = mma_utils.tiled_memref_shape(k)
-    (left, (_, (left_step,))), (_, left_chunk), _ = mma_utils.create_descriptor(
-        q, swizzle=SWIZZLE, large_tile=(rows, CHUNK), group_size=(rows, CHUNK), logical_k_major=False
-    )
     right, right_step, right_chunk = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys)
     total: list[ir.Value] = []
-    for chunk, step in np.ndindex(depth // CHUNK, CHUNK // DEPTH):
-        a = _advanced(left, chunk * left_chunk + step * left_step)
-        b = _advanced(right, chunk * right_chunk + step * right_step)
-        total = _instruction(total, [a], b, columns=keys, dtype=dtype)
+    for q in qs:
+        (left, (_, (left_step,))), (_, left_chunk), _ = mma_utils.create_descriptor(
+            q, swizzle=SWIZZLE, large_tile=(rows, CHUNK), group_size=(rows, CHUNK), logical_k_major=False
+        )
+        for chunk, step in np.ndindex(depth // CHUNK, CHUNK // DEPTH):
+            a = _advanced(left, chunk * left_chunk + step * left_step)
+            b = _advanced(right, chunk * right_chunk + step * right_step)
+            total = _instruction(total, [a], b, columns=keys, dtype=dtype)
     _assembly("wgmma.commit_group.sync.aligned;")
     return _fragments(total, (rows, keys))
 

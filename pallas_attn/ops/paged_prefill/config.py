@@ -6,6 +6,7 @@ import dataclasses
 
 from pallas_attn import tuning
 from pallas_attn.ops.common.flash_config import MosaicConfig
+from pallas_attn.ops.common.mosaic_config import SHARED_BYTES
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -29,10 +30,21 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKey:
-    """What the best sizes of the Mosaic kernel depend on: D and ps."""
+    """What the best sizes of the Mosaic kernel depend on.
+
+    Attributes:
+      head_dim: D.
+      page_size: ps.
+      cache_bytes: bytes of a cached value.
+      token_scales: whether scales come with the tokens.
+      terms: 16-bit numbers a query is made of.
+    """
 
     head_dim: int
     page_size: int
+    cache_bytes: int
+    token_scales: bool
+    terms: int
 
 
 def mosaic_config(key: MosaicKey) -> MosaicConfig:
@@ -42,10 +54,20 @@ def mosaic_config(key: MosaicKey) -> MosaicConfig:
 
 def _heuristic(key: MosaicKey) -> MosaicConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer.
+    those of the producer; one consumer where shared memory has no room for more.
     """
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
-    return MosaicConfig(tile_keys, stages=2 if tile_keys * key.head_dim > 8192 else 4, consumers=2, persistent=False)
+    stages = 2 if tile_keys * key.head_dim > 8192 else 4
+    consumers = 2 if shared_bytes(key, tile_keys, stages, consumers=2) <= SHARED_BYTES else 1
+    return MosaicConfig(tile_keys, stages, consumers, persistent=False)
+
+
+def shared_bytes(key: MosaicKey, tile_keys: int, stages: int, consumers: int) -> int:
+    """Shared memory a program takes: arrays come in multiples of 1 KB, barriers take no more than another."""
+    wide, factors = 2 * tile_keys * key.head_dim, 12 * (stages + 1) * tile_keys
+    queries = consumers * key.terms * 128 * key.head_dim
+    narrow = wide if key.cache_bytes == 1 else 0
+    return queries + 2 * stages * wide + narrow + (-(-factors // 1024) * 1024 if key.token_scales else 0) + 2048
 
 
 def packed_heads(group: int, queries: int, block: int) -> int:

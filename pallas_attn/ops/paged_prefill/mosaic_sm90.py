@@ -4,6 +4,7 @@ A row is a head of a query: where queries are few, `pack` heads of a group follo
 of rows is full and its keys are read once for all of them. A tile of keys is a stretch of positions, in several pages
 or in a part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages
 that no row of a block sees, or that are absent, are not copied: their tokens are masked, and their values cleared.
+What `mosaic_widening` says of caches of 8 bits is where tiles are not copied to the rings themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_wgmma
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_quantised, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
     ALIGNMENT,
@@ -34,24 +35,28 @@ from pallas_attn.ops.common.mosaic_flash import (
 )
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
-from pallas_attn.types import HeadWindow, PagedKV
+from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
+from pallas_attn.types import HeadWindow, PagedKV, ScaleLayout
 
 
 class Inputs(NamedTuple):
     """Arrays, or in the kernel references to them.
 
     Attributes:
-      q: [rows, Hq / pack, D], rows padded to a multiple of 8 and a block.
-      k, v: [N·Hkv, ps, D].
+      q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
+      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks: int32 [n, 5], a `Block` each.
       count: int32 [1], how many of them there are.
       window: a `HeadWindow` or None.
       sinks: [Hq] or None.
     """
 
-    q: Any
+    q: tuple[Any, ...]
     k: Any
     v: Any
+    k_scale: Any
+    v_scale: Any
     block_tables: Any
     blocks: Any
     count: Any
@@ -84,6 +89,7 @@ class Paged:
       pack: heads of a query that follow one another.
       group: query heads of a KV head.
       window: of all heads, if there is no `HeadWindow`.
+      beside: tokens in a row of the pools.
     """
 
     pack: int
@@ -91,6 +97,13 @@ class Paged:
     num_kv_heads: int
     page_size: int
     window: int | None
+    scales: ScaleLayout
+    beside: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
+        return self.scales if isinstance(self.scales, int) else 0
 
 
 def paged_prefill(
@@ -110,7 +123,11 @@ def paged_prefill(
     (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
     if not num_tokens:
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
-    settings = config.mosaic_config(config.MosaicKey(head_dim, page_size))
+    scales, beside = mosaic_quantised.scale_layout(kv), mosaic_quantised.tokens_in_row(kv)
+    terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
+    settings = config.mosaic_config(
+        config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), len(terms))
+    )
     static = Static(
         head_dim,
         head_dim,
@@ -118,17 +135,22 @@ def paged_prefill(
         settings.stages,
         settings.consumers,
         copies=max(1, settings.tile_keys // page_size),
-        score_scale=sm_scale,
+        score_scale=sm_scale / query_scale,
         soft_cap=soft_cap,
+        query_terms=len(terms),
+        widens=scales is not None,
     )
     group = num_heads // num_kv_heads
     pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
-    paged = Paged(pack, group, num_kv_heads, page_size, window if isinstance(window, int) else None)
+    int_window = window if isinstance(window, int) else None
+    paged = Paged(pack, group, num_kv_heads, page_size, int_window, scales, beside)
     blocks, count = _blocks(static, paged, cu_q_lens, kv_lens, num_tokens)
     inputs = Inputs(
-        q=mosaic_flash.padded(_packed(q, pack), QUERIES),
-        k=kv.k.reshape(-1, page_size, head_dim),
-        v=kv.v.reshape(-1, page_size, head_dim),
+        q=tuple(mosaic_flash.padded(_packed(term[0], pack), QUERIES) for term in terms),
+        k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
+        v=kv.v.reshape(-1, page_size // beside, head_dim * beside),
+        k_scale=None if scales == "channel" else _flat(kv.k_scale),
+        v_scale=_flat(kv.v_scale),
         block_tables=block_tables,
         blocks=blocks,
         count=count[None],
@@ -147,8 +169,12 @@ def paged_prefill(
         grid_names=("program",),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
-        scratch_types=(*Memory.types(static, q.dtype), plgpu.SMEM((static.stages + 1, 1), jnp.int32)),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=(
+            *Memory.types(static, terms[0].dtype),
+            plgpu.SMEM((static.stages + 1, 1), jnp.int32),
+            Narrow.types(static, kv.k.dtype, beside, token_scales=paged.groups > 0) if static.widens else None,
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
     )(inputs)
     return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
@@ -160,8 +186,10 @@ def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
     head_dim, page_size = q.shape[2], kv.k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
-    if kv.k.dtype != q.dtype:
-        raise NotImplementedError(f"takes queries and a cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}")
+    if kv.k_scale is None and kv.k.dtype != q.dtype:
+        raise NotImplementedError(
+            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
+        )
     if head_dim not in (64, 128, 256):
         raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
     if page_size not in (16, 32, 64, 128):
@@ -173,6 +201,11 @@ def _packed(q: Float[Array, "T Hq D"], pack: int) -> Float[Array, "rows heads D"
     num_tokens, num_heads, head_dim = q.shape
     q = q.reshape(num_tokens, num_heads // pack, pack, head_dim).swapaxes(1, 2)
     return q.reshape(num_tokens * pack, num_heads // pack, head_dim)
+
+
+def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """Scales, those of tokens along one axis."""
+    return scale.reshape(-1) if scale is not None and scale.ndim == 3 else scale
 
 
 def _blocks(
@@ -192,8 +225,8 @@ def _blocks(
 
 
 def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, lse: Ref, *scratch: Ref) -> None:
-    *memory, notes = scratch
-    warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q.shape[1]
+    *memory, notes, narrow = scratch
+    warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q[0].shape[1]
     together = paged.group // paged.pack
 
     @pl.when(warpgroup == static.consumers)
@@ -204,7 +237,12 @@ def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, ls
 
         def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
             span = Span.of(static, paged, x, Block(*fields), head)
-            span.copy(producer, notes, again, tile, head)
+            mosaic_flash.wait_if(again, mem.q_free)
+            span.copy_queries(mem, head)
+            if narrow is None:
+                span.copy(producer, notes, tile)
+            else:
+                span.widen(Widener(static, mem, narrow), notes, tile)
             return span.tiles
 
         producer.drain(work.each(copy), work.items.count > 0)
@@ -212,14 +250,16 @@ def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, ls
     @pl.when(warpgroup < static.consumers)
     def _consume() -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
-        consumer = Consumer(static, mem, warpgroup, x.q.dtype)
+        consumer = Consumer(static, mem, warpgroup, x.q[0].dtype)
+        scales = Scales(paged.scales, x.k_scale, x.v_scale, None if narrow is None else narrow.factors)
 
         def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
             span = Span.of(static, paged, x, Block(*fields), head)
             row = span.rows(warpgroup)
-            result = consumer.attend(tile, span.tiles, functools.partial(span.mask, row, notes, tile))
+            view = scales.view(functools.partial(span.mask, row, notes, tile), span.kv_head, tile)
+            o, m, l = consumer.attend(tile, span.tiles, view)  # noqa: E741
             place, sink = span.place(row, warpgroup, head)
-            mosaic_flash.write_rows(out, lse, place, result, sink)
+            mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), sink)
             return span.tiles
 
         consumer.start_round()
@@ -274,13 +314,19 @@ class Span(NamedTuple):
 
     # Copies
 
-    def copy(self, producer: Producer, notes: Ref, again: Any, tile: Any, head: Any) -> None:
-        """Copies the block's queries, and its keys and values from number `tile` of the rings on."""
-        static, mem = self.static, producer.mem
+    def copy_queries(self, mem: Memory, head: Any) -> None:
+        for i in range(self.static.consumers):
+            for term, q in enumerate(self.x.q):
+                start = jnp.minimum(self.block.start + i * QUERIES, q.shape[0] - QUERIES)
+                source = q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
+                plgpu.copy_gmem_to_smem(source, mem.q.at[i * len(self.x.q) + term], mem.q_landed)
+
+    def copy(self, producer: Producer, notes: Ref, tile: Any) -> None:
+        """Copies the block's keys and values from number `tile` of the rings on."""
 
         def keys(i: Any, pages: list[Any]) -> None:
             def copy(slot: Ref, landed: Ref) -> None:
-                notes[mosaic_flash.turn_of(tile + i, static.stages + 1), 0] = self.there(pages)
+                self.note(notes, tile + i, pages)
                 self.copy_pages(self.x.k, i, pages, slot, landed)
 
             producer.load_keys(tile + i, copy)
@@ -299,12 +345,60 @@ class Span(NamedTuple):
             pl.when(i >= 0)(lambda: values(i, found))
             return following
 
-        mosaic_flash.wait_if(again, mem.q_free)
-        for i in range(static.consumers):
-            start = jnp.minimum(self.block.start + i * QUERIES, self.x.q.shape[0] - QUERIES)
-            source = self.x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
-            plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
-        lax.fori_loop(-1, self.tiles, work, [jnp.int32(-1)] * static.copies)
+        lax.fori_loop(-1, self.tiles, work, [jnp.int32(-1)] * self.static.copies)
+
+    def widen(self, widener: Widener, notes: Ref, tile: Any) -> None:
+        """Copies the block's keys and values, and brings them to the rings, from number `tile` of them on."""
+        x, narrow = self.x, widener.narrow
+
+        def prepare(i: Any, pages: list[Any], scales: list[jax.Array]) -> None:
+            self.note(notes, tile + i, pages)
+            if scales:
+                widener.write_factors(tile + i, *scales)
+
+        def work(i: Any, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            (these, following), after = found, self.locate(i + 2)
+
+            @pl.when(i + 1 < self.tiles)
+            def _keys() -> None:
+                scales = self.token_scales(i + 1, following)
+                widener.widen_keys(tile + i + 1, functools.partial(prepare, i + 1, following, scales))
+
+            pl.when(i + 2 < self.tiles)(lambda: self.copy_pages(x.k, i + 2, after, narrow.k, narrow.landed.at[0]))
+
+            @pl.when(i >= 0)
+            def _values() -> None:
+                alive = functools.partial(self.alive, i, these)
+                widener.widen_values(tile + i, self.is_whole(i, these), alive)
+
+            first_or_more = (i >= 0) & (i + 1 < self.tiles)
+            pl.when(first_or_more)(lambda: self.copy_pages(x.v, i + 1, following, narrow.v, narrow.landed.at[1]))
+            return following, after
+
+        first = self.locate(jnp.int32(0))
+        for i, (pool, slot) in enumerate(((x.k, narrow.k), (x.v, narrow.v))):
+            self.copy_pages(pool, jnp.int32(0), first, slot, narrow.landed.at[i])
+        lax.fori_loop(-1, self.tiles, work, ([jnp.int32(-1)] * self.static.copies, first))
+
+    def note(self, notes: Ref, tile: Any, pages: list[Any]) -> None:
+        """Leaves to consumers which pages of a tile are there."""
+        notes[mosaic_flash.turn_of(tile, self.static.stages + 1), 0] = self.there(pages)
+
+    def token_scales(self, i: Any, pages: list[Any]) -> list[jax.Array]:
+        """Those of keys and of values of each token of the i-th tile; none if they do not come with the tokens. Of
+        values that nobody sees it is 1.
+        """
+        groups, page_size = self.paged.groups, self.paged.page_size
+        if not groups:
+            return []
+        token = mosaic.token_iota(self.static.tile_keys)
+        row = ROWS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
+        for j, page in enumerate(pages[1:], start=1):
+            row = jnp.where(token >= j * self.part_tokens, jnp.maximum(page, 0), row)
+        within = lax.rem(self.base(i) + token, jnp.int32(page_size))
+        index = row * groups + lax.div(within, jnp.int32(page_size // groups))
+        k_scale, v_scale = (ROWS.take(scale, index) for scale in (self.x.k_scale, self.x.v_scale))
+        return [k_scale, jnp.where(self.alive(i, pages, token), v_scale, 1.0)]
 
     @property
     def part_tokens(self) -> int:
@@ -331,16 +425,17 @@ class Span(NamedTuple):
 
     def copy_pages(self, pool: Ref, i: Any, pages: list[Any], slot: Ref, landed: Ref) -> None:
         """Starts the copies of the i-th tile. What is not there arrives at once."""
-        tokens = pl.ds(0, self.part_tokens)
+        rows = self.part_tokens // self.paged.beside
+        part = pl.ds(0, rows)
         if self.paged.page_size > self.part_tokens:
-            part = pl.multiple_of(lax.rem(self.base(i), self.paged.page_size), self.part_tokens)
-            tokens = pl.ds(part, self.part_tokens)
+            first = lax.div(lax.rem(self.base(i), self.paged.page_size), self.paged.beside)
+            part = pl.ds(pl.multiple_of(first, rows), rows)
         for j, row in enumerate(pages):
-            place = slot.at[pl.ds(j * self.part_tokens, self.part_tokens)]
+            place = slot.at[pl.ds(j * rows, rows)]
 
             @pl.when(row >= 0)
             def _copy(row: Any = row, place: Ref = place) -> None:
-                plgpu.copy_gmem_to_smem(pool.at[row, tokens], place, landed)
+                plgpu.copy_gmem_to_smem(pool.at[row, part], place, landed)
 
             pl.when(row < 0)(lambda: plgpu.barrier_arrive(landed))
 
@@ -376,7 +471,7 @@ class Span(NamedTuple):
 
     def rows(self, number: Any) -> jax.Array:
         """[64]: rows of the queries that a consumer has."""
-        start = jnp.minimum(self.block.start + number * QUERIES, self.x.q.shape[0] - QUERIES)
+        start = jnp.minimum(self.block.start + number * QUERIES, self.x.q[0].shape[0] - QUERIES)
         return start + mosaic.token_iota(QUERIES)
 
     def mask(self, row: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
@@ -400,7 +495,7 @@ class Span(NamedTuple):
 
     def place(self, row: jax.Array, number: Any, head: Any) -> tuple[jax.Array, jax.Array | None]:
         """Of each row in the output, or -1; and the learned sinks of their heads."""
-        pack, num_heads = self.paged.pack, self.x.q.shape[1] * self.paged.pack
+        pack, num_heads = self.paged.pack, self.x.q[0].shape[1] * self.paged.pack
         low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
         q_head = head * pack + lax.rem(row, pack)
         place = jnp.where((row >= low) & (row < self.block.end_row), lax.div(row, pack) * num_heads + q_head, -1)

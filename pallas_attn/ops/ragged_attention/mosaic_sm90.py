@@ -29,6 +29,7 @@ from pallas_attn.ops.common.mosaic_flash import (
     Producer,
     QueryBlocks,
     Static,
+    View,
     Work,
 )
 from pallas_attn.ops.ragged_attention import config
@@ -174,7 +175,7 @@ def _kernel(
         def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
             block = Block(*fields)
             rows = _Rows.of(static, x, causal, block, warpgroup)
-            result = consumer.attend(tile, block.tiles, rows.mask)
+            result = consumer.attend(tile, block.tiles, View(rows.mask))
             mosaic_flash.write_rows(out, lse, rows.place(num_heads, head), result)
             return block.tiles
 
