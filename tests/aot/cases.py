@@ -6,6 +6,7 @@ from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
+from tests.aot.mla import MLA, MLA_MORE
 from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
@@ -14,7 +15,7 @@ from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_COLUMNS | MLA_COLUMNS_MORE | PREFILL_MORE | PREFILL | ENGINE),
+    **(MLA_COLUMNS | MLA_COLUMNS_MORE | MLA | MLA_MORE | PREFILL_MORE | PREFILL | ENGINE),
 }
 
 SLOW = (
@@ -23,6 +24,7 @@ SLOW = (
     | LATENT_MORE.keys()
     | ENGINE.keys()
     | (MLA_COLUMNS_MORE.keys() - MLA_COLUMNS.keys())
+    | (MLA_MORE.keys() - MLA.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
 )
 """Left to the slow run."""
@@ -31,6 +33,7 @@ ON_BOTH_PLUGINS = frozenset(
     {
         "experts-64-tokens",
         "mla-columns-512-64-n16",
+        "mla-rows-512-64-h128",
         "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",

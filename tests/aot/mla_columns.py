@@ -52,13 +52,13 @@ class Configuration:
         out_bytes = jnp.dtype(self.out).itemsize
         return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
-    def plan(self, mode: Literal["balanced", "fixed"] = "balanced") -> Any:
+    def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132) -> Any:
         make = functools.partial(
             pallas_attn.plan_decode,
             page_size=self.page_size,
             num_q_heads=1,
             num_kv_heads=1,
-            num_programs=132,
+            num_programs=num_programs,
             mode=mode,
         )
         return jax.eval_shape(make, ints(BATCH))

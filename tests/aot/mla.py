@@ -1,0 +1,173 @@
+"""`mla_decode` on Hopper for many query rows: widths of latents and of pages, dtypes, drafts, plans, and calls."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, Literal
+from unittest import mock
+
+import jax.numpy as jnp
+from jax import lax
+
+import pallas_attn
+from pallas_attn import PagedLatent, tuning
+from tests.aot import mla_columns
+from tests.aot.case import Case, Tile, shape
+from tests.aot.mla_columns import BATCH, TOKENS, WIDTHS
+
+ROWS = 64
+"""Query rows of a program."""
+
+OPERATION = "mla_decode/mosaic"
+"""What tunings are packaged under."""
+
+mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the kernel is compiled for.
+
+    Attributes:
+      heads: a block of rows for each 64; an even number of blocks makes clusters.
+      out: dtype of the output; None for the queries'.
+    """
+
+    latent_dim: int = 512
+    rope_dim: int = 64
+    heads: int = 128
+    page_size: int = 64
+    dtype: Any = jnp.bfloat16
+    out: Any = None
+
+    def __str__(self) -> str:
+        named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        pages = "" if self.page_size == 64 else f"-p{self.page_size}"
+        name = f"mla-rows-{self.latent_dim}-{self.rope_dim}-h{self.heads}{pages}"
+        return name + "".join(suffix for suffix, is_so in named.items() if is_so)
+
+    @property
+    def shapes(self) -> mla_columns.Configuration:
+        """Of the arguments, which few rows and many have alike."""
+        return mla_columns.Configuration(self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype)
+
+    def arguments(self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced") -> dict[str, Any]:
+        """Shapes of a call of so many queries, with a plan for as many programs as an H200 runs at once."""
+        blocks = -(-self.heads * queries // ROWS)
+        return self.shapes.arguments(queries, self.heads) | {"plan": self.shapes.plan(mode, max(1, 132 // blocks))}
+
+    @property
+    def tile(self) -> Tile:
+        """Of `TOKENS` tokens, for one block of rows: two that are a cluster copy half of it each."""
+        keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
+        sharers = 2 if -(-self.heads // ROWS) % 2 == 0 else 1
+        return Tile(keys * jnp.dtype(self.dtype).itemsize // sharers, (keys + values) * ROWS)
+
+    def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
+        """A call with the sizes that are packaged for a device, or those of one that nothing was measured on. Partial
+        states take more than anything else beside arguments and results: 128 KB for each piece of 64 rows.
+        """
+
+        def call(**arguments: Any) -> Any:
+            with mock.patch.object(tuning, "device_name", return_value=device):
+                return mla_decode(**arguments, out_dtype=self.out)
+
+        return Case(call, arguments or self.arguments(), cache="cache", temporaries=160 * 2**20, tile=self.tile)
+
+
+# --- configurations
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every width with every page, in clusters and alone; then other dtypes."""
+    for latent_dim, rope_dim in WIDTHS:
+        for page_size in (16, 32, 64, 128):
+            shared = Configuration(latent_dim, rope_dim, page_size=page_size)
+            yield from (shared, replace(shared, heads=64), replace(shared, dtype=jnp.float16))
+        for heads in (64, 128):
+            yield Configuration(latent_dim, rope_dim, heads, page_size=16, out=jnp.float32)
+
+
+CONFIGURATIONS = list(configurations())
+
+
+def tuned_devices() -> list[str]:
+    """Those that have packaged tunings of the kernel."""
+    folder = resources.files(pallas_attn) / "tuned"
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+    return [file.name.removesuffix(".json") for file in files if OPERATION in json.loads(file.read_text())]
+
+
+# --- what is unlike any other
+
+
+def drafts(heads: int, queries: int, page_size: int = 64) -> Case:
+    """Trees of drafts."""
+    configuration = Configuration(heads=heads, page_size=page_size)
+    mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
+    return replace(configuration.case(configuration.arguments(queries) | mask), tile=None)
+
+
+def without(configuration: Configuration, *names: str) -> Case:
+    """A call that leaves some arguments to the operation."""
+    return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
+
+
+LAYERS = 4
+
+
+def layers(q_latent: Any, q_rope: Any, cache: PagedLatent, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
+    """A step of a model whose layers share one pool, each with pages of its own."""
+    pages, page_size, _ = cache.pages.shape
+    offsets = jnp.arange(BATCH + 1, dtype=jnp.int32)
+    slots = pallas_attn.slot_mapping(block_tables, offsets, kv_lens, page_size=page_size, length=BATCH)
+
+    def layer(carried: tuple[Any, PagedLatent], i: Any) -> tuple[tuple[Any, PagedLatent], None]:
+        q_latent, cache = carried
+        first = i * (pages // LAYERS)
+        latent = jnp.concatenate([q_latent[:, 0, 0], q_rope[:, 0, 0]], axis=-1)
+        cache = pallas_attn.write_latent(cache, latent, slots + first * page_size, implementation="mosaic")
+        q_latent, _ = mla_decode(q_latent, q_rope, cache, block_tables + first, kv_lens, plan=plan)
+        return (q_latent, cache), None
+
+    return lax.scan(layer, (q_latent, cache), jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+
+def in_layers() -> Case:
+    arguments = DEEPSEEK.arguments()
+    named = {name: arguments[name] for name in ("q_latent", "q_rope", "cache", "block_tables", "kv_lens", "plan")}
+    return replace(DEEPSEEK.case(named), function=layers, donated=True)
+
+
+DEEPSEEK = Configuration()
+LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
+"""A pool of more than 2**32 elements."""
+
+UNLIKE: dict[str, Case] = {
+    "20-heads": Configuration(heads=20).case(),  # few enough rows to be columns
+    "20-heads-8-queries": drafts(20, 8),
+    "9-heads-8-queries": drafts(9, 8, page_size=16),
+    "128-heads-2-queries": DEEPSEEK.case(DEEPSEEK.arguments(queries=2)),
+    "128-heads-8-queries": drafts(128, 8),
+    "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments(mode="fixed")),
+    "no-plan": without(DEEPSEEK, "plan", "q_lens"),
+    "layers": in_layers(),
+    "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
+}
+
+MLA: dict[str, Case] = {
+    **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32, heads=64))},
+    "mla-decode-layers": UNLIKE["layers"],
+}
+"""Typical ones, and what is unlike any other."""
+
+MLA_MORE: dict[str, Case] = {
+    **{str(c): c.case() for c in CONFIGURATIONS},
+    **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
+    **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
+}
+"""All of them."""
