@@ -15,7 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.config import ModelConfig, token_ids
+from models.config import ModelConfig, read_config
+from models.config_entries import token_ids
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -144,7 +145,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
     Raises:
       CheckpointError: a file is missing or malformed, or there are only pickles.
-      ValueError, NotImplementedError: as `ModelConfig.from_hf`.
+      ValueError, NotImplementedError: as `read_config`.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -165,12 +166,12 @@ def load_config(directory: str | Path) -> ModelConfig:
 
     Raises:
       CheckpointError: there is no readable config.json.
-      ValueError, NotImplementedError: as `ModelConfig.from_hf`.
+      ValueError, NotImplementedError: as `read_config`.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: there is no config.json")
-    config = ModelConfig.from_hf(_read_json(path))
+    config = read_config(_read_json(path))
     generation = path.with_name("generation_config.json")
     given = _read_json(generation).get("eos_token_id") if generation.is_file() else None
     return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.model import DeepSeek
+from models.caches import KVScales
+from models.model import Decoder
 from models.outputs import EngineStats, RequestId, RequestOutput, StepRecord
 from models.request import FinishReason, Request, SamplingParams
 from models.runner import Runner, RunnerConfig, StepResult
@@ -40,7 +41,9 @@ class EngineConfig:
       max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
       chunked_prefill: whether a prompt may be spread over steps.
       prefix_caching: whether pages of equal prefixes are shared.
-      cache_dtype: of the latents; None for the model's dtype.
+      cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
+        float8_e4m3fn.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
       decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
 
     Raises:
@@ -56,6 +59,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
 
@@ -89,6 +93,7 @@ class EngineConfig:
             decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
             prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
             cache_dtype=self.cache_dtype,
+            kv_scales=self.kv_scales,
         )
 
     @property
@@ -138,14 +143,14 @@ class _Launched:
 
 
 class Engine:
-    """Continuous batching over a paged latent cache.
+    """Continuous batching over a paged cache.
 
     A step is launched before the tokens of the one before it are read back, so that the host works while the device
     does. Requests are first come first served; when pages run out the youngest is preempted and computed again later,
     which changes no token.
     """
 
-    def __init__(self, model: DeepSeek, config: EngineConfig = EngineConfig(), *, capture_logits: bool = False):
+    def __init__(self, model: Decoder, config: EngineConfig = EngineConfig(), *, capture_logits: bool = False):
         """Allocates the cache.
 
         Args:

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.config import ModelConfig
+from models.caches import cache_spec
+from models.config import DeepSeekConfig, ModelConfig
+from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
 from models.runner import RunnerConfig
-from pallas_attn import Explanation, PagedLatent, explain, latent_cache_spec
+from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
 
 
 def explain_attention(
@@ -29,7 +31,9 @@ def explain_attention(
     Raises:
       ValueError: an implementation that no operation has, or a dtype or size that they refuse.
     """
-    shapes = _Shapes(config, settings, sizes, dtype)
+    if isinstance(config, GQAConfig):
+        return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
+    shapes = _LatentShapes(config, settings, sizes, dtype)
     explained = {"write_latent": shapes.write_latent()}
     if settings.mla != "expand":
         explained["mla_decode"] = shapes.mla_decode()
@@ -39,18 +43,41 @@ def explain_attention(
     return explained
 
 
-class _Shapes:
-    """The calls of one layer, by their shapes."""
+def _explain_gqa(
+    config: GQAConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: jnp.dtype
+) -> dict[str, Explanation]:
+    """Of the calls of one layer of GQA."""
+    spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
+    cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+    num_decode, num_prefill = sizes.decode_buckets[-1], sizes.prefill_buckets[-1]
+    tokens, sequences = num_decode + num_prefill, sizes.max_prefill_seqs
 
-    def __init__(self, config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike):
+    def heads(*rows: int, num_heads: int = config.num_attention_heads) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*rows, num_heads, config.head_dim), dtype)
+
+    kv = heads(tokens, num_heads=config.num_key_value_heads)
+    angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
+    norm = jax.ShapeDtypeStruct((config.head_dim,), dtype) if config.qk_norm else None
+    rope = Rope(angles, angles, q_norm=norm, k_norm=norm)  # pyrefly: ignore[bad-argument-type]
+    calls = {
+        "write_kv": ((cache, kv, kv, _ints(tokens)), {"rope": rope, "q": heads(tokens)}),
+        "paged_decode": ((heads(num_decode, 1), cache, _ints(num_decode, sizes.table_pages), _ints(num_decode)), {}),
+        "paged_prefill": (
+            (heads(num_prefill), cache, _ints(sequences, sizes.table_pages), _ints(sequences + 1), _ints(sequences)),
+            {},
+        ),
+    }
+    return {
+        op: explain(op, *args, **kwargs, implementation=settings.implementation) for op, (args, kwargs) in calls.items()
+    }
+
+
+class _LatentShapes:
+    """The calls of one layer of MLA, by their shapes."""
+
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
-        spec = latent_cache_spec(
-            num_pages=sizes.num_pages,
-            page_size=sizes.page_size,
-            latent_dim=config.kv_lora_rank,
-            rope_dim=config.qk_rope_head_dim,
-            dtype=sizes.cache_dtype or dtype,
-        )
+        spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
         self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
         piece_tokens = settings.piece_tokens or sizes.prefill_buckets[-1]
         self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size

@@ -39,6 +39,15 @@ class StepMetadata:
     prefill_kv_lens: Int32[Array, "S"]
     logit_rows: Int32[Array, "n"]
 
+    def check(self) -> None:
+        """Raises ValueError for more decode rows than tokens, or prefill tokens without a prefill sequence."""
+        num_sequences = self.prefill_kv_lens.shape[0]
+        if self.num_decode > self.num_tokens or (self.num_decode < self.num_tokens and not num_sequences):
+            raise ValueError(
+                f"metadata: {self.num_tokens} tokens cannot be {self.num_decode} decode tokens and the prefill tokens"
+                f" of {num_sequences} sequences"
+            )
+
     @property
     def num_tokens(self) -> int:
         """T: all tokens of the step, padding included."""

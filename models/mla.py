@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 from models.layers import Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.rope import rotate
@@ -97,18 +97,8 @@ type Part = Rows | Chunks
 
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
-    """The decode part and the prefill part of a step, each in the way `mla` wants it; an empty part is left out.
-
-    Raises:
-      ValueError: more decode rows than tokens, or prefill tokens without a prefill sequence.
-    """
+    """The decode part and the prefill part of a step, each in the way `mla` wants it; an empty part is left out."""
     num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
-    num_sequences = metadata.prefill_kv_lens.shape[0]
-    if num_decode > num_tokens or (num_decode < num_tokens and not num_sequences):
-        raise ValueError(
-            f"metadata: {num_tokens} tokens cannot be {num_decode} decode tokens and the prefill tokens of"
-            f" {num_sequences} sequences"
-        )
     parts = []
     if num_decode:
         parts.append((_decode_chunks if mla == "expand" else _decode_rows)(metadata))
@@ -145,7 +135,7 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
 
 
 def plan_rows(
-    parts: list[Part], config: ModelConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
+    parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
 ) -> list[Part]:
     """Plans the parts that attend absorbed, once for all layers.
 
@@ -184,7 +174,7 @@ def plan_rows(
 class MLA(nnx.Module):
     """Latent attention of one layer."""
 
-    def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike):
         self.config, self.settings = config, settings
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         query_width = heads * config.qk_head_dim

@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and V3 decoders: the weights live in the module, the cache outside it."""
+"""Decoders of the DeepSeek, Qwen3 and Llama families: the weights live in the module, the cache outside it.
+
+Families differ in how they attend and in what they cache for it; each has a module, and all else is shared.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import ModelConfig
+from models.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
+from models.config import DeepSeekConfig, ModelConfig
+from models.gqa import GQA, GQAStep, plan_step
+from models.gqa_config import GQAConfig
 from models.layers import MLP, Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
 from models.moe import MoE
 from models.rope import rope_table
-from pallas_attn import CacheSpec, PagedLatent, latent_cache_spec
+from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
-type Caches = tuple[PagedLatent, ...]
-"""The paged latent cache of every layer."""
+type AttentionStep = list[Part] | GQAStep
+"""What a family's attention must know of a step, the same for all layers."""
 
 type Step = Callable[[Any, Int32[Array, "T"], Caches, StepMetadata], tuple[Float32[Array, "n V"], Caches]]
 """(weights, tokens, caches, metadata) -> (logits, caches)."""
@@ -32,26 +38,26 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = MLA(config, settings, dtype)
+        self.self_attn = _attention(config, settings, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        dense = index < config.first_k_dense_replace
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype) if dense else MoE(config, dtype)
+        mixed = isinstance(config, DeepSeekConfig) and index >= config.first_k_dense_replace
+        self.mlp = MoE(config, dtype) if mixed else MLP(config.hidden_size, config.intermediate_size, dtype)
 
     def __call__(
         self,
         x: Float[Array, "T D"],
         rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
-        cache: PagedLatent,
+        cache: LayerCache,
         slots: Int32[Array, "T"],
-        parts: list[Part],
-    ) -> tuple[Float[Array, "T D"], PagedLatent]:
-        attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, parts)
+        step: AttentionStep,
+    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
-class DeepSeek(nnx.Module):
-    """A decoder of the V2 or V3 family; `weights.load_model` and `weights.random_model` make filled ones.
+class Decoder(nnx.Module):
+    """A decoder of any family here; `weights.load_model` and `weights.random_model` make filled ones.
 
     Attributes:
       config: what it is.
@@ -69,13 +75,13 @@ class DeepSeek(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float32[Array, "n V"], Caches]:
-        """One step over packed tokens: writes their latents into the caches, attends, and predicts.
+        """One step over packed tokens: writes what attention needs of them into the caches, attends, and predicts.
 
         What padding rows and idle rows hold changes no other row, and none of theirs becomes NaN.
 
         Args:
           tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).
-          caches: one a layer, in `cache_spec`'s layout; donate them, and they are written in place.
+          caches: one a layer, as `allocate_caches` makes them; donate them, and they are written in place.
           metadata: where the tokens belong.
 
         Returns:
@@ -88,15 +94,15 @@ class DeepSeek(nnx.Module):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
+        metadata.check()
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
-        parts = step_parts(metadata, self.settings.mla)
-        parts = plan_rows(parts, self.config, self.settings, caches[0], self.embed_tokens.dtype)
+        step = self._attention_step(metadata, caches)
         # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
         apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, metadata.slots, parts)
+            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, metadata.slots, step)
             written.append(cache)
         return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
 
@@ -104,15 +110,36 @@ class DeepSeek(nnx.Module):
         weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
         return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
-    def cache_spec(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> CacheSpec:
-        """Shapes of one layer's cache, in the model's dtype unless told otherwise."""
-        return latent_cache_spec(
-            num_pages=num_pages,
-            page_size=page_size,
-            latent_dim=self.config.kv_lora_rank,
-            rope_dim=self.config.qk_rope_head_dim,
-            dtype=dtype or self.embed_tokens.dtype,
-        )
+    def _attention_step(self, metadata: StepMetadata, caches: Caches) -> AttentionStep:
+        match self.config, caches[0]:
+            case DeepSeekConfig() as config, PagedLatent() as cache:
+                parts = step_parts(metadata, self.settings.mla)
+                return plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)
+            case GQAConfig() as config, PagedKV() as cache:
+                return plan_step(config, metadata, cache, self.embed_tokens.dtype)
+            case config, cache:
+                raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
+
+    def cache_spec(
+        self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
+    ) -> CacheSpec:
+        """Shapes of one layer's cache, in the model's dtype unless told otherwise; see `caches.cache_spec`."""
+        return cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype, scales)
+
+    def allocate_caches(
+        self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
+    ) -> Caches:
+        """Empty caches of all layers; arguments as `cache_spec` takes them."""
+        return allocate_caches(self.config, self.cache_spec(num_pages, page_size, dtype, scales), scales)
+
+
+def _attention(
+    config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike
+) -> Callable[..., tuple[Array, LayerCache]]:
+    """The module that attends as the family does: (x, rope, cache, slots, step) -> (output, cache)."""
+    if isinstance(config, DeepSeekConfig):
+        return MLA(config, settings, dtype)
+    return GQA(config, settings, dtype)
 
 
 def _apply_layer(
@@ -120,15 +147,15 @@ def _apply_layer(
     state: Any,
     x: Float[Array, "T D"],
     rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
-    cache: PagedLatent,
+    cache: LayerCache,
     slots: Int32[Array, "T"],
-    parts: list[Part],
-) -> tuple[Float[Array, "T D"], PagedLatent]:
+    step: AttentionStep,
+) -> tuple[Float[Array, "T D"], LayerCache]:
     """A layer as a function: jitted, it is lowered once for all that are alike, and its kernels compiled once."""
-    return nnx.merge(graph, state)(x, rope, cache, slots, parts)
+    return nnx.merge(graph, state)(x, rope, cache, slots, step)
 
 
-def split_model(model: DeepSeek) -> tuple[Step, list[jax.Array]]:
+def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
     """The model as a pure function of its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
 
     The weights are a flat list because that is what passes through a jitted call fastest.

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 from models.layers import MLP, project, swiglu
 from pallas_attn import capability
 
@@ -26,7 +26,7 @@ from pallas_attn import capability
 class Router(nnx.Module):
     """Chooses experts for each token, in float32 whatever the model's dtype."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: DeepSeekConfig):
         self.config = config
         self.weight = nnx.Param(jnp.zeros((config.hidden_size, config.n_routed_experts), jnp.float32))
         biased = config.topk_method == "noaux_tc"
@@ -49,7 +49,7 @@ class Router(nnx.Module):
         return experts, weights * config.routed_scaling_factor
 
 
-def _keep_best_groups(choice: Float32[Array, "T E"], config: ModelConfig) -> Float32[Array, "T E"]:
+def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
     """-inf for experts outside the best groups: those of the best expert (V2) or of the best two together (V3)."""
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)
     counted = 2 if config.topk_method == "noaux_tc" else 1
@@ -62,7 +62,7 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: ModelConfig) -> Flo
 class MoE(nnx.Module):
     """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
         width, hidden = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config)
         self.gate_up_proj = nnx.Param(jnp.zeros((config.n_routed_experts, width, 2 * hidden), dtype))

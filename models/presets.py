@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from models.config import ModelConfig, YarnConfig
+from models.config import DeepSeekConfig
+from models.gqa_config import GQAConfig
+from models.rope_config import YarnConfig
 
 PRESETS = {
-    "v3-tiny": ModelConfig(
+    "v3-tiny": DeepSeekConfig(
         model_type="deepseek_v3",
         vocab_size=512,
         hidden_size=128,
@@ -31,7 +33,7 @@ PRESETS = {
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
         max_position_embeddings=2560,
     ),
-    "v2-lite-tiny": ModelConfig(
+    "v2-lite-tiny": DeepSeekConfig(
         model_type="deepseek_v2",
         vocab_size=512,
         hidden_size=128,
@@ -51,7 +53,7 @@ PRESETS = {
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
         max_position_embeddings=2560,
     ),
-    "mla-25m": ModelConfig(
+    "mla-25m": DeepSeekConfig(
         model_type="deepseek_v3",
         vocab_size=4096,
         hidden_size=512,
@@ -77,7 +79,7 @@ PRESETS = {
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
         max_position_embeddings=163840,
     ),
-    "v2-lite": ModelConfig(
+    "v2-lite": DeepSeekConfig(
         model_type="deepseek_v2",
         vocab_size=102400,
         hidden_size=2048,
@@ -104,3 +106,19 @@ PRESETS = {
 """Name to configuration: `v3-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m` for benchmarks on a CPU
 with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
 """
+
+GQA_PRESETS = {
+    "qwen3-tiny": GQAConfig(
+        model_type="qwen3",
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_theta=1e6,
+        max_position_embeddings=2560,
+    ),
+}
+"""Name to configuration of models with grouped-query attention, for demonstrations and tests."""

@@ -1,8 +1,9 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), plain or stretched by YaRN.
+"""Rotary position embedding (Su et al., arXiv:2104.09864), plain or stretched by YaRN or as Llama 3 is.
 
-A checkpoint's rotary columns are interleaved pairs: columns 2i and 2i + 1 turn by angle i. `weights` moves them to two
-halves when it loads (`halves_order`), so that here columns i and i + R/2 turn together, as two contiguous slices. A
-permutation of columns that queries and keys share changes no score; only the cached rotated key shows it.
+Columns i and i + R/2 turn together, as two contiguous slices. The rotary columns of a DeepSeek checkpoint are
+interleaved pairs, columns 2i and 2i + 1 turning by angle i; `weights` moves them to two halves when it loads
+(`halves_order`). A permutation of columns that queries and keys share changes no score; only the cached rotated key
+shows it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import ModelConfig, YarnConfig
+from models.config import ModelConfig
+from models.rope_config import RopeScaling, YarnConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     """Angle per position, in radians, of each rotated pair: [R / 2]."""
-    width = config.qk_rope_head_dim
+    width = config.rotary_dim
     frequencies = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    if config.yarn is not None:
-        kept = _kept_share(config.yarn, config.rope_theta, width)
-        frequencies = frequencies * (kept + (1 - kept) / config.yarn.factor)
+    if config.rope_scaling is not None:
+        kept = _kept_share(config.rope_scaling, config.rope_theta, width)
+        frequencies = frequencies * (kept + (1 - kept) / config.rope_scaling.factor)
     return frequencies.astype(np.float32)
 
 
-def _kept_share(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
-    """How much of each frequency is kept and not interpolated: 1 for fast ones, down to 0 (arXiv:2309.00071, 3.2)."""
+def _kept_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
+    """How much of each frequency is kept and not interpolated: 1 for fast ones, down to 0."""
+    if isinstance(scaling, YarnConfig):
+        return _kept_by_yarn(scaling, theta, width)
+    turns = scaling.original_max_position_embeddings / (2 * math.pi) * theta ** -(np.arange(0, width, 2) / width)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return np.clip((turns - low) / (high - low), 0, 1)
+
+
+def _kept_by_yarn(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
+    """A ramp over the pairs' indices (arXiv:2309.00071, 3.2)."""
 
     def pair_turning(turns: float) -> float:
         """Index of the pair that turns this often within the original context."""
@@ -46,7 +57,7 @@ def rope_table(
 ) -> tuple[Float32[Array, "T half"], Float32[Array, "T half"]]:
     """Cosines and sines of each token's angles, YaRN's temperature included."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(config))[None, :]
-    scale = config.yarn.rotary_scale if config.yarn else 1.0
+    scale = config.rope_scaling.rotary_scale if config.rope_scaling else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 

@@ -15,11 +15,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from models.caches import Caches, KVScales, allocate_caches
 from models.metadata import StepMetadata
-from models.model import Caches, DeepSeek, split_model
+from models.model import Decoder, split_model
 from models.sampler import SamplingRows, sample
 from models.step_plan import ScheduledRow, StepPlan
-from pallas_attn import PAGE_NONE, PagedLatent, slot_mapping, token_positions
+from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -47,7 +48,8 @@ class RunnerConfig:
       max_num_seqs: running requests.
       max_prefill_seqs: prefill rows of a step.
       decode_buckets, prefill_buckets: sizes steps are padded to, ascending; the last ones bound a step.
-      cache_dtype: of the latents; None for the model's dtype.
+      cache_dtype: of latents or keys and values; None for the model's dtype.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
     """
 
     num_pages: int
@@ -58,6 +60,7 @@ class RunnerConfig:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +90,10 @@ class StepResult:
 class Runner:
     """Owns the weights, the caches and the last sampled token of every running request, all on the device."""
 
-    def __init__(self, model: DeepSeek, config: RunnerConfig):
+    def __init__(self, model: Decoder, config: RunnerConfig):
         self._config = config
-        self._spec = model.cache_spec(config.num_pages, config.page_size, config.cache_dtype)
-        self._num_layers = len(model.layers)
+        self._model_config = model.config
+        self._spec = model.cache_spec(config.num_pages, config.page_size, config.cache_dtype, config.kv_scales)
         self._step, self._weights = split_model(model)
         self._compiled: dict[Bucket, Any] = {}
         self.compile_s = 0.0
@@ -105,12 +108,12 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all layers' caches."""
-        return self._spec.num_bytes * self._num_layers
+        return self._spec.num_bytes * self._model_config.num_hidden_layers
 
     def reset(self) -> None:
         """Allocates empty caches, as at the start or after a step failed with the old ones donated."""
         self._caches = ()  # there may not be room for both
-        self._caches = tuple(PagedLatent.allocate(self._spec) for _ in range(self._num_layers))
+        self._caches = allocate_caches(self._model_config, self._spec, self._config.kv_scales)
         self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:

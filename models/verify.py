@@ -1,5 +1,5 @@
-"""Checking an engine's tokens by decoding again, plainly: each sequence in one forward of its own, with no cache, no
-chunks and no absorbed weights.
+"""Checking an engine's tokens by decoding again, plainly: each sequence in one forward of its own, with no chunks, no
+absorbed weights, and no cache but a fresh one of its own.
 
 Every output token is held against the one that the plain run samples after the same tokens, with the same seed and
 position. Two computations round differently, so tokens may differ where a choice is a near tie, and only there.
@@ -14,26 +14,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from models.caches import Caches, KVScales
 from models.metadata import StepMetadata
 from models.mla import AttentionSettings
-from models.model import Caches, DeepSeek, Step, split_model
+from models.model import Decoder, Step, split_model
 from models.request import SamplingParams
 from models.sampler import SamplingRows, sample
-from pallas_attn import PAGE_NONE, PagedLatent
+from pallas_attn import PAGE_NONE
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0}
-"""How far apart two logits may be and still count as tied, by the model's dtype."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.5, "float8_e4m3fn": 0.5}
+"""How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache: there a
+rounding error of the last place can move a key to the next of 255 values."""
 
 MOST_TIED = 0.25
 """The share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
+
+PAGE_SIZE = 64
+"""Tokens a page of the plain run's own cache holds."""
 
 _FEW_TIED = 4  # too few tokens to make a share of
 
@@ -117,7 +123,13 @@ class Verification:
 
 
 def verify(
-    model: DeepSeek, decoded: Sequence[Decoded], *, max_len: int, tolerance: float | None = None
+    model: Decoder,
+    decoded: Sequence[Decoded],
+    *,
+    max_len: int,
+    tolerance: float | None = None,
+    cache_dtype: DTypeLike | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Verification:
     """Decodes again and compares.
 
@@ -125,11 +137,14 @@ def verify(
       model: the one the engine ran.
       decoded: what it did.
       max_len: tokens a sequence could have in the engine, prompt and output.
-      tolerance: logits that close are tied; None for `TOLERANCE` of the model's dtype.
+      tolerance: logits that close are tied; None for `TOLERANCE` of the model's dtype, or of a quantised cache's.
+      cache_dtype, kv_scales: of the engine's cache, as `EngineConfig` has them.
     """
     if tolerance is None:
-        tolerance = TOLERANCE[model.embed_tokens[...].dtype.name]
-    plain = PlainRun(model, max((len(d.output_ids) for d in decoded), default=0))
+        names = (model.embed_tokens[...].dtype.name, "" if cache_dtype is None else jnp.dtype(cache_dtype).name)
+        tolerance = max(TOLERANCE[name] for name in names if name in TOLERANCE)
+    max_output = max((len(d.output_ids) for d in decoded), default=0)
+    plain = PlainRun(model, max_output, cache_dtype, kv_scales)
     return Verification(tuple(plain.check(d, max_len, tolerance) for d in decoded), tolerance)
 
 
@@ -142,23 +157,29 @@ def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
 
 
 class PlainRun:
-    """A model's choices after each token of a sequence, computed in one forward without a cache."""
+    """A model's choices after each token of a sequence, computed in one forward."""
 
-    def __init__(self, model: DeepSeek, max_output: int):
+    def __init__(
+        self,
+        model: Decoder,
+        max_output: int,
+        cache_dtype: DTypeLike | None = None,
+        kv_scales: KVScales | None = None,
+    ):
         """Compiles nothing yet; sequences are padded to powers of two, each length of which is compiled once.
 
         Args:
-          model: attends as it will; here it is made to expand, in the portable implementation.
+          model: attends as it will; here in the portable implementation, MLA expanding its latents.
           max_output: most tokens of an output.
+          cache_dtype, kv_scales: of the cache, so that quantised keys and values are rounded as the engine's were.
         """
-        settings = AttentionSettings(mla="expand", implementation="xla")
-        shapes = nnx.eval_shape(lambda: DeepSeek(model.config, settings, model.embed_tokens[...].dtype))
+        settings = AttentionSettings(implementation="xla")
+        shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
         step, self._weights = split_model(nnx.merge(nnx.graphdef(shapes), nnx.state(model)))
-        spec = model.cache_spec(num_pages=1, page_size=1)
-        self._caches = tuple(PagedLatent.allocate(spec) for _ in model.layers)
         self._eos = model.config.eos_token_ids
         self._num_rows = _bucket(max_output + 1, 32)
-        self._choose = jax.jit(functools.partial(_choose, step))
+        allocate = functools.partial(model.allocate_caches, page_size=PAGE_SIZE, dtype=cache_dtype, scales=kv_scales)
+        self._choose = jax.jit(functools.partial(_choose, step, allocate))
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
         """Holds one request against what is sampled here; arguments as `verify` takes them."""
@@ -202,7 +223,7 @@ class PlainRun:
             position=jnp.asarray(rows + 1),
         )
         wanted, margins, tied = self._choose(
-            self._weights, self._caches, padded, np.int32(len(tokens)), rows, sampling, following, np.float32(tolerance)
+            self._weights, padded, np.int32(len(tokens)), rows, sampling, following, np.float32(tolerance)
         )
         end = len(decoded.output_ids) + 1
         return np.asarray(wanted)[:end], np.asarray(margins)[:end], np.asarray(tied)[:end]
@@ -210,8 +231,8 @@ class PlainRun:
 
 def _choose(
     step: Step,
+    allocate: Callable[[int], Caches],
     weights: list[Array],
-    caches: Caches,
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
     rows: Int32[Array, "n"],
@@ -221,7 +242,8 @@ def _choose(
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
     """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
     towards each other by half the tolerance."""
-    logits, _ = step(weights, tokens, caches, _one_chunk(tokens.shape[0], num_tokens, rows))
+    metadata = _one_chunk(tokens.shape[0], num_tokens, rows)
+    logits, _ = step(weights, tokens, allocate(metadata.prefill_block_tables.shape[1]), metadata)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     nudged = logits.at[row, following].add(tolerance / 2).at[row, wanted].add(-tolerance / 2)
@@ -230,13 +252,14 @@ def _choose(
 
 
 def _one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
-    """A step of one sequence from its start, written nowhere."""
+    """A step of one sequence from its start, its pages in order."""
+    positions = jnp.arange(length, dtype=jnp.int32)
     return StepMetadata(
-        positions=jnp.arange(length, dtype=jnp.int32),
-        slots=jnp.full(length, PAGE_NONE, jnp.int32),
+        positions=positions,
+        slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
         decode_block_tables=jnp.zeros((0, 1), jnp.int32),
         decode_kv_lens=jnp.zeros(0, jnp.int32),
-        prefill_block_tables=jnp.full((1, 1), PAGE_NONE, jnp.int32),
+        prefill_block_tables=jnp.arange(-(-length // PAGE_SIZE), dtype=jnp.int32)[None],
         cu_q_lens=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
         prefill_kv_lens=num_tokens[None],
         logit_rows=rows,

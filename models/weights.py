@@ -2,7 +2,8 @@
 
 The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
 tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
-projections, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved from pairs to halves (`rope`).
+projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved
+from pairs to halves (`rope`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from models.checkpoint import open_checkpoint
-from models.config import ModelConfig
+from models.config import DeepSeekConfig, ModelConfig
+from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
-from models.model import DeepSeek
+from models.model import Decoder
 from models.rope import halves_order
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Source:
 
 
 def weight_sources(config: ModelConfig) -> dict[str, Source]:
-    """The source of every parameter, by its dotted path in `DeepSeek`."""
+    """The source of every parameter, by its dotted path in `Decoder`."""
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
@@ -65,13 +67,12 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = _linear("lm_head", *embedding)
     for i in range(config.num_hidden_layers):
-        dense = i < config.first_k_dense_replace
-        feed_forward = _mlp if dense else _moe
+        name = f"model.layers.{i}"
         layer = {
-            "input_layernorm.weight": _norm(f"model.layers.{i}.input_layernorm", config.hidden_size),
-            "post_attention_layernorm.weight": _norm(f"model.layers.{i}.post_attention_layernorm", config.hidden_size),
-            **_under("self_attn", _attention(config, f"model.layers.{i}.self_attn")),
-            **_under("mlp", feed_forward(config, f"model.layers.{i}.mlp")),
+            "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
+            "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
+            **_under("self_attn", _attention(config, f"{name}.self_attn")),
+            **_under("mlp", _feed_forward(config, i, f"{name}.mlp")),
         }
         sources |= _under(f"layers.{i}", layer)
     return sources
@@ -105,6 +106,10 @@ def _bias(name: str, width: int, order: Order = AS_STORED) -> Source:
 
 
 def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
+    return _mla(config, name) if isinstance(config, DeepSeekConfig) else _gqa(config, name)
+
+
+def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
@@ -134,6 +139,29 @@ def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
     return sources
 
 
+def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
+    query_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    widths = {f"{name}.q_proj": query_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
+    joined = {f"{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
+    sources = {
+        "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1)),
+        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, query_width),
+    }
+    if config.attention_bias:
+        biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
+        sources["qkv_proj.bias"] = Source(biases, lambda t: np.concatenate(list(t)))
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", config.hidden_size)
+    if config.qk_norm:
+        sources |= {f"{norm}.weight": _norm(f"{name}.{norm}", config.head_dim) for norm in ("q_norm", "k_norm")}
+    return sources
+
+
+def _feed_forward(config: ModelConfig, index: int, name: str) -> dict[str, Source]:
+    if isinstance(config, DeepSeekConfig) and index >= config.first_k_dense_replace:
+        return _moe(config, name)
+    return _mlp(config, name)
+
+
 def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
     width, hidden = config.hidden_size, hidden or config.intermediate_size
     gate_up = {f"{name}.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
@@ -143,7 +171,7 @@ def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str,
     }
 
 
-def _moe(config: ModelConfig, name: str) -> dict[str, Source]:
+def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
     experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     prefixes = [f"{name}.experts.{e}" for e in range(experts)]
     gate_up = {f"{p}.{part}_proj.weight": (hidden, width) for p in prefixes for part in ("gate", "up")}
@@ -170,7 +198,7 @@ def load_model(
     directory: str | Path,
     dtype: DTypeLike | None = None,
     settings: AttentionSettings = AttentionSettings(),
-) -> DeepSeek:
+) -> Decoder:
     """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
     Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
@@ -181,7 +209,7 @@ def load_model(
 
     Raises:
       CheckpointError: what is missing, extra, misshaped or unreadable.
-      ValueError, NotImplementedError: as `ModelConfig.from_hf`.
+      ValueError, NotImplementedError: as `read_config`.
     """
     checkpoint = open_checkpoint(directory)
     for name, why in checkpoint.inspect(checkpoint_shapes(checkpoint.config)).items():
@@ -196,7 +224,7 @@ def random_model(
     seed: int = 0,
     dtype: DTypeLike = jnp.float32,
     settings: AttentionSettings = AttentionSettings(),
-) -> DeepSeek:
+) -> Decoder:
     """The model `save_random_checkpoint` writes for this seed."""
     shapes = checkpoint_shapes(config)
     return _assemble(config, lambda name: random_tensor(name, shapes[name], seed), dtype, settings)
@@ -225,11 +253,11 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
     return values * np.float32(1.5 * shape[1] ** -0.5)
 
 
-def _assemble(config: ModelConfig, read: Read, dtype: DTypeLike, settings: AttentionSettings) -> DeepSeek:
+def _assemble(config: ModelConfig, read: Read, dtype: DTypeLike, settings: AttentionSettings) -> Decoder:
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype.name}")
-    model = nnx.eval_shape(lambda: DeepSeek(config, settings, dtype))
+    model = nnx.eval_shape(lambda: Decoder(config, settings, dtype))
     graph, state = nnx.split(model)
     sources = weight_sources(config)
 

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 from models.engine import Engine, EngineConfig
 from models.mla import AttentionSettings
-from models.model import DeepSeek
+from models.model import Decoder
 from models.outputs import RequestOutput, StepRecord
 from models.request import SamplingParams
 from scripts.bench_device import Rates, measure_rates
@@ -88,14 +88,16 @@ class Costs:
       rates: of the card, as measured in the same run.
     """
 
-    config: ModelConfig
+    config: DeepSeekConfig
     dense_bytes: int
     routed_bytes: int
     token_bytes: int
     rates: Rates
 
     @staticmethod
-    def of(model: DeepSeek, rates: Rates) -> Costs:
+    def of(model: Decoder, rates: Rates) -> Costs:
+        if not isinstance(model.config, DeepSeekConfig):
+            raise NotImplementedError(f"costs of a {model.config.model_type}: only those of mixtures are known here")
         sizes = {
             ".".join(map(str, path)): weight.size * weight.dtype.itemsize
             for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -124,7 +126,7 @@ class Costs:
         return 2 * batch * (context * weights + attention) / self.rates.matrix
 
 
-def run(config: ModelConfig, serving: Serving, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
+def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
     """Yields the report as it grows: after the model was made and compiled, and after each case."""
     began = time.perf_counter()
     rates = measure_rates(Stopwatch(samples=3))

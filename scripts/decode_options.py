@@ -12,10 +12,13 @@ from typing import NoReturn
 from models.request import SamplingParams
 
 PROG = "run_decode"
-RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny")
+RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny")
+
+KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
+"""What --kv-dtype takes, and the dtype it means."""
 
 DESCRIPTION = """\
-Decodes a batch of prompts with continuous batching over a paged latent cache: prompts are computed in chunks beside
+Decodes a batch of prompts with continuous batching over a paged cache: prompts are computed in chunks beside
 the requests that decode already, pages of equal prefixes are shared, and a table tells what it took.
 
 Without a model, a small one with random weights is made up; without prompts, a batch with a shared prefix is."""
@@ -48,7 +51,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `params` made of those on sampling and `implementation` as the operations take it.
+    """The options, with `params` made of those on sampling, `implementation` as the operations and `kv_dtype`
+    as the engine takes it.
 
     Raises:
       UsageError: options that are wrong by themselves or together, or files that cannot be written.
@@ -71,6 +75,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(str(error)) from error
     options.implementation = _implementation(options.implementation)
+    if options.kv_scales is not None and options.kv_dtype not in ("int8", "fp8"):
+        raise UsageError("--kv-scales needs --kv-dtype int8 or fp8")
+    options.kv_dtype = None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]
     _check_outputs(options)
     return options
 
@@ -174,6 +181,18 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         help="of weights, activations and cache (default: the checkpoint's; float32 for a random model)",
     )
     group.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="of the cache; int8 and fp8 only for keys and values, not for latents (default: as --dtype)",
+    )
+    group.add_argument(
+        "--kv-scales",
+        type=Path,
+        metavar="FILE",
+        help="static scales of an int8 or fp8 cache: safetensors of k_scale and v_scale, [layers, KV heads] or [layers,"
+        " KV heads, head width] (default: a scale for every token and head, taken when it is written)",
+    )
+    group.add_argument(
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",
@@ -184,8 +203,8 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--mla",
         choices=("auto", "absorb", "expand"),
         default="auto",
-        help="attend to the latents themselves, or to keys and values made of them (default: auto, which absorbs for"
-        " decode and expands for prefill)",
+        help="of a model with latent attention: attend to the latents themselves, or to keys and values made of them"
+        " (default: auto, which absorbs for decode and expands for prefill)",
     )
     group.add_argument(
         "--verify", action="store_true", help="decode again, uncached and unchunked, and compare every token"

@@ -20,6 +20,11 @@ def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
     return (layer.self_attn for layer in model.model.layers)
 
 
+def is_latent(config: PreTrainedConfig) -> bool:
+    """Whether the model has latent attention, and mixtures of experts."""
+    return config.model_type.startswith("deepseek")
+
+
 def is_v3(gate: nn.Module) -> bool:
     return hasattr(gate, "e_score_correction_bias")
 
@@ -131,6 +136,44 @@ def rotate_halves(model: PreTrainedModel) -> None:
         rope_of_key.copy_(rope_of_key[order].clone())
 
 
+def rotate_pairs(model: PreTrainedModel) -> None:
+    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting what produces the columns."""
+    width = model.config.head_dim
+    order = torch.arange(width).view(-1, 2).T.flatten()
+    for attention in attentions(model):
+        for projection in (attention.q_proj, attention.k_proj):
+            for parameter in projection.parameters():
+                parameter.data = parameter.data.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+        for norm in (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ():
+            norm.weight.data = norm.weight.data[order]
+
+
+def drop_qk_norms(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        attention.q_norm = attention.k_norm = nn.Identity()
+
+
+def deal_kv_heads_round(model: PreTrainedModel) -> None:
+    """Give query head h the KV head h mod Hkv in place of h // G: the same as another order of the query heads."""
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    order = torch.arange(heads).view(-1, kv_heads).T.flatten()
+    for attention in attentions(model):
+        project_q, project_out = attention.q_proj.weight, attention.o_proj.weight
+        project_q.data = project_q.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+        project_out.data = project_out.data.unflatten(1, (heads, -1))[:, order].flatten(1, 2)
+
+
+def scale_by_hidden_size(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        attention.scaling = (model.config.hidden_size / model.config.num_attention_heads) ** -0.5
+
+
+def drop_attention_biases(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            projection.bias.data.zero_()
+
+
 def set_attention_eps(model: PreTrainedModel) -> None:
     for attention in attentions(model):
         for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
@@ -167,6 +210,29 @@ def change_routing(model: PreTrainedModel, **changes: Any) -> None:
 
 def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
     """The mistakes a model of this configuration can make, each as a change to a copy of the right model."""
+    return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
+
+
+def gqa_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
+    table: dict[str, Callable[[PreTrainedModel], None]] = {"rope_in_pairs": rotate_pairs}
+    rope = config.rope_parameters["rope_type"]
+    if rope != "default":
+        table[f"{rope}_interpolation_dropped"] = drop_yarn_interpolation
+        table[f"{rope}_interpolates_all_frequencies"] = interpolate_all_frequencies
+    if rope == "yarn":
+        table["rotary_mscale_dropped"] = drop_rotary_mscale
+    if config.model_type == "qwen3":
+        table["qk_norms_dropped"] = drop_qk_norms
+    if config.num_key_value_heads < config.num_attention_heads:
+        table["kv_heads_dealt_round"] = deal_kv_heads_round
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        table["scores_scaled_by_the_hidden_size"] = scale_by_hidden_size
+    if config.attention_bias:
+        table["attention_biases_dropped"] = drop_attention_biases
+    return table
+
+
+def latent_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
     table: dict[str, Callable[[PreTrainedModel], None]] = {
         "rope_in_halves": rotate_halves,
         "attention_norms_use_rms_norm_eps": set_attention_eps,

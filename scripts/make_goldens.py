@@ -1,10 +1,10 @@
-"""Write tests/goldens: small DeepSeek checkpoints, and what Hugging Face transformers computes with them.
+"""Write tests/goldens: small checkpoints, and what Hugging Face transformers computes with them.
 
     pip install torch==2.13.0 transformers==5.23.0
     python scripts/make_goldens.py [--out tests/goldens] [NAME ...]
 
-Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cached latents they lead to, and a
-table of mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
+Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cache they lead to, and a table of
+mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
 on one thread, from fixed seeds.
 
 A golden is worth having only if a wrong model misses it. With the usual initialisation (std 0.02, norms of one)
@@ -21,19 +21,17 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch  # pyrefly: ignore[missing-import]
 import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 import transformers  # pyrefly: ignore[missing-import]
-from golden_mutations import change_routing, closest_routing, gates, is_v3, mutations  # pyrefly: ignore[missing-import]
+from golden_models import GOLDENS, NORM_SPREAD, Golden  # pyrefly: ignore[missing-import]
+from golden_mutations import change_routing, closest_routing, gates, is_latent, is_v3, mutations  # pyrefly: ignore[missing-import]
 from safetensors.torch import load_file, save_file
 from transformers import (  # pyrefly: ignore[missing-import]
     AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
@@ -57,146 +55,6 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-@dataclass(frozen=True)
-class Golden:
-    """One golden: the model's configuration, the seed of its weights and prompts, and the form of its files."""
-
-    config: PreTrainedConfig
-    seed: int
-    max_shard_size: str = "5GB"
-    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
-    fp8: bool = False  # the checkpoint is quantised as V3 is published; the golden is that of its dequantised twin
-
-
-def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
-    return {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": mscale,
-        "mscale_all_dim": mscale_all_dim,
-        "original_max_position_embeddings": 32,
-    }
-
-
-# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ. The epsilon is large enough to show
-# whether the norms inside attention keep to their own 1e-6.
-COMMON = {
-    "vocab_size": 256,
-    "max_position_embeddings": 1280,
-    "rms_norm_eps": 5e-3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-}
-
-GOLDENS = {
-    # V2-Lite's form: queries are not compressed, and there is one group of experts
-    "v2-greedy": Golden(
-        DeepseekV2Config(
-            **COMMON,
-            hidden_size=64,
-            initializer_range=0.15,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
-            first_k_dense_replace=1,
-            num_attention_heads=4,
-            q_lora_rank=None,
-            n_routed_experts=12,
-            n_shared_experts=2,
-            num_experts_per_tok=3,
-            topk_method="greedy",
-            n_group=1,
-            topk_group=1,
-            routed_scaling_factor=1.5,
-            rope_parameters=yarn(mscale=1.2, mscale_all_dim=0.707),
-        ),
-        seed=3,
-        published_config=True,
-    ),
-    # V2's form, with plain rope, three heads and no dense layer
-    "v2-group": Golden(
-        DeepseekV2Config(
-            **COMMON,
-            hidden_size=96,
-            initializer_range=0.15,
-            intermediate_size=96,
-            moe_intermediate_size=24,
-            num_hidden_layers=2,
-            first_k_dense_replace=0,
-            num_attention_heads=3,
-            q_lora_rank=40,
-            n_routed_experts=16,
-            n_shared_experts=2,
-            num_experts_per_tok=4,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=4.0,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        ),
-        seed=21,
-    ),
-    # V3's form, in several files
-    "v3": Golden(
-        DeepseekV3Config(
-            **COMMON,
-            hidden_size=64,
-            initializer_range=0.15,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
-            first_k_dense_replace=1,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            q_lora_rank=48,
-            n_routed_experts=16,
-            n_shared_experts=1,
-            num_experts_per_tok=6,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            num_mtp_layers=0,
-            rope_parameters=yarn(mscale=0.8, mscale_all_dim=1.0),
-        ),
-        seed=5,
-        max_shard_size="300KB",
-        published_config=True,
-    ),
-    # V3 as published: fp8 blocks (most of these widths leave a remainder), and a layer that predicts further tokens
-    "v3-fp8": Golden(
-        DeepseekV3Config(
-            **COMMON,
-            hidden_size=160,
-            initializer_range=0.1,
-            intermediate_size=272,
-            moe_intermediate_size=40,
-            num_hidden_layers=2,
-            first_k_dense_replace=1,
-            num_attention_heads=5,
-            num_key_value_heads=5,
-            q_lora_rank=144,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=3,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            num_mtp_layers=1,
-            rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0),
-        ),
-        seed=13,
-        fp8=True,
-    ),
-}
-
-
 def require(condition: bool, complaint: str) -> None:
     if not condition:
         raise SystemExit(complaint)
@@ -215,7 +73,7 @@ def random_model(golden: Golden) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.3 * noise if "norm" in name else golden.config.initializer_range * noise
+        parameter.data = 1 + NORM_SPREAD * noise if "norm" in name else golden.config.initializer_range * noise
     for gate in gates(model):
         gate.weight.data *= GATE_GAIN
         if is_v3(gate):
@@ -236,23 +94,29 @@ def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def published_config(model: PreTrainedModel) -> dict[str, object]:
-    """The configuration in the keys of DeepSeek's own config.json, which are older than those of transformers 5."""
+    """The configuration in the keys of published config.json files, which are older than those of transformers 5."""
     keys = model.config.to_diff_dict()
-    for newer in ("dtype", "head_dim", "qk_head_dim", "output_router_logits", "rope_interleave"):
+    for newer in ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave"):
         keys.pop(newer, None)
+    if is_latent(model.config):
+        keys.pop("head_dim", None)
     rope = keys.pop("rope_parameters")
-    v3 = model.config.model_type == "deepseek_v3"
+    latent = is_latent(model.config)
     keys |= {
         "architectures": [type(model).__name__],
-        "ep_size": 1,
-        "moe_layer_freq": 1,
         "rope_theta": int(rope.pop("rope_theta")),
-        "rope_scaling": {"type": rope.pop("rope_type"), **rope},
-        "scoring_func": "sigmoid" if v3 else "softmax",
-        "topk_method": "noaux_tc" if v3 else model.config.topk_method,
+        "rope_scaling": {"type" if latent else "rope_type": rope.pop("rope_type"), **rope},
         "torch_dtype": "float32",
-        "transformers_version": "4.33.1",
+        "transformers_version": "4.33.1" if latent else "4.43.0",
     }
+    if latent:
+        v3 = model.config.model_type == "deepseek_v3"
+        keys |= {
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid" if v3 else "softmax",
+            "topk_method": "noaux_tc" if v3 else model.config.topk_method,
+        }
     return dict(sorted(keys.items()))
 
 
@@ -365,11 +229,10 @@ def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list
 
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
-    """The prompt's logits and cached latents, then NEW_TOKENS greedy tokens, each with its top-1 to top-2 margin."""
+    """The prompt's logits and what is cached of it, then NEW_TOKENS greedy tokens, each with its margin."""
     cache = DynamicCache(config=model.config)
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
-    # transformers caches the normed latent as a layer's keys and the rotated key as its values, both [1, 1, T, width]
-    latents = torch.stack([torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers])
+    cached = cached_arrays(model.config, cache)
     tops = [logits[-1].topk(2)]
     while len(tops) < NEW_TOKENS:
         newest = tops[-1].indices[:1]
@@ -378,7 +241,18 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
         "logits": logits.numpy(),
         "tokens": np.array([top.indices[0] for top in tops], np.int32),
         "margins": np.array([top.values[0] - top.values[1] for top in tops], np.float32),
-        "latents": latents.numpy(),
+        **cached,
+    }
+
+
+def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
+    """What the prompt left in the cache: latents [layers, T, L + R], or keys and values [layers, Hkv, T, D]."""
+    if is_latent(config):
+        # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
+        rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
+        return {"latents": torch.stack(rows).numpy()}
+    return {
+        kind: torch.stack([getattr(layer, kind)[0] for layer in cache.layers]).numpy() for kind in ("keys", "values")
     }
 
 
@@ -412,18 +286,17 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
 # --- the golden
 
 
-def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float:
-    """Refuse a golden that is degenerate or decided by rounding; returns its closest routing decision."""
+def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float | None:
+    """Refuse a golden that is degenerate or decided by rounding; returns its closest routing decision, if any."""
     for prompt, run in zip(prompts, runs, strict=True):
         tokens = run["tokens"].tolist()
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
         require(tokens == generated.tolist(), "generate() gives other tokens, or stops at the end-of-sequence token")
         require(len(set(tokens)) >= MIN_DISTINCT_TOKENS, f"the prompt of {len(prompt)} tokens is continued in a loop")
         require(run["margins"].min() > MIN_TOKEN_MARGIN, "a token is chosen by too little")
-    closest = closest_routing(
-        model, [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
-    )
-    require(closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
+    sequences = [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
+    closest = closest_routing(model, sequences) if is_latent(model.config) else None
+    require(closest is None or closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
     rounding = largest_change(model, deepcopy(model).double(), prompts)
     require(rounding < MAX_ROUNDING, f"float32 costs {rounding} of the logits")
     return closest
@@ -447,7 +320,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
     summary = {
         "written_by": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
         "rope_columns": "interleaved" if golden.config.model_type == "deepseek_v2" else "halves",
-        "closest_routing": closest,
+        **({} if closest is None else {"closest_routing": closest}),
         "mutations": dict(sorted(table.items(), key=lambda item: item[1])),
     }
     write_json(directory / "golden.json", summary)
@@ -462,7 +335,7 @@ def print_golden(directory: Path) -> None:
     size = sum(path.stat().st_size for path in directory.iterdir())
     print(f"{directory.name}: {size / 1e6:.2f} MB")
     print(f"  token margins: least {margins.min():.1e}, median {np.median(margins):.2f}; distinct tokens {distinct}")
-    print(f"  closest routing decision: {summary['closest_routing']:.1e}; logits move by, under")
+    print(f"  closest routing decision: {summary.get('closest_routing', '(none)')}; logits move by, under")
     for mistake, change in summary["mutations"].items():
         print(f"    {mistake:<36}{change:8.3f}")
 

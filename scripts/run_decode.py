@@ -14,14 +14,15 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from models.caches import load_kv_scales
 from models.checkpoint import load_config
 from models.config import ModelConfig
 from models.engine import Engine, EngineConfig
 from models.implementations import explain_attention
 from models.mla import AttentionSettings
-from models.model import DeepSeek
+from models.model import Decoder
 from models.outputs import RequestOutput
-from models.presets import PRESETS
+from models.presets import GQA_PRESETS, PRESETS
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
 from models.weights import load_model, random_model
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     with _as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
     with _as_usage_error(ValueError, NotImplementedError, OSError):
-        config = PRESETS[options.random] if options.model is None else load_config(options.model)
+        config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
@@ -118,6 +119,8 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
         max_num_seqs=num_seqs,
         chunked_prefill=options.chunked_prefill,
         prefix_caching=options.prefix_caching,
+        cache_dtype=options.kv_dtype,
+        kv_scales=None if options.kv_scales is None else load_kv_scales(options.kv_scales),
     )
     # A step is never larger than the whole batch: larger buckets would only take time to compile.
     num_seqs = min(num_seqs, len(prompts))
@@ -161,7 +164,7 @@ def _dtype(options: argparse.Namespace, config: ModelConfig) -> str:
     return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
 
 
-def _load(options: argparse.Namespace, config: ModelConfig) -> DeepSeek:
+def _load(options: argparse.Namespace, config: ModelConfig) -> Decoder:
     if options.model is None:
         return random_model(config, dtype=_dtype(options, config), settings=_settings(options))
     return load_model(options.model, _dtype(options, config), _settings(options))
@@ -169,7 +172,7 @@ def _load(options: argparse.Namespace, config: ModelConfig) -> DeepSeek:
 
 def _engine(
     options: argparse.Namespace,
-    model: DeepSeek,
+    model: Decoder,
     sizes: EngineConfig,
     prompts: Sequence[Sequence[int]],
     display: Display,
@@ -212,7 +215,7 @@ def _drive(options: argparse.Namespace, engine: Engine, num_requests: int, displ
 
 def _verify(
     options: argparse.Namespace,
-    model: DeepSeek,
+    model: Decoder,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[RequestOutput],
@@ -221,7 +224,13 @@ def _verify(
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
     ]
     in_pool = engine.stats().num_pages * options.page_size + 1  # a sequence's last token is never cached
-    return verify(model, decoded, max_len=min(engine.max_model_len, in_pool))
+    return verify(
+        model,
+        decoded,
+        max_len=min(engine.max_model_len, in_pool),
+        cache_dtype=engine.config.cache_dtype,
+        kv_scales=engine.config.kv_scales,
+    )
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:

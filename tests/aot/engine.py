@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.mla import AttentionSettings
-from models.model import DeepSeek, split_model
+from models.model import Decoder, split_model
 from models.presets import PRESETS
 from models.runner import Bucket, PackedStep, RunnerConfig, _run_step
 from pallas_attn import PagedLatent
@@ -28,7 +28,7 @@ SIZES = RunnerConfig(
     decode_buckets=(64,),
     prefill_buckets=(2048,),
 )
-MODEL = nnx.eval_shape(lambda: DeepSeek(CONFIG, AttentionSettings(), jnp.bfloat16))
+MODEL = nnx.eval_shape(lambda: Decoder(CONFIG, AttentionSettings(), jnp.bfloat16))
 
 
 def step(bucket: Bucket) -> Case:

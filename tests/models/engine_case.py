@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from models.config import ModelConfig, YarnConfig
+from models.config import DeepSeekConfig
 from models.engine import Engine, EngineConfig
-from models.model import DeepSeek
+from models.model import Decoder
 from models.request import SamplingParams
+from models.rope_config import YarnConfig
 from models.verify import Decoded, PlainRun
 from models.weights import random_model
 
 MAX_TOKENS = 20
 VOCAB_SIZE = 64
 
-CONFIG = ModelConfig(
+CONFIG = DeepSeekConfig(
     model_type="deepseek_v3",
     vocab_size=VOCAB_SIZE,
     hidden_size=32,
@@ -69,7 +70,7 @@ ENGINES = {
 
 
 @functools.cache
-def model() -> DeepSeek:
+def model() -> Decoder:
     return random_model(CONFIG, seed=3)
 
 

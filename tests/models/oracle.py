@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 
 type Tensors = Mapping[str, np.ndarray]
 
 
-def forward(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
+def forward(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
     """Logits of every position, [len(tokens), vocab]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
@@ -31,7 +31,7 @@ def forward(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np.ndar
     return x @ t[head].T
 
 
-def norm(x: np.ndarray, weight: np.ndarray, config: ModelConfig | None) -> np.ndarray:
+def norm(x: np.ndarray, weight: np.ndarray, config: DeepSeekConfig | None) -> np.ndarray:
     eps = config.rms_norm_eps if config else 1e-6
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
@@ -45,7 +45,7 @@ def mlp(t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
     return linear(t, f"{name}.down_proj", gate / (1 + np.exp(-gate)) * up)
 
 
-def attention(config: ModelConfig, t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+def attention(config: DeepSeekConfig, t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
     heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     if config.q_lora_rank is None:
         q = linear(t, f"{name}.q_proj", x)
@@ -68,12 +68,12 @@ def attention(config: ModelConfig, t: Tensors, name: str, x: np.ndarray) -> np.n
     return linear(t, f"{name}.o_proj", out.reshape(len(x), -1))
 
 
-def temperature(config: ModelConfig, which: str) -> float:
+def temperature(config: DeepSeekConfig, which: str) -> float:
     strength = getattr(config.yarn, which) if config.yarn else 0.0
     return 0.1 * strength * math.log(config.yarn.factor) + 1 if config.yarn and config.yarn.factor > 1 else 1.0
 
 
-def turn(config: ModelConfig, x: np.ndarray) -> np.ndarray:
+def turn(config: DeepSeekConfig, x: np.ndarray) -> np.ndarray:
     """Each pair of columns as a complex number, times exp(i · position · frequency)."""
     half = x.shape[-1] // 2
     if config.rope_interleave:
@@ -86,7 +86,7 @@ def turn(config: ModelConfig, x: np.ndarray) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def frequencies(config: ModelConfig) -> np.ndarray:
+def frequencies(config: DeepSeekConfig) -> np.ndarray:
     width, theta, yarn = config.qk_rope_head_dim, config.rope_theta, config.yarn
     result = []
     for i in range(width // 2):
@@ -104,7 +104,7 @@ def frequencies(config: ModelConfig) -> np.ndarray:
     return np.array(result)
 
 
-def mixture(config: ModelConfig, t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+def mixture(config: DeepSeekConfig, t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
     out = mlp(t, f"{name}.shared_experts", x) if config.n_shared_experts else np.zeros_like(x)
     for row, token in enumerate(x):
         chosen = route(config, t[f"{name}.gate.weight"] @ token, t.get(f"{name}.gate.e_score_correction_bias"))
@@ -113,7 +113,7 @@ def mixture(config: ModelConfig, t: Tensors, name: str, x: np.ndarray) -> np.nda
     return out
 
 
-def route(config: ModelConfig, logits: np.ndarray, bias: np.ndarray | None) -> dict[int, float]:
+def route(config: DeepSeekConfig, logits: np.ndarray, bias: np.ndarray | None) -> dict[int, float]:
     """Expert to weight, for one token."""
     if config.scoring_func == "softmax":
         scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()

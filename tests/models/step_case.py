@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.caches import Caches
 from models.metadata import StepMetadata
-from models.model import Caches, DeepSeek
-from pallas_attn import PagedLatent
+from models.model import Decoder
+from pallas_attn import PagedKV, PagedLatent
 
 PAGE_SIZE = 8
+
+
+def latent_pages(caches: Caches) -> list[jax.Array]:
+    """[N, ps, L + R] of every layer."""
+    assert all(isinstance(cache, PagedLatent) for cache in caches)
+    return [cache.pages for cache in caches if isinstance(cache, PagedLatent)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +33,10 @@ class Pages:
         ids = 1 + np.random.default_rng(seed).permutation(num_sequences * width)
         return Pages(ids.reshape(num_sequences, width).astype(np.int32))
 
-    def allocate(self, model: DeepSeek, fill: float = 0.0) -> Caches:
+    def allocate(self, model: Decoder, fill: float = 0.0) -> Caches:
         """Caches of every layer, filled with what nobody should read."""
-        spec = model.cache_spec(num_pages=self.tables.size + 1, page_size=PAGE_SIZE)
-        return tuple(
-            PagedLatent(jnp.full_like(PagedLatent.allocate(spec).pages, fill)) for _ in range(len(model.layers))
-        )
+        caches = model.allocate_caches(self.tables.size + 1, PAGE_SIZE)
+        return jax.tree.map(lambda pages: jnp.full_like(pages, fill), caches)
 
     def slots(self, sequence: int, positions: np.ndarray) -> np.ndarray:
         return self.tables[sequence, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
@@ -38,7 +44,19 @@ class Pages:
     def latents(self, caches: Caches, sequence: int, length: int) -> np.ndarray:
         """[layers, length, L + R]: what the caches hold of a sequence."""
         slots = self.slots(sequence, np.arange(length))
-        return np.stack([np.asarray(c.pages, np.float32).reshape(-1, c.pages.shape[-1])[slots] for c in caches])
+        layers = [np.asarray(pages, np.float32) for pages in latent_pages(caches)]
+        return np.stack([pages.reshape(-1, pages.shape[-1])[slots] for pages in layers])
+
+    def keys_and_values(self, caches: Caches, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """[layers, Hkv, T, D] each: what the caches hold of a sequence, as stored."""
+        pages, offsets = np.divmod(self.slots(sequence, np.arange(length)), PAGE_SIZE)
+
+        def gather(array: jax.Array) -> np.ndarray:
+            return np.asarray(array).swapaxes(1, 2)[pages, offsets].swapaxes(0, 1)
+
+        layers = [(gather(cache.k), gather(cache.v)) for cache in caches if isinstance(cache, PagedKV)]
+        keys, values = (np.stack(arrays) for arrays in zip(*layers, strict=True))
+        return keys, values
 
 
 def step(

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig, YarnConfig
+from models.config import DeepSeekConfig
 from models.presets import PRESETS
+from models.rope_config import YarnConfig
 from models.weights import count_parameters
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -109,7 +110,7 @@ def without(config: dict, *names: str) -> dict:
 
 
 def test_published_v2_lite_is_the_preset():
-    config = ModelConfig.from_hf(V2_LITE)
+    config = DeepSeekConfig.from_hf(V2_LITE)
     assert config == PRESETS["v2-lite"]
     assert config.num_moe_layers == 26
     assert config.qk_head_dim == 192
@@ -120,7 +121,7 @@ def test_published_v2_lite_is_the_preset():
 
 
 def test_published_v3():
-    config = ModelConfig.from_hf(V3)
+    config = DeepSeekConfig.from_hf(V3)
     assert config.topk_method == "noaux_tc"
     assert config.scoring_func == "sigmoid"
     assert config.norm_topk_prob
@@ -136,15 +137,15 @@ def test_parameters_are_counted_without_allocating_them(name: str, millions: flo
     assert count_parameters(PRESETS[name]) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), ModelConfig.from_hf(V3)], ids=[*PRESETS, "v3"])
-def test_survives_being_written_as_json(config: ModelConfig):
-    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+@pytest.mark.parametrize("config", [*PRESETS.values(), DeepSeekConfig.from_hf(V3)], ids=[*PRESETS, "v3"])
+def test_survives_being_written_as_json(config: DeepSeekConfig):
+    assert DeepSeekConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("golden", ["v2-greedy", "v3"])
 def test_old_and_new_keys_describe_the_same_model(golden: str):
     new, old = (
-        ModelConfig.from_hf(json.loads((GOLDENS / golden / name).read_text()))
+        DeepSeekConfig.from_hf(json.loads((GOLDENS / golden / name).read_text()))
         for name in ("config.json", "config_published.json")
     )
     assert new == old
@@ -153,11 +154,11 @@ def test_old_and_new_keys_describe_the_same_model(golden: str):
 @pytest.mark.parametrize("name", ["hidden_size", "q_lora_rank", "n_routed_experts", "first_k_dense_replace", "n_group"])
 def test_says_what_is_missing(name: str):
     with pytest.raises(ValueError, match=f"{name} missing"):
-        ModelConfig.from_hf(without(V3, name))
+        DeepSeekConfig.from_hf(without(V3, name))
 
 
 def test_greedy_needs_no_groups():
-    assert ModelConfig.from_hf(without(V2_LITE, "n_group", "topk_group")) == PRESETS["v2-lite"]
+    assert DeepSeekConfig.from_hf(without(V2_LITE, "n_group", "topk_group")) == PRESETS["v2-lite"]
 
 
 @pytest.mark.parametrize(
@@ -192,15 +193,15 @@ def test_greedy_needs_no_groups():
 )
 def test_says_what_is_wrong(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf({**V3, **entries})
+        DeepSeekConfig.from_hf({**V3, **entries})
 
 
 def is_read_or_refused(config: dict) -> bool:
     try:
-        read = ModelConfig.from_hf(config)
+        read = DeepSeekConfig.from_hf(config)
     except (ValueError, NotImplementedError):
         return True
-    return ModelConfig.from_hf(read.to_hf()) == read
+    return DeepSeekConfig.from_hf(read.to_hf()) == read
 
 
 JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})
@@ -233,15 +234,15 @@ def test_no_rope_entry_ends_in_another_error(name: str):
 )
 def test_names_what_is_not_supported(entries: dict, feature: str):
     with pytest.raises(NotImplementedError, match=feature):
-        ModelConfig.from_hf({**V3, **entries})
+        DeepSeekConfig.from_hf({**V3, **entries})
 
 
 def test_v2_applies_no_norm_topk_prob():
-    assert not ModelConfig.from_hf({**V2_LITE, "norm_topk_prob": True}).norm_topk_prob
+    assert not DeepSeekConfig.from_hf({**V2_LITE, "norm_topk_prob": True}).norm_topk_prob
 
 
 def test_a_plain_rope_has_no_yarn():
-    config = ModelConfig.from_hf({**V2_LITE, "rope_scaling": None, "rope_theta": 5000})
+    config = DeepSeekConfig.from_hf({**V2_LITE, "rope_scaling": None, "rope_theta": 5000})
     assert config.yarn is None
     assert config.rope_theta == 5000.0
     assert config.sm_scale == 192**-0.5
@@ -249,9 +250,9 @@ def test_a_plain_rope_has_no_yarn():
 
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
 def test_end_of_sequence_ids(eos: object, ids: tuple[int, ...]):
-    config = ModelConfig.from_hf({**V3, "eos_token_id": eos})
+    config = DeepSeekConfig.from_hf({**V3, "eos_token_id": eos})
     assert config.eos_token_ids == ids
-    assert ModelConfig.from_hf(config.to_hf()).eos_token_ids == ids
+    assert DeepSeekConfig.from_hf(config.to_hf()).eos_token_ids == ids
 
 
 def test_yarn_temperatures():

@@ -10,10 +10,11 @@ import pytest
 from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-NAMES = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+GQA = ("qwen3", "qwen3-yarn", "llama")
+NAMES = (*LATENT, *GQA)
 NEW_TOKENS = 24
 SHARED_PREFIX = 32
-KEYS = ("logits", "tokens", "margins", "latents")
 
 YARN_MUTATIONS = {"softmax_mscale_dropped", "yarn_interpolation_dropped", "yarn_interpolates_all_frequencies"}
 V3_MUTATIONS = {"groups_ignored", "bias_dropped", "bias_in_weights", "masked_groups_score_zero", "topk_not_normalised"}
@@ -21,6 +22,15 @@ MUTATIONS = {
     "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
     "v2-group": {"groups_ignored", "group_score_is_the_sum_of_two", "topk_normalised"},
     "v3": YARN_MUTATIONS | V3_MUTATIONS | {"rotary_mscale_dropped"},
+    "qwen3": {"qk_norms_dropped", "kv_heads_dealt_round"},
+    "qwen3-yarn": {
+        "qk_norms_dropped",
+        "attention_biases_dropped",
+        "rotary_mscale_dropped",
+        "yarn_interpolation_dropped",
+        "yarn_interpolates_all_frequencies",
+    },
+    "llama": {"kv_heads_dealt_round", "llama3_interpolation_dropped", "llama3_interpolates_all_frequencies"},
     "v3-fp8": YARN_MUTATIONS | V3_MUTATIONS | {"fp8_scales_dropped", "fp8_scales_divide", "fp8_blocks_of_equal_size"},
 }
 
@@ -70,12 +80,25 @@ def read_weight(name, key):
     return weight
 
 
+def cached_kinds(name):
+    """What of the cache the golden holds."""
+    return ("latents",) if name in LATENT else ("keys", "values")
+
+
+def cached_shape(config, length):
+    layers = config["num_hidden_layers"]
+    if "kv_lora_rank" in config:
+        return (layers, length, config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    return (layers, config["num_key_value_heads"], length, config["head_dim"])
+
+
 def rope_parameters(config):
     """The rope's parameters under the newer names, whichever the file has."""
     if "rope_parameters" in config:
         return config["rope_parameters"]
     scaling = dict(config["rope_scaling"])
-    return {"rope_type": scaling.pop("type"), "rope_theta": config["rope_theta"], **scaling}
+    kind = scaling.pop("type" if "type" in scaling else "rope_type")
+    return {"rope_type": kind, "rope_theta": config["rope_theta"], **scaling}
 
 
 def rms_norm(x, weight, eps):
@@ -89,14 +112,14 @@ def test_every_golden_is_here_and_no_other():
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_have_the_documented_shapes(name):
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
-    assert set(arrays) == {f"{key}_{i}" for key in KEYS for i in range(len(prompts))}
-    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    kinds = {"logits", "tokens", "margins", *cached_kinds(name)}
+    assert set(arrays) == {f"{key}_{i}" for key in kinds for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
         expected = {
             "logits": (np.float32, (len(prompt), config["vocab_size"])),
             "tokens": (np.int32, (NEW_TOKENS,)),
             "margins": (np.float32, (NEW_TOKENS,)),
-            "latents": (np.float32, (config["num_hidden_layers"], len(prompt), width)),
+            **{kind: (np.float32, cached_shape(config, len(prompt))) for kind in cached_kinds(name)},
         }
         for key, (dtype, shape) in expected.items():
             array = arrays[f"{key}_{i}"]
@@ -131,16 +154,37 @@ def test_tokens_follow_from_the_logits_by_clear_margins(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shared_prefix_has_the_same_logits_and_latents(name):
+def test_shared_prefix_has_the_same_logits_and_cache(name):
     (*_, shorter, longer), arrays = read_prompts(name), read_arrays(name)
     assert shorter[:SHARED_PREFIX] == longer[:SHARED_PREFIX]
     assert shorter[SHARED_PREFIX:] != longer[SHARED_PREFIX : len(shorter)]
-    for key, axis in (("logits", 0), ("latents", 1)):
+    for key, axis in (("logits", 0), *((kind, -2) for kind in cached_kinds(name))):
         short, long = (np.take(arrays[f"{key}_{i}"], range(SHARED_PREFIX), axis) for i in (2, 3))
         np.testing.assert_allclose(short, long, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GQA)
+def test_first_cached_keys_and_values_follow_from_the_checkpoint(name):
+    """Position 0 is not rotated, so the first layer's first row shows the heads' order, norms, biases and scale."""
+    config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
+    heads, table = (config["num_key_value_heads"], config["head_dim"]), tensor_table(name)
+    x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
+    x = rms_norm(x, read_weight(name, "model.layers.0.input_layernorm.weight"), config["rms_norm_eps"])
+    for kind in ("keys", "values"):
+        projection = f"model.layers.0.self_attn.{kind[0]}_proj"
+        row = x @ read_weight(name, f"{projection}.weight").T
+        row += read_weight(name, f"{projection}.bias") if f"{projection}.bias" in table else 0
+        row = row.reshape(-1, *heads)
+        norm, rope = "model.layers.0.self_attn.k_norm.weight", rope_parameters(config)
+        if kind == "keys" and norm in table:
+            row = rms_norm(row, read_weight(name, norm), config["rms_norm_eps"])
+        if kind == "keys" and rope["rope_type"] == "yarn":
+            row = row * (0.1 * log(rope["factor"]) + 1)
+        cached = np.stack([arrays[f"{kind}_{i}"][0, :, 0] for i in range(len(prompts))])
+        np.testing.assert_allclose(cached, row, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LATENT)
 def test_first_cached_row_follows_from_the_checkpoint(name):
     """Position 0 is not rotated, so the first layer's first row shows the order of the columns and their scale."""
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
@@ -163,26 +207,35 @@ def test_first_cached_row_follows_from_the_checkpoint(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mutation_is_visible(name):
     mutations = read_json(name, "golden.json")["mutations"]
-    always = {"rope_in_halves", "routed_scale_dropped", "shared_experts_dropped", "attention_norms_use_rms_norm_eps"}
+    always = {"rope_in_pairs", "scores_scaled_by_the_hidden_size"}
+    if name in LATENT:
+        always = {
+            "rope_in_halves",
+            "routed_scale_dropped",
+            "shared_experts_dropped",
+            "attention_norms_use_rms_norm_eps",
+        }
     assert always | MUTATIONS[name] <= set(mutations)
     assert min(mutations.values()) > 1e-2
 
 
 def test_rope_columns_are_those_of_the_family():
-    orders = {name: read_json(name, "golden.json")["rope_columns"] for name in NAMES}
+    orders = {name: read_json(name, "golden.json")["rope_columns"] for name in LATENT}
     assert orders == {"v2-greedy": "interleaved", "v2-group": "interleaved", "v3": "halves", "v3-fp8": "halves"}
 
 
-def test_shards_hold_what_the_index_says():
-    index, table = read_json("v3", "model.safetensors.index.json"), tensor_table("v3")
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_shards_hold_what_the_index_says(name):
+    index, table = read_json(name, "model.safetensors.index.json"), tensor_table(name)
     assert index["weight_map"] == {key: file for key, (file, _, _) in table.items()}
     assert len(set(index["weight_map"].values())) > 1
 
 
-@pytest.mark.parametrize("name", ["v2-greedy", "v3"])
+@pytest.mark.parametrize("name", ["v2-greedy", "v3", "llama"])
 def test_published_config_says_the_same_in_older_keys(name):
     config, published = read_json(name, "config.json"), read_json(name, "config_published.json")
-    assert {"rope_scaling", "rope_theta", "torch_dtype", "scoring_func", "topk_method"} <= set(published)
+    routing = {"scoring_func", "topk_method"} if name in LATENT else set()
+    assert {"rope_scaling", "rope_theta", "torch_dtype"} | routing <= set(published)
     assert not {"rope_parameters", "dtype"} & set(published)
     assert rope_parameters(published) == rope_parameters(config)
     assert published["torch_dtype"] == config["dtype"]

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import ModelConfig, YarnConfig
+from models.config import DeepSeekConfig
 from models.mla import AttentionSettings
-from models.model import DeepSeek, split_model
+from models.model import Decoder, split_model
 from models.presets import PRESETS
+from models.rope_config import YarnConfig
 from models.weights import checkpoint_shapes, random_model, random_tensor
 from tests.models import oracle
-from tests.models.step_case import PAGE_SIZE, Pages, step
+from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
 
-ODD = ModelConfig(  # everything the goldens leave out, in widths that divide nothing
+ODD = DeepSeekConfig(  # everything the goldens leave out, in widths that divide nothing
     model_type="deepseek_v3",
     vocab_size=61,
     hidden_size=40,
@@ -56,13 +57,13 @@ PIECES = AttentionSettings(piece_tokens=16)
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
 
 
-def make_tokens(config: ModelConfig) -> list[np.ndarray]:
+def make_tokens(config: DeepSeekConfig) -> list[np.ndarray]:
     rng = np.random.default_rng(1)
     return [rng.integers(0, config.vocab_size, length) for length in LENGTHS]
 
 
 @functools.cache
-def compiled(config: ModelConfig, settings: AttentionSettings):
+def compiled(config: DeepSeekConfig, settings: AttentionSettings):
     """A model of random weights: its jitted step, the weights, and the module."""
     model = random_model(config, seed=5, settings=settings)
     run, weights = split_model(model)
@@ -72,7 +73,7 @@ def compiled(config: ModelConfig, settings: AttentionSettings):
 class Session:
     """Caches of three sequences that steps are run on, the pages full of NaN at first."""
 
-    def __init__(self, config: ModelConfig = SMALL, settings: AttentionSettings = AttentionSettings()):
+    def __init__(self, config: DeepSeekConfig = SMALL, settings: AttentionSettings = AttentionSettings()):
         self.run, self.weights, self.model = compiled(config, settings)
         self.tokens = make_tokens(config)
         self.pages = Pages.scatter(len(LENGTHS), 12)
@@ -102,7 +103,7 @@ def reference() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("config", [ODD, DENSE, SMALL], ids=["odd", "dense", "v3"])
-def test_computes_what_the_oracle_does(config: ModelConfig):
+def test_computes_what_the_oracle_does(config: DeepSeekConfig):
     tensors = {name: random_tensor(name, shape, 5) for name, shape in checkpoint_shapes(config).items()}
     for logits, tokens in zip(whole(Session(config)), make_tokens(config), strict=True):
         np.testing.assert_allclose(logits, oracle.forward(config, tensors, list(tokens)), **TOLERANCE)
@@ -148,7 +149,9 @@ def test_padding_changes_no_bit_of_anything_else():
         logits = session.step(
             decode=[(1, 39)], prefill=[(0, 19, 74), (2, 0, 8)], idle_rows=1, padding=3, padding_token=token
         )
-        results.append((np.delete(logits, [1, -3, -2, -1], axis=0), [np.asarray(c.pages) for c in session.caches]))
+        results.append(
+            (np.delete(logits, [1, -3, -2, -1], axis=0), [np.asarray(pages) for pages in latent_pages(session.caches)])
+        )
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -156,8 +159,8 @@ def test_writes_its_own_slots_and_no_other():
     session = Session(settings=PIECES)
     session.step(prefill=[(1, 0, 40), (2, 0, 9)], padding=9)
     written = np.concatenate([session.pages.slots(s, np.arange(LENGTHS[s])) for s in (1, 2)])
-    for cache in session.caches:
-        flat = np.asarray(cache.pages).reshape(-1, cache.pages.shape[-1])
+    for pages in latent_pages(session.caches):
+        flat = np.asarray(pages).reshape(-1, pages.shape[-1])
         assert np.all(np.isfinite(flat[written]))
         assert np.all(np.isnan(np.delete(flat, written, axis=0)))
 
@@ -171,8 +174,8 @@ def test_caches_are_written_in_place():
     analysis, text = compilation.memory_analysis(), compilation.as_text()
     assert analysis is not None
     assert text is not None
-    assert analysis.alias_size_in_bytes == sum(c.pages.nbytes for c in caches)
-    shape = ",".join(map(str, caches[0].pages.shape))
+    assert analysis.alias_size_in_bytes == sum(pages.nbytes for pages in latent_pages(caches))
+    shape = ",".join(map(str, latent_pages(caches)[0].shape))
     copies = [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
     assert not copies, copies
 
@@ -193,7 +196,7 @@ def test_bfloat16_stays_close_and_gives_float32_logits():
     pages = Pages.scatter(1, 12)
     tokens = make_tokens(SMALL)[1]
     caches = pages.allocate(model)
-    assert caches[0].pages.dtype == jnp.bfloat16
+    assert latent_pages(caches)[0].dtype == jnp.bfloat16
     run, weights = split_model(model)
     logits, _ = jax.jit(run)(weights, jnp.asarray(tokens, jnp.int32), caches, step(pages, prefill=[(0, 0, 40)]))
     assert logits.dtype == jnp.float32
@@ -217,7 +220,7 @@ def test_wrong_steps_are_refused(unchecked_shapes):
 
 
 def test_cache_spec_follows_the_model():
-    model = DeepSeek(SMALL, AttentionSettings(), jnp.bfloat16)
+    model = Decoder(SMALL, AttentionSettings(), jnp.bfloat16)
     spec = model.cache_spec(num_pages=7, page_size=PAGE_SIZE)
     assert spec.arrays["pages"] == jax.ShapeDtypeStruct((7, PAGE_SIZE, SMALL.latent_width), jnp.bfloat16)
     assert model.cache_spec(7, PAGE_SIZE, jnp.float32).arrays["pages"].dtype == jnp.float32

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models import moe
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 from models.presets import PRESETS
 from pallas_attn import Capability
 from tests.models import oracle
@@ -26,7 +26,7 @@ ROUTINGS = {
 }
 
 
-def route(config: ModelConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def route(config: DeepSeekConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Experts and weights where the router's logits are x itself."""
     config = dataclasses.replace(config, hidden_size=x.shape[1])
     router = moe.Router(config)
@@ -40,7 +40,7 @@ def route(config: ModelConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("config", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("spread", [1.0, 0.0], ids=["distinct scores", "all scores equal"])
-def test_routes_as_a_loop_over_tokens_does(rng, config: ModelConfig, spread: float):
+def test_routes_as_a_loop_over_tokens_does(rng, config: DeepSeekConfig, spread: float):
     logits = (spread * rng.standard_normal((33, 16))).astype(np.float32)
     # Negative enough that biased scores are, too: a masked group must not win by being 0.
     bias = (spread * (rng.standard_normal(16) - 1)).astype(np.float32)

@@ -10,27 +10,32 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, mla, moe, rope
-from models.config import ModelConfig, YarnConfig
+from models import checkpoint, gqa, mla, moe, rope
+from models.config import DeepSeekConfig, ModelConfig
+from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
-from models.model import DeepSeek, split_model
+from models.model import Decoder, split_model
 from models.rope import halves_order
+from models.rope_config import YarnConfig
 from models.weights import load_model
+from pallas_attn import Rope
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-NAMES = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+GQA = ("qwen3", "qwen3-yarn", "llama")
+NAMES = (*LATENT, *GQA)
 
 LOGIT_TOLERANCE = 1e-4
 KL_TOLERANCE = 5e-6
-LATENT_TOLERANCE = 2e-5
+CACHE_TOLERANCE = 2e-5
 MARGIN = 1e-3
 
 
@@ -48,6 +53,7 @@ class Golden:
 
     def latents(self, config: ModelConfig) -> list[np.ndarray]:
         """[layers, prompt length, L + R] a prompt, the rotated columns in the order our cache has them."""
+        assert isinstance(config, DeepSeekConfig)
         rotary = np.arange(config.qk_rope_head_dim)
         order = halves_order(config.qk_rope_head_dim) if self.rope_columns == "interleaved" else rotary
         columns = np.concatenate([np.arange(config.kv_lora_rank), config.kv_lora_rank + order])
@@ -76,10 +82,9 @@ class Run:
     """A model that has prefilled all prompts of its golden in one step."""
 
     golden: Golden
-    model: DeepSeek
+    model: Decoder
     pages: Pages
     logits: list[np.ndarray]
-    latents: list[np.ndarray]
     caches: tuple
     step: Callable
     weights: list
@@ -101,7 +106,6 @@ def prefilled(name: str) -> Run:
         model,
         pages,
         np.split(np.asarray(logits), np.cumsum(lengths)[:-1]),
-        [pages.latents(caches, i, length) for i, length in enumerate(lengths)],
         caches,
         run,
         weights,
@@ -114,11 +118,22 @@ def test_prompt_logits(name: str):
         assert_parity(logits, wanted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LATENT)
 def test_cached_latents(name: str):
     run = prefilled(name)
-    for latents, wanted in zip(run.latents, run.golden.latents(run.model.config), strict=True):
-        np.testing.assert_allclose(latents, wanted, atol=LATENT_TOLERANCE, rtol=LATENT_TOLERANCE)
+    for i, wanted in enumerate(run.golden.latents(run.model.config)):
+        latents = run.pages.latents(run.caches, i, wanted.shape[1])
+        np.testing.assert_allclose(latents, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", GQA)
+def test_cached_keys_and_values(name: str):
+    run = prefilled(name)
+    for i, wanted in enumerate(zip(run.golden["keys"], run.golden["values"], strict=True)):
+        for cached, golden_one in zip(
+            run.pages.keys_and_values(run.caches, i, wanted[0].shape[2]), wanted, strict=True
+        ):
+            np.testing.assert_allclose(cached, golden_one, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,10 +187,9 @@ def masked_groups_score_zero(patch: Patch) -> None:
     patch.setattr(moe, "_keep_best_groups", lambda *args: jnp.nan_to_num(right(*args), neginf=0.0))
 
 
-def bias_dropped(patch: Patch) -> None:
+def tensors_dropped(ending: str) -> Callable[[Patch], None]:
     right = checkpoint.Checkpoint.read
-    bias = "e_score_correction_bias"
-    patch.setattr(checkpoint.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(bias)))
+    return replaced(checkpoint.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(ending)))
 
 
 def bias_in_weights(patch: Patch) -> None:
@@ -219,6 +233,22 @@ def attention_norms_use_rms_norm_eps(patch: Patch) -> None:
     patch.setattr(mla, "INNER_NORM_EPS", 5e-3)
 
 
+def rope_is(**changes: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(gqa, "Rope", lambda cos, sin, **given: Rope(cos, sin, **{**given, **changes}))
+
+
+def kv_heads_dealt_round(patch: Patch) -> None:
+    """Query head h attends with KV head h mod Hkv."""
+    right = gqa.GQA._attend
+
+    def attend(layer: gqa.GQA, q, cache, step):
+        heads, kv_heads = layer.config.num_attention_heads, layer.config.num_key_value_heads
+        order = np.arange(heads).reshape(-1, kv_heads).T.reshape(-1)
+        return right(layer, q[:, order], cache, step)[:, np.argsort(order)]
+
+    patch.setattr(gqa.GQA, "_attend", attend)
+
+
 right_dequantise = checkpoint.dequantise
 ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
 
@@ -233,7 +263,7 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     "group_score_is_the_best": group_score_counts("group_limited_greedy"),
     "group_score_is_the_sum_of_two": group_score_counts("noaux_tc"),
     "masked_groups_score_zero": masked_groups_score_zero,
-    "bias_dropped": bias_dropped,
+    "bias_dropped": tensors_dropped("e_score_correction_bias"),
     "bias_in_weights": bias_in_weights,
     "topk_not_normalised": reconfigured(norm_topk_prob=False),
     "topk_normalised": reconfigured(norm_topk_prob=True),
@@ -242,6 +272,15 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     "fp8_scales_dropped": replaced(checkpoint, "dequantise", lambda weight, scale, block: weight.astype(np.float32)),
     "fp8_scales_divide": replaced(checkpoint, "dequantise", lambda w, s, block: right_dequantise(w, 1 / s, block)),
     "fp8_blocks_of_equal_size": fp8_blocks_of_equal_size,
+    "rope_in_pairs": rope_is(style="interleaved"),
+    "llama3_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
+    "llama3_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),
+    "qk_norms_dropped": rope_is(q_norm=None, k_norm=None),
+    "kv_heads_dealt_round": kv_heads_dealt_round,
+    "scores_scaled_by_the_hidden_size": replaced(
+        GQAConfig, "sm_scale", property(lambda config: (config.hidden_size / config.num_attention_heads) ** -0.5)
+    ),
+    "attention_biases_dropped": tensors_dropped("_proj.bias"),
 }
 
 
@@ -249,7 +288,8 @@ def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Ours and the golden's, computed without jit: operations compile once for all mistakes, whole models do not."""
     expected = golden(name)
     prompt, wanted = max(zip(expected.prompts, expected["logits"], strict=True), key=lambda pair: len(pair[0]))
-    model = load_model(GOLDENS / name, jnp.float32, AttentionSettings(mla="absorb", implementation="reference"))
+    mla: Literal["absorb", "auto"] = "absorb" if name in LATENT else "auto"
+    model = load_model(GOLDENS / name, jnp.float32, AttentionSettings(mla=mla, implementation="reference"))
     pages = Pages.scatter(1, -(-len(prompt) // PAGE_SIZE))
     metadata = step(pages, prefill=[(0, 0, len(prompt))])
     logits, _ = model(jnp.asarray(prompt, jnp.int32), pages.allocate(model), metadata)

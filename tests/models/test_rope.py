@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from models import rope
-from models.config import YarnConfig
 from models.presets import PRESETS
+from models.rope_config import YarnConfig
 from tests.models import oracle
 
 PLAIN = dataclasses.replace(PRESETS["v3-tiny"], yarn=None)

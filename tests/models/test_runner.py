@@ -10,7 +10,7 @@ import pytest
 from models.request import Request, SamplingParams
 from models.runner import Bucket, PackedStep, Runner, RunnerConfig
 from models.step_plan import ScheduledRow, StepPlan
-from tests.models.engine_case import model
+from tests.models.engine_case import CONFIG, model
 
 SIZES = RunnerConfig(
     num_pages=24,
@@ -92,7 +92,7 @@ def test_a_compiled_step_copies_no_cache(runner, bucket):
     runner.compile(bucket)
     compiled = runner._compiled[bucket]
     assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
-    shape = ",".join(map(str, (SIZES.num_pages, SIZES.page_size, model().config.latent_width)))
+    shape = ",".join(map(str, (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)))
     copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
     assert not copies
 

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from models import weights
 from models.checkpoint import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
-from models.config import ModelConfig
+from models.config import DeepSeekConfig
 from models.mla import AttentionSettings
-from models.model import DeepSeek
+from models.model import Decoder
 from models.moe import MoE
 from models.presets import PRESETS
 
@@ -34,7 +34,7 @@ CONFIGS = {
 ROUTER = "model.layers.1.mlp.gate.weight"
 
 
-def parameters(model: DeepSeek) -> dict[str, np.ndarray]:
+def parameters(model: Decoder) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(p[...]) for path, p in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -56,8 +56,8 @@ def reconfigure(directory: Path, **entries: object) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_parameter_has_one_source(config: ModelConfig):
-    model = nnx.eval_shape(lambda: DeepSeek(config, AttentionSettings(), jnp.float32))
+def test_every_parameter_has_one_source(config: DeepSeekConfig):
+    model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.float32))
     paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
     assert paths == weights.weight_sources(config).keys()
     shapes = weights.checkpoint_shapes(config)

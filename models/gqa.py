@@ -1,0 +1,138 @@
+"""Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged K/V cache.
+
+Keys are normed and rotated as they are written, queries in the same pass. Then the decode rows of a step attend over
+their pages, sharing them as one plan for all layers says, and the prefill chunks over theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.gqa_config import GQAConfig
+from models.layers import Linear, RMSNorm
+from models.metadata import StepMetadata
+from models.mla import AttentionSettings
+from pallas_attn import (
+    DecodePlan,
+    PagedKV,
+    Rope,
+    decode_programs,
+    paged_decode,
+    paged_prefill,
+    plan_decode,
+    write_kv,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GQAStep:
+    """What all layers of equal windows need to know of a step.
+
+    Attributes:
+      metadata: where its tokens belong.
+      plan: how programs share the decode rows' pages; None where nothing follows plans.
+    """
+
+    metadata: StepMetadata
+    plan: DecodePlan | None
+
+
+def plan_step(config: GQAConfig, metadata: StepMetadata, cache: PagedKV, dtype: DTypeLike) -> GQAStep:
+    """Plans the decode rows of a step, once for all layers.
+
+    Args:
+      config: the model.
+      metadata: the step.
+      cache: any layer's; only its shapes and dtypes matter.
+      dtype: of the queries.
+    """
+    if not metadata.num_decode:
+        return GQAStep(metadata, None)
+    q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
+    num_programs = decode_programs(q, cache)
+    if num_programs == 1:
+        return GQAStep(metadata, None)
+    plan = plan_decode(
+        metadata.decode_kv_lens,
+        page_size=cache.page_size,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        num_programs=num_programs,
+    )
+    return GQAStep(metadata, plan)
+
+
+class GQA(nnx.Module):
+    """Grouped-query attention of one layer; q, k and v are projected as one."""
+
+    def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike):
+        if settings.mla != "auto":
+            raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
+        self.config, self.settings = config, settings
+        width, heads = config.head_dim, config.num_attention_heads
+        joined = (heads + 2 * config.num_key_value_heads) * width
+        self.qkv_proj = Linear(config.hidden_size, joined, dtype, config.attention_bias)
+        self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.o_proj = Linear(heads * width, config.hidden_size, dtype, config.attention_bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+        cache: PagedKV,
+        slots: Int32[Array, "T"],
+        step: GQAStep,
+    ) -> tuple[Float[Array, "T D"], PagedKV]:
+        """Attention output of every token, and the cache with the step's keys and values in it."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        joined = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = jnp.split(joined, [heads, heads + kv_heads], axis=1)
+        cache, q = write_kv(
+            cache, k, v, slots, rope=self._rope(*rope), q=q, implementation=self.settings.implementation
+        )
+        out = self._attend(q, cache, step)
+        return self.o_proj(out.reshape(x.shape[0], -1)), cache
+
+    def _rope(self, cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]) -> Rope:
+        return Rope(
+            cos,
+            sin,
+            q_norm=None if self.q_norm is None else self.q_norm.weight[...],
+            k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+            norm_eps=self.config.rms_norm_eps,
+        )
+
+    def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
+        metadata, num_decode = step.metadata, step.metadata.num_decode
+        outputs = []
+        if num_decode:
+            out = paged_decode(
+                q[:num_decode, None],
+                cache,
+                metadata.decode_block_tables,
+                metadata.decode_kv_lens,
+                sm_scale=self.config.sm_scale,
+                plan=step.plan,
+                implementation=self.settings.implementation,
+            )
+            outputs.append(out[:, 0])  # pyrefly: ignore[bad-index]
+        if num_decode < metadata.num_tokens:
+            out = paged_prefill(
+                q[num_decode:],
+                cache,
+                metadata.prefill_block_tables,
+                metadata.cu_q_lens,
+                metadata.prefill_kv_lens,
+                sm_scale=self.config.sm_scale,
+                implementation=self.settings.implementation,
+            )
+            outputs.append(out)
+        return jnp.concatenate(outputs)

@@ -1,0 +1,220 @@
+"""The models that goldens are made of (see make_goldens.py): small, and drawn so that every part of them shows."""
+
+from dataclasses import dataclass
+
+from transformers import (  # pyrefly: ignore[missing-import]
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One golden: the model's configuration, the seed of its weights and prompts, and the form of its files."""
+
+    config: PreTrainedConfig
+    seed: int
+    max_shard_size: str = "5GB"
+    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
+    fp8: bool = False  # the checkpoint is quantised as V3 is published; the golden is that of its dequantised twin
+
+
+def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+        "original_max_position_embeddings": 32,
+    }
+
+
+# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ. The epsilon is large enough to show
+# whether the norms inside attention keep to their own 1e-6.
+COMMON = {
+    "vocab_size": 256,
+    "max_position_embeddings": 1280,
+    "rms_norm_eps": 5e-3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+
+GQA_COMMON = {name: COMMON[name] for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps")} | {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.15,
+}
+
+NORM_SPREAD = 0.3
+"""Standard deviation of the norms' weights, whose mean is one."""
+
+GOLDENS = {
+    # V2-Lite's form: queries are not compressed, and there is one group of experts
+    "v2-greedy": Golden(
+        DeepseekV2Config(
+            **COMMON,
+            hidden_size=64,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            q_lora_rank=None,
+            n_routed_experts=12,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            topk_method="greedy",
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            rope_parameters=yarn(mscale=1.2, mscale_all_dim=0.707),
+        ),
+        seed=3,
+        published_config=True,
+    ),
+    # V2's form, with plain rope, three heads and no dense layer
+    "v2-group": Golden(
+        DeepseekV2Config(
+            **COMMON,
+            hidden_size=96,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=24,
+            num_hidden_layers=2,
+            first_k_dense_replace=0,
+            num_attention_heads=3,
+            q_lora_rank=40,
+            n_routed_experts=16,
+            n_shared_experts=2,
+            num_experts_per_tok=4,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=21,
+    ),
+    # V3's form, in several files
+    "v3": Golden(
+        DeepseekV3Config(
+            **COMMON,
+            hidden_size=64,
+            initializer_range=0.15,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            q_lora_rank=48,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            num_experts_per_tok=6,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+            rope_parameters=yarn(mscale=0.8, mscale_all_dim=1.0),
+        ),
+        seed=5,
+        max_shard_size="300KB",
+        published_config=True,
+    ),
+    # V3 as published: fp8 blocks (most of these widths leave a remainder), and a layer that predicts further tokens
+    "v3-fp8": Golden(
+        DeepseekV3Config(
+            **COMMON,
+            hidden_size=160,
+            initializer_range=0.1,
+            intermediate_size=272,
+            moe_intermediate_size=40,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=5,
+            num_key_value_heads=5,
+            q_lora_rank=144,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=1,
+            rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0),
+        ),
+        seed=13,
+        fp8=True,
+    ),
+    # Qwen3's form: normed queries and keys, heads wider than their share of the hidden size, plain rope
+    "qwen3": Golden(
+        Qwen3Config(
+            **GQA_COMMON,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=24,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=8,
+    ),
+    # Qwen3 as its cards say to stretch it, with tied embeddings and biases, a query head for each KV head
+    "qwen3-yarn": Golden(
+        Qwen3Config(
+            **(GQA_COMMON | {"max_position_embeddings": 128}),
+            hidden_size=80,
+            intermediate_size=112,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=16,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        seed=1,
+    ),
+    # Llama 3's form: its rope, no norms of queries and keys, in several files
+    "llama": Golden(
+        LlamaConfig(
+            **GQA_COMMON,
+            hidden_size=96,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        seed=1,
+        max_shard_size="300KB",
+        published_config=True,
+    ),
+}

@@ -1,0 +1,206 @@
+"""Configurations of dense decoders with grouped-query attention: what a config.json says and may not say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.config import DeepSeekConfig, read_config
+from models.gqa_config import GQAConfig
+from models.presets import GQA_PRESETS
+from models.rope_config import Llama3RopeConfig, YarnConfig
+from models.weights import count_parameters
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+QWEN3: dict[str, Any] = {  # of Qwen/Qwen3-8B, as published
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+LLAMA: dict[str, Any] = {  # of meta-llama/Llama-3.1-8B-Instruct, as published
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def without(config: dict, *names: str) -> dict:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_published_qwen3():
+    config = read_config(QWEN3)
+    assert isinstance(config, GQAConfig)
+    assert config.qk_norm
+    assert config.rope_scaling is None
+    assert config.eos_token_ids == (151645,)
+    assert config.sm_scale == 128**-0.5
+    assert count_parameters(config) == 8_190_735_360
+
+
+def test_published_llama():
+    config = read_config(LLAMA)
+    assert isinstance(config, GQAConfig)
+    assert not config.qk_norm
+    assert config.head_dim == 128
+    assert config.rope_scaling == Llama3RopeConfig(8.0, 8192, 1.0, 4.0)
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert count_parameters(config) == 8_030_261_248
+
+
+def test_older_llamas_leave_heads_unsaid():
+    config = GQAConfig.from_hf(without(LLAMA, "num_key_value_heads", "rope_scaling", "rope_theta"))
+    assert (config.num_key_value_heads, config.head_dim) == (32, 128)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+
+
+def test_qwen3_is_stretched_by_yarn():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert GQAConfig.from_hf({**QWEN3, "rope_scaling": scaling}).rope_scaling == YarnConfig(4.0, 32768)
+
+
+def test_the_family_is_told_by_model_type():
+    deepseek = json.loads((GOLDENS / "v3" / "config.json").read_text())
+    assert isinstance(read_config(deepseek), DeepSeekConfig)
+    with pytest.raises(NotImplementedError, match="model_type 'mamba': expected one of deepseek_v2"):
+        read_config({"model_type": "mamba"})
+    with pytest.raises(ValueError, match="model_type is missing"):
+        read_config({})
+
+
+def test_old_and_new_keys_describe_the_same_model():
+    new, old = (
+        read_config(json.loads((GOLDENS / "llama" / name).read_text()))
+        for name in ("config.json", "config_published.json")
+    )
+    assert new == old
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+WRITTEN = {
+    **GQA_PRESETS,
+    "qwen3": GQAConfig.from_hf(QWEN3),
+    "llama": GQAConfig.from_hf(LLAMA),
+    "fp8": GQAConfig.from_hf({**QWEN3, "quantization_config": BLOCKS}),
+    "yarn": dataclasses.replace(GQA_PRESETS["qwen3-tiny"], rope_scaling=YarnConfig(4.0, 64, attention_factor=1.5)),
+}
+
+
+@pytest.mark.parametrize("config", WRITTEN.values(), ids=WRITTEN)
+def test_survives_being_written_as_json(config: GQAConfig):
+    assert read_config(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"head_dim": None}, "head_dim missing"),
+        ({"num_key_value_heads": None}, "num_key_value_heads missing"),
+        ({"vocab_size": None}, "vocab_size missing"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of num_attention_heads=32, got 5"),
+        ({"head_dim": 127}, "head_dim: expected an even number, got 127"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected at least 1"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings, low_freq_factor"),
+        (
+            {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 4.0}},
+            "expected high_freq_factor > low_freq_factor > 0, got 4.0 and 4.0",
+        ),
+        ({"rope_scaling": {**LLAMA["rope_scaling"], "factor": 0.5}}, "llama3 factor: expected at least 1, got 0.5"),
+    ],
+)
+def test_says_what_is_wrong(entries: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        GQAConfig.from_hf({**QWEN3, **entries})
+
+
+def test_heads_that_do_not_divide_the_hidden_size_must_be_said():
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of num_attention_heads=32, got 4095"):
+        GQAConfig.from_hf({**LLAMA, "hidden_size": 4095})
+    assert GQAConfig.from_hf({**LLAMA, "hidden_size": 4095, "head_dim": 128}).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("entries", "feature"),
+    [
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope': expected default or yarn or llama3"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method fp8"),
+    ],
+)
+def test_names_what_is_not_supported(entries: dict, feature: str):
+    with pytest.raises(NotImplementedError, match=feature):
+        GQAConfig.from_hf({**QWEN3, **entries})
+
+
+JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})
+
+
+def is_read_or_refused(config: dict) -> bool:
+    try:
+        read = read_config(config)
+    except (ValueError, NotImplementedError):
+        return True
+    return read_config(read.to_hf()) == read
+
+
+@pytest.mark.parametrize("name", QWEN3 | LLAMA)
+def test_no_entry_ends_in_another_error(name: str):
+    assert all(is_read_or_refused({**base, name: junk}) for junk in JUNK for base in (QWEN3, LLAMA))
