@@ -83,6 +83,10 @@ def cache_spec(
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
             raise ValueError("kv_scales: expected none, the latents of MLA are not quantised")
+        if jnp.dtype(dtype) in QUANTISED:
+            raise ValueError(
+                f"cache dtype: expected bfloat16, float16 or float32 for latents, got {jnp.dtype(dtype).name}"
+            )
         return latent_cache_spec(
             num_pages=num_pages,
             page_size=page_size,

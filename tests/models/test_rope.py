@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import rope
-from models.presets import PRESETS
-from models.rope_config import YarnConfig
+from models.presets import GQA_PRESETS, PRESETS
+from models.rope_config import Llama3RopeConfig, YarnConfig
 from tests.models import oracle
 
 PLAIN = dataclasses.replace(PRESETS["v3-tiny"], yarn=None)
@@ -38,6 +39,26 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     np.testing.assert_array_equal(stretched[:10], plain[:10])
     np.testing.assert_allclose(stretched[24:], plain[24:] / 40, rtol=1e-6)
     assert np.all(np.diff(stretched) < 0)
+
+
+def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
+    """Against wavelengths, as the published code has them, one pair at a time."""
+    scaling = Llama3RopeConfig(8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], head_dim=128, rope_theta=5e5, rope_scaling=scaling)
+    wanted = []
+    for i in range(64):
+        frequency = 5e5 ** (-2 * i / 128)
+        wavelength = 2 * math.pi / frequency
+        blend = (8192 / wavelength - 1) / (4 - 1)
+        if wavelength < 8192 / 4:
+            wanted.append(frequency)
+        elif wavelength > 8192 / 1:
+            wanted.append(frequency / 8)
+        else:
+            wanted.append((1 - blend) * frequency / 8 + blend * frequency)
+    np.testing.assert_allclose(rope.inverse_frequencies(config), wanted, rtol=1e-6)
+    cos, _ = rope.rope_table(config, jnp.zeros(1, jnp.int32))
+    np.testing.assert_array_equal(cos, np.ones((1, 64)))
 
 
 def test_turns_pairs_as_complex_numbers(rng):

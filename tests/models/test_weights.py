@@ -16,20 +16,24 @@ from safetensors.numpy import load_file, save_file
 
 from models import weights
 from models.checkpoint import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
-from models.config import DeepSeekConfig
+from models.config import ModelConfig
 from models.mla import AttentionSettings
 from models.model import Decoder
 from models.moe import MoE
-from models.presets import PRESETS
+from models.presets import GQA_PRESETS, PRESETS
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
-CONFIGS = {
+CONFIGS: dict[str, ModelConfig] = {
     "v3": V3,
     "v2": dataclasses.replace(PRESETS["v2-lite-tiny"], vocab_size=48),
     "biased, tied, nothing shared": dataclasses.replace(
         V3, attention_bias=True, tie_word_embeddings=True, n_shared_experts=0
     ),
     "dense, biased, no q_lora": dataclasses.replace(V3, q_lora_rank=None, first_k_dense_replace=9, attention_bias=True),
+    "qwen3": GQA_PRESETS["qwen3-tiny"],
+    "llama, biased, tied": dataclasses.replace(
+        GQA_PRESETS["qwen3-tiny"], model_type="llama", attention_bias=True, tie_word_embeddings=True
+    ),
 }
 ROUTER = "model.layers.1.mlp.gate.weight"
 
@@ -56,7 +60,7 @@ def reconfigure(directory: Path, **entries: object) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_parameter_has_one_source(config: DeepSeekConfig):
+def test_every_parameter_has_one_source(config: ModelConfig):
     model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.float32))
     paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
     assert paths == weights.weight_sources(config).keys()

@@ -165,6 +165,17 @@ def test_the_implementation_and_mla_asked_for_are_used(run_json, write_ids):
     assert run["verified"] is True
 
 
+def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
+    qwen3 = GOLDEN.with_name("qwen3")
+    prompts = json.loads((qwen3 / "prompts.json").read_text())[1:3]
+    asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids(prompts), "--kv-dtype", "int8", "--verify"]
+    result = run_json(*asked)
+    tokens = np.load(qwen3 / "golden.npz")
+    assert outputs(result)[0] == tokens["tokens_1"][:6].tolist()
+    assert result["run"]["verified"] is True
+    assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
+
+
 class TestTexts:
     def words(self, ids):
         return " ".join(f"w{i}" for i in ids)
