@@ -21,10 +21,14 @@ class MosaicConfig:
     Attributes:
       pairs: of tiles of 64 latents that one holds in shared memory.
       cluster: programs on neighbouring multiprocessors that share what they read: 1, or 2 where their number is even.
+      fine: whether columns of a tile are copied, and waited for, 64 at a time, and not halves at once.
+      prefetch: whether tiles of one page are fetched into the second cache before there is shared memory for them.
     """
 
     pairs: int
     cluster: int
+    fine: bool = True
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= 5:
@@ -36,5 +40,5 @@ class MosaicConfig:
 def mosaic_config(latent_dim: int, rope_dim: int, page_size: int) -> MosaicConfig:
     """Sizes of the Mosaic kernel for many query rows."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    heuristic = MosaicConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
+    heuristic = MosaicConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2, fine=page_size >= 64)
     return tuning.lookup("mla_decode/mosaic", key, MosaicConfig, lambda: heuristic)

@@ -15,7 +15,7 @@ from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
 from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.ops.mla_decode import config
-from pallas_attn.ops.mla_decode.mosaic_rows import ROWS
+from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
 from pallas_attn.types import DecodePlan, PagedLatent
 
 
@@ -104,7 +104,7 @@ def _decode_rows(
         return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
 
     seen = _seen(q_lens, num_queries, draft_mask)
-    inputs = mosaic_rows.Inputs(
+    inputs = Inputs(
         q_latent=as_rows(q_latent),
         q_rope=as_rows(q_rope),
         pages=cache.pages,
@@ -115,12 +115,14 @@ def _decode_rows(
         seen=as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
         seen_by_any=lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
     )
-    static = mosaic_rows.Static(
+    static = Static(
         latent_dim=latent_dim,
         rope_dim=q_rope.shape[-1],
         page_size=page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
+        fine=settings.fine,
+        prefetch=settings.prefetch,
         sm_scale=sm_scale,
     )
     out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)
@@ -131,14 +133,14 @@ def _decode_rows(
 
 
 def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None) -> Int32[Array, "B Q"]:
-    """What each query sees, as bits: j for draft key j, `mosaic_rows.REAL` for all older ones."""
+    """What each query sees, as bits: j for draft key j, `REAL` for all older ones."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if draft_mask is None:
         draft_mask = (index[:, None] >= index[None])[None]
     real = index[None] < q_lens[:, None]
     shown = draft_mask & real[:, None, :] & real[:, :, None]
     bits = jnp.sum(jnp.where(shown, jnp.left_shift(1, index)[None, None], 0), axis=-1, dtype=jnp.int32)
-    return jnp.where(real, bits | jnp.int32(-(2**mosaic_rows.REAL)), 0)
+    return jnp.where(real, bits | jnp.int32(-(2**REAL)), 0)
 
 
 def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
@@ -159,5 +161,5 @@ def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
         )
     if page_size not in (16, 32, 64, 128):
         raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
-    if num_queries > mosaic_rows.NO_DRAFT:
-        raise NotImplementedError(f"takes at most {mosaic_rows.NO_DRAFT} queries, got {num_queries}")
+    if num_queries > NO_DRAFT:
+        raise NotImplementedError(f"takes at most {NO_DRAFT} queries, got {num_queries}")

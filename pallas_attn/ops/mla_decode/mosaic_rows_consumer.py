@@ -1,0 +1,246 @@
+"""The two warpgroups of `mosaic_rows` that compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_columns, over_tokens
+from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
+    LOWEST,
+    NO_DRAFT,
+    PER_ROW,
+    Q_FREE,
+    REAL,
+    ROWS,
+    TOKENS,
+    Inputs,
+    Memory,
+    Piece,
+    Static,
+    for_each_piece,
+    unknown_zero,
+)
+from pallas_attn.ops.mla_decode.mosaic_rows_products import finish, shrink, start_scores, start_values
+
+HEADROOM = 8
+"""log2 of how large probabilities may be."""
+
+
+class State(NamedTuple):
+    """Attention of a block's rows over some latents, as one of the two warpgroups has it.
+
+    Attributes:
+      m: [ROWS], the what scores are relative to, not scaled: at most HEADROOM below the largest so far.
+      l: [ROWS], its own tiles' share of the sum of `Consumer.weight` of scores beside m.
+      acc: [ROWS, columns], all latents times those weights, in its own columns.
+    """
+
+    m: Any
+    l: Any  # noqa: E741
+    acc: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """One of the two warpgroups that compute.
+
+    Attributes:
+      half: which of the tiles of a pair it scores, and which half of the latent it accumulates.
+    """
+
+    static: Static
+    x: Inputs
+    mem: Memory
+    block: Any
+    half: int
+
+    def run(self, finish: Callable[[Consumer, Piece, State], None]) -> None:
+        """All pieces; `finish` takes what each comes to."""
+        mem, static = self.mem, self.static
+        plgpu.barrier_arrive(mem.both.at[Q_FREE])
+        for slot in range(2 * static.pairs):
+            self.release(slot)
+
+        def work(piece: Piece) -> None:
+            plgpu.barrier_wait(mem.q_landed)
+            empty = State(
+                mosaic.filled(LOWEST, (ROWS,), PER_ROW),
+                mosaic.filled(0.0, (ROWS,), PER_ROW),
+                mosaic.filled(0.0, (ROWS, static.widths[self.half]), mosaic.TILE),
+            )
+            finish(self, piece, (self.all_odd if self.half else self.all_even)(piece, empty))
+            plgpu.barrier_arrive(mem.both.at[Q_FREE])
+
+        for_each_piece(static, self.x.plan, work)
+
+    def release(self, slot: Any) -> None:
+        """Lets the half that this warpgroup reads values from be overwritten."""
+        plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
+
+    def all_even(self, piece: Piece, state: State) -> State:
+        """Takes in all pairs of tiles of a piece, as warpgroup 0: the scores of the next are always under way."""
+
+        def step(i: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
+            return self.even(piece, piece.pair + i, *carry, more=True)
+
+        parts = (0, 1, 2)
+        s = finish(self.start_scores(self.slots(piece.pair)[0], parts), under_way=0)
+        last = piece.num_pairs(self.static) - 1
+        state, s = lax.fori_loop(0, last, step, (state, s))
+        state, _ = self.even(piece, piece.pair + last, state, s, more=False)
+        return state
+
+    def all_odd(self, piece: Piece, state: State) -> State:
+        """The same as warpgroup 1."""
+        return lax.fori_loop(0, piece.num_pairs(self.static), lambda i, s: self.odd(piece, piece.pair + i, s), state)
+
+    def slots(self, pair: Any) -> tuple[Any, Any]:
+        """Of the tiles of a pair."""
+        here = unknown_zero()
+        return here + self.static.slot(pair, 0), here + self.static.slot(pair, 1)
+
+    def even(self, piece: Piece, pair: Any, state: State, s: Any, *, more: bool) -> tuple[State, Any]:
+        """Takes in a pair of tiles, of which the first has products s, and multiplies for the next if there is one."""
+        mem, (mine, other) = self.mem, self.slots(pair)
+        self.clear(piece, pair, 0, mine)
+        m, p, p16 = self.probabilities(piece, pair, state.m, s)
+        self.p(mine, 0)[...] = p16
+        mem.stats[0] = m
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(mem.ready.at[0])
+        factor = self.weight(state.m, m)
+        acc = shrink(state.acc, factor)
+        acc = self.start_values(p16, mine, acc)
+        l = state.l * factor + p.sum(axis=1)  # noqa: E741
+        acc = finish(acc, under_way=0)
+        self.release(mine)
+        plgpu.barrier_wait(mem.ready.at[1])
+        m_both = mosaic.load(mem.stats.at[1], PER_ROW)
+        factor = self.weight(m, m_both)
+        acc = shrink(acc, factor)
+        self.clear(piece, pair, 1, other)
+        acc = self.start_values(self.p(other, 1), other, acc)
+        following, _ = self.slots(pair + 1)
+        if more:
+            s = self.start_scores(following, (0,))
+        acc = finish(acc, under_way=self.static.score_groups if more else 0)
+        self.release(other)
+        if more:
+            s = finish(self.start_scores(following, (1, 2), s), under_way=0)
+        return State(m_both, l * factor, acc), s
+
+    def odd(self, piece: Piece, pair: Any, state: State) -> State:
+        """Takes in a pair of tiles, and scores the second."""
+        mem, (other, mine) = self.mem, self.slots(pair)
+        s = self.start_scores(mine, (1, 0, 2))
+        plgpu.barrier_wait(mem.ready.at[0])
+        m_first = mosaic.load(mem.stats.at[0], PER_ROW)
+        factor = self.weight(state.m, m_first)
+        acc = shrink(state.acc, factor)
+        self.clear(piece, pair, 0, other)
+        acc = self.start_values(self.p(other, 0), other, acc)
+        s = finish(s, under_way=1)
+        self.clear(piece, pair, 1, mine)
+        m, p, p16 = self.probabilities(piece, pair, m_first, s)
+        self.p(mine, 1)[...] = p16
+        mem.stats[1] = m
+        plgpu.commit_smem()
+        acc = finish(acc, under_way=0)
+        self.release(other)
+        plgpu.barrier_arrive(mem.ready.at[1])
+        again = self.weight(m_first, m)
+        acc = shrink(acc, again)
+        acc = self.start_values(p16, mine, acc)
+        l = state.l * (factor * again) + p.sum(axis=1)  # noqa: E741
+        acc = finish(acc, under_way=0)
+        self.release(mine)
+        return State(m, l, acc)
+
+    def probabilities(self, piece: Piece, pair: Any, m: Any, s: Any) -> tuple[Any, Any, Any]:
+        """Of products of this warpgroup's tile: what they are relative to now, and they, in float32 and as multiplied.
+
+        Scores relative to less than the largest are as good as long as they are in range, and what was added up before
+        need not shrink.
+        """
+        s = lax.cond(self.is_seen(pair, self.half), lambda s: s, functools.partial(self.masked, piece, pair), s)
+        highest = s.max(axis=1)
+        m = jnp.where((highest - m) * (self.static.sm_scale * LOG2E) > HEADROOM, highest, m)
+        p = self.weight(s, over_tokens(m, s.shape))
+        return m, p, p.astype(self.mem.k.left.dtype)
+
+    def weight(self, score: Any, largest: Any) -> Any:
+        """exp of the difference of scaled scores."""
+        return jnp.exp2((score - largest) * (self.static.sm_scale * LOG2E))
+
+    def p(self, slot: Any, tile: int) -> Ref:
+        """Where the probabilities of a tile lie."""
+        return self.mem.k.rope.at[slot, 0] if self.mem.p is None else self.mem.p.at[tile]
+
+    def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
+        """Starts products of queries with parts of a tile, as these land, which are added to those started before."""
+        q, k, static, here = self.mem.q, self.mem.k, self.static, unknown_zero()
+        columns = static.row_bytes // 2
+        for chunk in [chunk for part in parts for chunk in static.chunks_of(part)]:
+            plgpu.barrier_wait(self.mem.landed.at[len(static.chunks) * slot + chunk.number])
+            for i in range(0, chunk.width, columns):
+                left = q[chunk.part].at[here, :, pl.ds(chunk.start + i, columns)]
+                right = k[chunk.part].at[slot, chunk.index, :, pl.ds(i, columns)]
+                s = start_scores(left, right, s, static.row_bytes)
+        return s
+
+    def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
+        """Starts the product of probabilities with this warpgroup's half of a tile."""
+        return start_values(p, self.mem.k[self.half].at[slot], acc, self.static.row_bytes)
+
+    # Visibility
+
+    def note(self, pair: Any, tile: int) -> Ref:
+        return self.mem.notes.at[self.static.notes_slot(pair), tile]
+
+    def is_seen(self, pair: Any, tile: int) -> Any:
+        """Whether every row sees every token of a tile."""
+        return self.note(pair, tile)[0] == 1
+
+    def bits(self, piece: Piece, pair: Any, tile: int, token: Any) -> Any:
+        """Which bit of what a row sees tells of each token of a tile."""
+        note, oldest_query = self.note(pair, tile), self.x.kv_lens[piece.row] - self.x.q_lens[piece.row]
+        position = token + note[1]
+        for j in range(1, self.static.pages):
+            first = j * self.static.page_tokens
+            position = jnp.where(token >= first, token + (note[1 + j] - first), position)
+        draft = position - oldest_query
+        return jnp.where(draft < 0, REAL, jnp.minimum(draft, NO_DRAFT))
+
+    def masked(self, piece: Piece, pair: Any, s: Any) -> Any:
+        """Scores, -inf where a row does not see a token."""
+        bit = over_columns(self.bits(piece, pair, self.half, mosaic.column_iota(TOKENS)), s.shape)
+        seen = over_tokens(self.seen(piece), s.shape)
+        return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
+
+    def seen(self, piece: Piece) -> Any:
+        """[ROWS]: what each row sees."""
+        return mosaic.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
+
+    def clear(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
+        """Makes values that no row sees 0, whatever they are: 0 · NaN is NaN."""
+
+        @pl.when(~self.is_seen(pair, tile))
+        def _clear() -> None:
+            bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
+            any_row = self.x.seen_by_any[piece.row]
+            alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
+            columns = self.static.row_bytes // 2  # in few registers
+            for chunk, i in [(c, i) for c in self.static.chunks_of(self.half) for i in range(0, c.width, columns)]:
+                part = self.mem.k[self.half].at[slot, chunk.index, :, pl.ds(i, columns)]
+                loaded = plgpu.load(part, layout=mosaic.TILE)
+                part[...] = jnp.where(over_tokens(alive, loaded.shape), loaded, jnp.zeros((), loaded.dtype))
+            plgpu.commit_smem()

@@ -1,0 +1,283 @@
+"""What a program of `mosaic_rows` is compiled for, holds in shared memory, and works off."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import PER_TOKEN
+from pallas_attn.types import DecodePlan
+
+ROWS = 64
+"""Query rows of a block: wgmma's M."""
+
+TOKENS = 64
+"""Latents of a tile."""
+
+NOWHERE = 2**30
+"""Position of a token that does not exist: newer than every query."""
+
+REAL, NO_DRAFT = 31, 30
+"""Bits of what a query row sees, above those of the draft keys: whether there is such a query, and never."""
+
+LOWEST = -1e30
+"""What the largest score begins with: finite, so that no difference is NaN, and smaller than any score."""
+
+Q_FREE, SUMS = 0, 1
+"""What takes both warpgroups."""
+
+PER_ROW = PER_TOKEN
+"""A value for each row of a tile, here a query row."""
+
+
+class Chunk(NamedTuple):
+    """Columns of a tile that are copied at once: the `index`-th of a part's."""
+
+    number: int
+    part: int
+    index: int
+    width: int
+
+    @property
+    def start(self) -> int:
+        """The first of them, in the part."""
+        return self.index * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for, beside shapes and dtypes.
+
+    Attributes:
+      pairs: of tiles in shared memory.
+      cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
+      fine: whether a copy brings as many columns as one swizzled row holds, or else a part of a tile.
+      prefetch: whether tiles are fetched into the second cache before there is shared memory for them.
+      sm_scale: multiplies the scores.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    page_size: int
+    pairs: int
+    cluster: int
+    fine: bool
+    prefetch: bool
+    sm_scale: float
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of the latent that each warpgroup accumulates."""
+        left = -(-self.latent_dim // 128) * 64
+        return left, self.latent_dim - left
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a swizzled tile."""
+        return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Columns of a tile that are copied at once, part by part."""
+        shapes = enumerate(self.chunk_shapes)
+        pieces = [(part, i, width) for part, (count, width) in shapes for i in range(count)]
+        return [Chunk(number, *piece) for number, piece in enumerate(pieces)]
+
+    @property
+    def chunk_shapes(self) -> list[tuple[int, int]]:
+        """Of each part, how many chunks it consists of, and their columns."""
+        parts = (*self.widths, self.rope_dim)
+        return [(width // (self.row_bytes // 2), self.row_bytes // 2) if self.fine else (1, width) for width in parts]
+
+    def chunks_of(self, part: int) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.part == part]
+
+    @property
+    def score_groups(self) -> int:
+        """Products that scores with the left half of a tile are the sum of."""
+        return self.widths[0] // (self.row_bytes // 2)
+
+    @property
+    def pages(self) -> int:
+        """Pages, or parts of one, that make up a tile."""
+        return max(1, TOKENS // self.page_size)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of each of them."""
+        return min(TOKENS, self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        return max(1, self.page_size // TOKENS)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the pages of a pair are looked up before the pair before is loaded: there are registers for few."""
+        return self.pages == 1
+
+    @property
+    def has_own_p(self) -> bool:
+        """Whether probabilities need memory of their own; else they lie where the rotated keys were."""
+        return self.rope_dim != TOKENS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
+        if self.pages > 1:
+            return (224, 56) if self.widths[0] > 128 else (200, 104)
+        return (232, 40) if self.widths[0] > 128 else (200, 104)
+
+    def columns(self, chunk: Chunk) -> Any:
+        """Of what the cache holds for a token."""
+        return pl.ds((0, self.widths[0], self.latent_dim)[chunk.part] + chunk.start, chunk.width)
+
+    def page_and_part(self, tile: Any) -> tuple[Any, Any]:
+        """The first page of a tile among those of a piece, and which part of it, if that takes several tiles."""
+        if self.tiles_per_page == 1:
+            return tile * self.pages, 0
+        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
+
+    def slot(self, pair: Any, tile: int) -> Any:
+        """Where in shared memory a tile of a pair goes."""
+        return tile if self.pairs == 1 else 2 * lax.rem(pair, self.pairs) + tile
+
+    def notes_slot(self, pair: Any) -> Any:
+        """Where notes on a pair go: not over those that one warpgroup may still read, being a pair behind the other."""
+        return lax.rem(pair, 2 * self.pairs)
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      q_latent, q_rope: [B, blocks·ROWS, L or R].
+      pages: [N, ps, L + R].
+      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit REAL for all older ones.
+      seen_by_any: int32 [B], by some row of the sequence.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    pages: Any
+    block_tables: Any
+    kv_lens: Any
+    q_lens: Any
+    plan: DecodePlan
+    seen: Any
+    seen_by_any: Any
+
+
+class Parts(NamedTuple):
+    """The columns of a query or a latent: those of either warpgroup, and the rotated ones."""
+
+    left: Any
+    right: Any
+    rope: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+      q: [ROWS, columns].
+      k: [2 · pairs, chunks, TOKENS, columns].
+      p: [2, ROWS, TOKENS], probabilities of either tile of a pair, or None.
+      stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
+      notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, whether every row sees all of it, and the position of each
+        page's first token or NOWHERE.
+      q_landed, landed [2 · pairs · chunks]: a query, a chunk of a tile, is there.
+      free: [2 · pairs · 2], half of a tile may be overwritten.
+      ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
+      both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
+    """
+
+    q: Parts
+    k: Parts
+    p: Any
+    stats: Any
+    notes: Any
+    q_landed: Any
+    landed: Any
+    free: Any
+    ready: Any
+    both: Any
+
+    @staticmethod
+    def types(x: Inputs, static: Static) -> Memory:
+        dtype, slots = x.pages.dtype, 2 * static.pairs
+        operand = functools.partial(mosaic.operand, dtype=dtype, row_bytes=static.row_bytes)
+        columns = Parts(*static.widths, static.rope_dim)
+        return Memory(
+            q=Parts(*(operand((1, ROWS, n)) for n in columns)),
+            k=Parts(*(operand((slots, count, TOKENS, n)) for count, n in static.chunk_shapes)),
+            p=operand((2, ROWS, TOKENS)) if static.has_own_p else None,
+            stats=plgpu.SMEM((4, ROWS), jnp.float32),
+            notes=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
+            q_landed=plgpu.Barrier(num_arrivals=3),
+            landed=plgpu.Barrier(num_barriers=len(static.chunks) * slots, num_arrivals=static.pages),
+            free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),
+            ready=plgpu.Barrier(num_barriers=2),
+            both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        )
+
+
+# --- pieces
+
+
+class Piece(NamedTuple):
+    """Pages `start` to `stop` of a row.
+
+    Attributes:
+      row: of the plan, a sequence.
+      number: of its state, where the row is in several pieces.
+      pair: how many pairs of tiles the program took before.
+    """
+
+    row: Any
+    start: Any
+    stop: Any
+    number: Any
+    pair: Any
+
+    def num_pairs(self, static: Static) -> Any:
+        tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
+        return pl.cdiv(tiles, 2)
+
+
+def for_each_piece(static: Static, plan: DecodePlan, work: Callable[[Piece], None]) -> None:
+    """Works off the pieces of this program."""
+    program = lax.axis_index("program")
+    end_row, end_page = plan.program_row[program + 1], plan.program_page[program + 1]
+
+    def step(at: tuple[Any, ...]) -> tuple[Any, ...]:
+        row, page, number, pair = at
+        num_pages = plan.num_pages[row]
+        stop = jnp.where(row == end_row, end_page, num_pages)
+        if plan.piece_pages:
+            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
+        piece = Piece(row, page, stop, number, pair)
+        work(piece)
+        done = stop == num_pages
+        after = jnp.where(done, plan.next_row[row], row), jnp.where(done, 0, stop)
+        return *after, number + 1, pair + piece.num_pairs(static)
+
+    def is_ours(at: tuple[Any, ...]) -> Any:
+        row, page, *_ = at
+        return (row < end_row) | ((row == end_row) & (page < end_page))
+
+    begin = plan.program_row[program], plan.program_page[program], plan.program_piece[program], jnp.int32(0)
+    lax.while_loop(is_ours, step, begin)
+
+
+def unknown_zero() -> Any:
+    """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
+    return lax.optimization_barrier(jnp.int32(0))

@@ -1,0 +1,138 @@
+"""The warpgroup of `mosaic_rows` that copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
+    NOWHERE,
+    Q_FREE,
+    ROWS,
+    TOKENS,
+    Chunk,
+    Inputs,
+    Memory,
+    Piece,
+    Static,
+    for_each_piece,
+    unknown_zero,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The warpgroup that starts all copies."""
+
+    static: Static
+    x: Inputs
+    mem: Memory
+    block: Any
+
+    def run(self) -> None:
+        for_each_piece(self.static, self.x.plan, self.work)
+        plgpu.barrier_wait(self.mem.both.at[Q_FREE])
+        for i in range(4 * self.static.pairs):
+            plgpu.barrier_wait(self.mem.free.at[i])
+
+    def work(self, piece: Piece) -> None:
+        """One piece: its query comes after the first tiles, for which there is room earlier."""
+
+        def load(i: Any, pages: Any) -> Any:
+            following = self.locate_pair(piece, i + 1)
+            self.load_pair(piece, i, pages)
+            pl.when(i == 0)(lambda: self.load_query(piece))
+            if following is not None and self.static.prefetch and not mosaic.interpreted():
+                for tile, (page,) in enumerate(following):
+                    self.prefetch(2 * (i + 1) + tile, page)
+            return following
+
+        lax.fori_loop(0, piece.num_pairs(self.static), load, self.locate_pair(piece, jnp.int32(0)))
+
+    def load_query(self, piece: Piece) -> None:
+        x, mem, rows = self.x, self.mem, pl.ds(self.block * ROWS, ROWS)
+        plgpu.barrier_wait(mem.both.at[Q_FREE])
+        left, right = self.static.widths
+        plgpu.copy_gmem_to_smem(x.q_latent.at[piece.row, rows, pl.ds(0, left)], mem.q.left.at[0], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_latent.at[piece.row, rows, pl.ds(left, right)], mem.q.right.at[0], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_rope.at[piece.row, rows], mem.q.rope.at[0], mem.q_landed)
+
+    def locate_pair(self, piece: Piece, i: Any) -> list[list[Any]] | None:
+        """Pages of both tiles, if they are looked up ahead."""
+        if not self.static.looks_ahead:
+            return None
+        return [self.locate(piece, 2 * i + tile) for tile in (0, 1)]
+
+    def locate(self, piece: Piece, tile: Any) -> list[Any]:
+        """The id of each page of a tile; negative where there is none."""
+        tables, (first, _) = self.x.block_tables, self.static.page_and_part(tile)
+        entries = [piece.start + first + j for j in range(self.static.pages)]
+        ids = [tables[piece.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
+        return [jnp.where(entry < piece.stop, page, -1) for entry, page in zip(entries, ids, strict=True)]
+
+    def load_pair(self, piece: Piece, i: Any, tiles: list[list[Any]] | None) -> None:
+        """Starts the copies of a pair of tiles: of each half, as soon as what it takes the place of was used.
+
+        The rotated keys come with the half whose last reader also reads the probabilities that lie over them.
+        """
+        static, mem = self.static, self.mem
+        for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            slot = static.slot(piece.pair + i, tile) + unknown_zero()
+            chunks = [chunk for part in ((half,) if tile == half else (half, 2)) for chunk in static.chunks_of(part)]
+            pages = self.locate(piece, 2 * i + tile) if tiles is None else tiles[tile]
+            plgpu.barrier_wait(mem.free.at[2 * slot + half])
+            if tile == half:
+                self.note(piece, i, tile, pages)
+            _, part = static.page_and_part(2 * i + tile)
+            for j, page in enumerate(pages):
+                slot = slot + unknown_zero()  # else addresses for all pages are computed, and kept, before the first
+                copies = functools.partial(self.copy, slot, chunks, j, page, part)
+                pl.when(page >= 0)(copies)
+
+                @pl.when(page < 0)
+                def _nothing_to_copy(slot: Any = slot, chunks: list[Chunk] = chunks) -> None:
+                    for chunk in chunks:
+                        plgpu.barrier_arrive(mem.landed.at[len(static.chunks) * slot + chunk.number])
+
+    def note(self, piece: Piece, i: Any, tile: int, pages: list[Any]) -> None:
+        """Leaves for the others which tokens a tile holds."""
+        static = self.static
+        notes = self.mem.notes.at[static.notes_slot(piece.pair + i), tile]
+        first, part = static.page_and_part(2 * i + tile)
+        first_token = (piece.start + first) * static.page_size + part * TOKENS
+        seen_by_all = first_token + TOKENS <= self.x.kv_lens[piece.row] - self.x.q_lens[piece.row]
+        for j, page in enumerate(pages):
+            seen_by_all &= page >= 0
+            notes[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, NOWHERE)
+        notes[0] = seen_by_all.astype(jnp.int32)
+
+    def copy(self, slot: Any, chunks: list[Chunk], j: int, page: Any, part: Any) -> None:
+        """Starts the copies of columns of a page, or of the part of it that is meant."""
+        static, mem = self.static, self.mem
+        source = self.source(page, part)
+        place = pl.ds(j * static.page_tokens, static.page_tokens)
+        for chunk in chunks:
+            to = mem.k[chunk.part].at[slot, chunk.index, place]
+            landed = mem.landed.at[len(static.chunks) * slot + chunk.number]
+            plgpu.copy_gmem_to_smem(source.at[:, static.columns(chunk)], to, landed, collective_axes="cluster")
+
+    def source(self, page: Any, part: Any) -> Ref:
+        return self.x.pages.at[page, pl.ds(part * TOKENS, self.static.page_tokens)]
+
+    def prefetch(self, tile: Any, page: Any) -> None:
+        """Has a tile of one page fetched into the second cache."""
+        static = self.static
+        _, part = static.page_and_part(tile)
+        source, first = self.source(page, part), 0
+        for width in (*static.widths, static.rope_dim):
+            columns = source.at[:, pl.ds(first, width)]
+            plgpu.async_prefetch(columns, collective_axes="cluster", predicate=page >= 0)
+            first += width
