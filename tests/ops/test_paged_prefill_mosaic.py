@@ -56,16 +56,17 @@ CASES = {
     "windows about as long as a page": replace(BASE, head_windows=((16, 1), (17, 100)), sinks="large"),
     "all idle": replace(BASE, kv_lens=(0, 7, 9, 0), q_lens=(0, 0, 0, 0), padding=48),
 }
-ABSENT = replace(BASE, head_wise=True, absent_pages=True, dtype="float16", sinks=None)
+SHORT = replace(BASE, kv_lens=(20, 150), q_lens=(3, 20), pages_per_row=10, num_pages=40)
+ABSENT = replace(SHORT, head_wise=True, absent_pages=True, dtype="float16", sinks=None)
 WIDE = replace(
     BASE,
-    kv_lens=(130, 300),
+    kv_lens=(130, 200),
     q_lens=(3, 9),
-    q_heads=6,
+    q_heads=3,
     kv_heads=1,
     head_dim=128,
     page_size=128,
-    pages_per_row=3,
+    pages_per_row=2,
     num_pages=8,
     head_windows=None,
     sinks=None,
@@ -100,11 +101,10 @@ def test_parts_of_pages_int_window_soft_cap() -> None:
 
 def test_heads_that_are_not_packed() -> None:
     with mock.patch.object(config, "packed_heads", return_value=1):
-        check(replace(WIDE, page_size=64, pages_per_row=6, num_pages=20), ONE_BLOCK)
+        check(replace(WIDE, head_dim=64, page_size=64, pages_per_row=4, num_pages=12), ONE_BLOCK)
 
 
 FP8 = "float8_e4m3fn"
-SHORT = replace(BASE, kv_lens=(0, 20, 150, 65), q_lens=(0, 3, 20, 1), pages_per_row=10, num_pages=40)
 QUANTISED = {
     "int8 per head, soft cap": (
         replace(SHORT, cache_dtype="int8", scales="head", head_windows=((FULL, 0), (60, 5)), soft_cap=3.0),

@@ -32,7 +32,7 @@ BASE = RaggedCase(
     (70, 9, 150, 5),
     tokens=173,
     keys=243,
-    q_heads=2,
+    q_heads=1,
     kv_heads=1,
     key_dim=64,
     value_dim=64,
@@ -73,13 +73,11 @@ def test_lengths(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
     check(replace(BASE, q_lens=q_lens, kv_lens=kv_lens))
 
 
-@pytest.mark.parametrize("lengths", ["prefixes, no queries, more queries than keys, padding", "single queries"])
-def test_every_key_seen(lengths: str) -> None:
-    q_lens, kv_lens = LENGTHS[lengths]
-    check(replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=False))
+def test_every_key_seen() -> None:
+    check(replace(BASE, causal=False))
 
 
-FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19)
+FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
     "DeepSeek's, one program a block": (
         MosaicConfig(tile_keys=64, stages=2, consumers=3, persistent=False),
@@ -105,7 +103,7 @@ def test_no_tokens_or_no_keys() -> None:
     inputs = Inputs.draw(replace(BASE, q_lens=(0,) * 4, kv_lens=(0,) * 4), harness.fresh_rng())
     arrays = inputs.arguments()
     out, lse = call(MOSAIC, BASE, arrays | {"q": arrays["q"][:0]})
-    assert (out.shape, lse.shape) == ((0, 2, 64), (0, 2))
+    assert (out.shape, lse.shape) == ((0, 1, 64), (0, 1))
     out, lse = call(MOSAIC, BASE, arrays | {"k": arrays["k"][:0], "v": arrays["v"][:0]})
     assert not np.any(out)
     assert np.all(np.isneginf(lse))

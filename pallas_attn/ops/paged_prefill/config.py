@@ -6,7 +6,6 @@ import dataclasses
 
 from pallas_attn import tuning
 from pallas_attn.ops.common.flash_config import MosaicConfig
-from pallas_attn.ops.common.mosaic_config import SHARED_BYTES
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -54,20 +53,13 @@ def mosaic_config(key: MosaicKey) -> MosaicConfig:
 
 def _heuristic(key: MosaicKey) -> MosaicConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer; one consumer where shared memory has no room for more.
+    those of the producer; one consumer where heads are widest and there are scales: it has a few registers more, and
+    leaves shared memory to tiles that are widened.
     """
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
-    consumers = 2 if shared_bytes(key, tile_keys, stages, consumers=2) <= SHARED_BYTES else 1
+    consumers = 1 if key.head_dim == 256 and key.cache_bytes == 1 else 2
     return MosaicConfig(tile_keys, stages, consumers, persistent=False)
-
-
-def shared_bytes(key: MosaicKey, tile_keys: int, stages: int, consumers: int) -> int:
-    """Shared memory a program takes: arrays come in multiples of 1 KB, barriers take no more than another."""
-    wide, factors = 2 * tile_keys * key.head_dim, 12 * (stages + 1) * tile_keys
-    queries = consumers * key.terms * 128 * key.head_dim
-    narrow = wide if key.cache_bytes == 1 else 0
-    return queries + 2 * stages * wide + narrow + (-(-factors // 1024) * 1024 if key.token_scales else 0) + 2048
 
 
 def packed_heads(group: int, queries: int, block: int) -> int:

@@ -9,7 +9,6 @@ What `mosaic_widening` says of caches of 8 bits is where tiles are not copied to
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -35,75 +34,9 @@ from pallas_attn.ops.common.mosaic_flash import (
 )
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.mosaic_inputs import Block, Inputs, Paged
 from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
-from pallas_attn.types import HeadWindow, PagedKV, ScaleLayout
-
-
-class Inputs(NamedTuple):
-    """Arrays, or in the kernel references to them.
-
-    Attributes:
-      q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
-      blocks: int32 [n, 5], a `Block` each.
-      count: int32 [1], how many of them there are.
-      window: a `HeadWindow` or None.
-      sinks: [Hq] or None.
-    """
-
-    q: tuple[Any, ...]
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    block_tables: Any
-    blocks: Any
-    count: Any
-    window: HeadWindow | None
-    sinks: Any
-
-
-class Block(NamedTuple):
-    """Neighbouring rows of a sequence.
-
-    Attributes:
-      sequence: whose pages it sees.
-      start: the first row's place in the block, a multiple of 8.
-      first_row, end_row: rows of the sequence.
-      kv_len: keys of the sequence; 0 for what follows the last one.
-    """
-
-    sequence: Any
-    start: Any
-    first_row: Any
-    end_row: Any
-    kv_len: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Paged:
-    """What a kernel is compiled for, beside `Static`.
-
-    Attributes:
-      pack: heads of a query that follow one another.
-      group: query heads of a KV head.
-      window: of all heads, if there is no `HeadWindow`.
-      beside: tokens in a row of the pools.
-    """
-
-    pack: int
-    group: int
-    num_kv_heads: int
-    page_size: int
-    window: int | None
-    scales: ScaleLayout
-    beside: int
-
-    @property
-    def groups(self) -> int:
-        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
-        return self.scales if isinstance(self.scales, int) else 0
+from pallas_attn.types import HeadWindow, PagedKV
 
 
 def paged_prefill(
@@ -125,21 +58,7 @@ def paged_prefill(
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
     scales, beside = mosaic_quantised.scale_layout(kv), mosaic_quantised.tokens_in_row(kv)
     terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
-    settings = config.mosaic_config(
-        config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), len(terms))
-    )
-    static = Static(
-        head_dim,
-        head_dim,
-        settings.tile_keys,
-        settings.stages,
-        settings.consumers,
-        copies=max(1, settings.tile_keys // page_size),
-        score_scale=sm_scale / query_scale,
-        soft_cap=soft_cap,
-        query_terms=len(terms),
-        widens=scales is not None,
-    )
+    static, persistent = _static(kv, len(terms), sm_scale / query_scale, soft_cap)
     group = num_heads // num_kv_heads
     pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
     int_window = window if isinstance(window, int) else None
@@ -158,7 +77,7 @@ def paged_prefill(
         sinks=sinks,
     )
     items = blocks.shape[0] * num_heads // pack
-    programs = min(items, mosaic.multiprocessors()) if settings.persistent else items
+    programs = min(items, mosaic.multiprocessors()) if persistent else items
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, paged, programs),
         out_type=(
@@ -194,6 +113,27 @@ def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
         raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
     if page_size not in (16, 32, 64, 128):
         raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
+
+
+def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None) -> tuple[Static, bool]:
+    """What a kernel is compiled for, and whether programs have several blocks."""
+    page_size, head_dim = kv.k.shape[2:]
+    scales = mosaic_quantised.scale_layout(kv)
+    key = config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), terms)
+    settings = config.mosaic_config(key)
+    static = Static(
+        head_dim,
+        head_dim,
+        settings.tile_keys,
+        settings.stages,
+        settings.consumers,
+        copies=max(1, settings.tile_keys // page_size),
+        score_scale=score_scale,
+        soft_cap=soft_cap,
+        query_terms=terms,
+        widens=scales is not None,
+    )
+    return static, settings.persistent
 
 
 def _packed(q: Float[Array, "T Hq D"], pack: int) -> Float[Array, "rows heads D"]:

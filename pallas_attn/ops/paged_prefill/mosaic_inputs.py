@@ -1,0 +1,75 @@
+"""What the kernel of `paged_prefill` is compiled for, and what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from pallas_attn.types import HeadWindow, ScaleLayout
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
+      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
+      blocks: int32 [n, 5], a `Block` each.
+      count: int32 [1], how many of them there are.
+      window: a `HeadWindow` or None.
+      sinks: [Hq] or None.
+    """
+
+    q: tuple[Any, ...]
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    block_tables: Any
+    blocks: Any
+    count: Any
+    window: HeadWindow | None
+    sinks: Any
+
+
+class Block(NamedTuple):
+    """Neighbouring rows of a sequence.
+
+    Attributes:
+      sequence: whose pages it sees.
+      start: the first row's place in the block, a multiple of 8.
+      first_row, end_row: rows of the sequence.
+      kv_len: keys of the sequence; 0 for what follows the last one.
+    """
+
+    sequence: Any
+    start: Any
+    first_row: Any
+    end_row: Any
+    kv_len: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """What a kernel is compiled for, beside `Static`.
+
+    Attributes:
+      pack: heads of a query that follow one another.
+      group: query heads of a KV head.
+      window: of all heads, if there is no `HeadWindow`.
+      beside: tokens in a row of the pools.
+    """
+
+    pack: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    window: int | None
+    scales: ScaleLayout
+    beside: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
+        return self.scales if isinstance(self.scales, int) else 0
