@@ -1,0 +1,207 @@
+"""Decoders with grouped-query attention in the engine: tokens of transformers however steps are cut, and quantised
+caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from models import gqa
+from models.caches import Caches, KVScales, load_kv_scales
+from models.engine import Engine, EngineConfig
+from models.implementations import explain_attention
+from models.mla import AttentionSettings
+from models.model import Decoder, split_model
+from models.outputs import RequestOutput
+from models.presets import GQA_PRESETS
+from models.request import SamplingParams
+from models.verify import Decoded, verify
+from models.weights import load_model, random_model
+from pallas_attn import PagedKV
+from tests.models.step_case import PAGE_SIZE, Pages, step
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+ENGINES = {
+    "chunks of 16, few pages": EngineConfig(num_pages=14, page_size=8, max_batched_tokens=16, max_num_seqs=3),
+    "whole prompts, uncached": EngineConfig(
+        num_pages=64, page_size=4, max_batched_tokens=128, max_num_seqs=4, chunked_prefill=False, prefix_caching=False
+    ),
+    "chunks of 5, tokens of their own pages": EngineConfig(
+        num_pages=256, page_size=1, max_batched_tokens=5, max_num_seqs=2
+    ),
+}
+
+
+@functools.cache
+def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
+    """A golden's model and prompts, and the greedy tokens that transformers gives."""
+    prompts = json.loads((GOLDENS / name / "prompts.json").read_text())
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        tokens = [arrays[f"tokens_{i}"] for i in range(len(prompts))]
+    return load_model(GOLDENS / name), prompts, tokens
+
+
+def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list[RequestOutput]]:
+    """The prompts twice over, so that the second time finds prefixes, on an engine that compiles little."""
+    one_size = {
+        "max_model_len": 104,
+        "decode_buckets": (config.max_num_seqs,),
+        "prefill_buckets": (config.max_batched_tokens,),
+    }
+    engine = Engine(model, dataclasses.replace(config, **one_size))
+    return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*zip(["llama", "qwen3-yarn", "qwen3"], ENGINES, strict=True)])
+def test_tokens_are_those_of_transformers(name: str, sizes: str):
+    model, prompts, tokens = golden(name)
+    config = ENGINES[sizes]
+    engine, outputs = run(model, config, prompts)
+    for output, wanted in zip(outputs, [*tokens, *tokens], strict=True):
+        np.testing.assert_array_equal(output.output_ids, wanted)
+    cached = [output.cached_tokens for output in outputs[len(prompts) :]]
+    assert (sum(cached) > 0) == config.prefix_caching
+    if config.num_pages == 14:
+        assert engine.stats().preemptions > 0
+
+
+def scales_of_golden(name: str, qmax: int) -> KVScales:
+    """One a channel, such that the largest value of any prompt is stored as qmax: as calibration would choose them."""
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        largest = [
+            np.max([np.abs(arrays[f"{kind}_{i}"]).max(axis=2) for i in range(4)], axis=0) / qmax
+            for kind in ("keys", "values")
+        ]
+    return KVScales(*largest)
+
+
+def test_with_a_quantised_cache_tokens_depend_on_no_way_to_cut_steps():
+    """They are those of a plain run over such a cache, and no others: rounding to 3 bits shows in tokens."""
+    model, prompts, exact_tokens = golden("qwen3-yarn")
+    cache: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "kv_scales": scales_of_golden("qwen3-yarn", 448)}
+    engine, outputs = run(model, dataclasses.replace(ENGINES["chunks of 16, few pages"], **cache), prompts)
+    pairs = zip([*prompts, *prompts], outputs, strict=True)
+    decoded = [Decoded(prompt, output.output_ids, GREEDY) for prompt, output in pairs]
+    verification = verify(model, decoded, max_len=104, **cache)
+    assert verification.passed
+    assert verification.tied == 0
+    assert engine.stats().cache_bytes < 0.5 * 14 * 8 * 4 * 2 * 2 * 3 * 16  # of float32
+    exact = [Decoded(p, t.tolist(), GREEDY) for p, t in zip(prompts, exact_tokens, strict=True)]
+    assert not verify(model, exact, max_len=104, tolerance=1e-3, **cache).passed
+
+
+@functools.cache
+def jitted_step(name: str) -> Callable:
+    model, _, _ = golden(name)
+    stepping, weights = split_model(model)
+    return functools.partial(jax.jit(stepping), weights)
+
+
+def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
+    """Logits of the longest prompt over an int8 cache, and the caches it leaves."""
+    model, prompts, _ = golden("qwen3")
+    pages = Pages.scatter(1, 10)
+    caches = model.allocate_caches(11, PAGE_SIZE, "int8", scales)
+    tokens = jnp.asarray(prompts[3], jnp.int32)
+    logits, caches = jitted_step("qwen3")(tokens, caches, step(pages, prefill=[(0, 0, len(prompts[3]))]))
+    return np.asarray(logits), caches, pages
+
+
+def test_static_scales_are_the_files_and_each_layer_has_its_own(tmp_path: Path):
+    scales = scales_of_golden("qwen3", 127)
+    save_file({"k_scale": scales.k, "v_scale": scales.v}, tmp_path / "scales.safetensors")
+    read = load_kv_scales(tmp_path / "scales.safetensors")
+    logits, caches, pages = stored_logits(read)
+    with np.load(GOLDENS / "qwen3" / "golden.npz") as arrays:
+        wanted, keys = arrays["logits_3"], arrays["keys_3"]
+    stored = pages.keys_and_values(caches, 0, len(logits))[0]
+    # the first layer's keys are those of transformers, later ones come of rounded ones
+    np.testing.assert_allclose(stored[0] * scales.k[0][:, None], keys[0], atol=0.51 * scales.k[0].max())
+    for layer, cache in enumerate(caches):
+        assert isinstance(cache, PagedKV)
+        np.testing.assert_array_equal(np.asarray(cache.k_scale), scales.k[layer])
+    assert np.corrcoef(logits.ravel(), wanted.ravel())[0, 1] > 0.99
+    wrong, _, _ = stored_logits(KVScales(scales.k[::-1].copy(), scales.v[::-1].copy()))
+    assert np.abs(wrong - wanted).mean() > 2 * np.abs(logits - wanted).mean()
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
+    model = random_model(TINY)
+    ones = np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError, match=r"kv_scales: expected shape \[2, 2\] of this model, got \[3, 2\]"):
+        model.cache_spec(4, 8, "int8", KVScales(np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)))
+    with pytest.raises(ValueError, match="not quantised"):
+        model.cache_spec(4, 8, "bfloat16", KVScales(ones, ones))
+    with pytest.raises(ValueError, match="expected k and v of one shape"):
+        KVScales(ones, ones[:1])
+    with pytest.raises(ValueError, match="expected positive finite numbers, v has others"):
+        KVScales(ones, 0 * ones)
+    path = tmp_path / "scales.safetensors"
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_kv_scales(path)
+    save_file({"k_scale": ones, "v_scale": ones.astype(np.float64)}, path)
+    with pytest.raises(ValueError, match=r"found k_scale \(float32\), v_scale \(float64\)"):
+        load_kv_scales(path)
+
+
+def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch):
+    """Where programs share the pages, a step plans once, and its layers are one function that takes the plan."""
+    plans = []
+    right = gqa.plan_decode
+
+    def plan_once(kv_lens, **sizes):
+        plans.append(sizes)
+        return right(kv_lens, **sizes)
+
+    monkeypatch.setattr(gqa, "decode_programs", lambda q, kv: 6)
+    monkeypatch.setattr(gqa, "plan_decode", plan_once)
+    model = random_model(TINY)
+    stepping, weights = split_model(model)
+    pages = Pages.scatter(2, 4)
+    metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
+    tokens, caches = jnp.zeros(metadata.num_tokens, jnp.int32), pages.allocate(model)
+    lowered = jax.jit(stepping).lower(weights, tokens, caches, metadata).as_text()
+    assert plans == [{"page_size": PAGE_SIZE, "num_q_heads": 8, "num_kv_heads": 2, "num_programs": 6}]
+    assert len(re.findall(r"func.func private @_apply_layer", lowered)) == 1
+    assert len(re.findall(r"call @_apply_layer", lowered)) == TINY.num_hidden_layers
+
+
+def test_caches_are_written_in_place():
+    """Scales of their tokens, too."""
+    model = random_model(TINY)
+    stepping, weights = split_model(model)
+    pages = Pages.scatter(1, 6)
+    caches, metadata = model.allocate_caches(7, PAGE_SIZE, "int8"), step(pages, decode=[(0, 17)], prefill=[(0, 0, 9)])
+    compiled = jax.jit(stepping, donate_argnums=2).lower(weights, jnp.zeros(10, jnp.int32), caches, metadata).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes == sum(array.nbytes for array in jax.tree.leaves(caches))
+
+
+def test_latents_are_refused_where_keys_and_values_belong():
+    with pytest.raises(ValueError, match="mla: expected auto, a qwen3 has no latents to absorb"):
+        random_model(TINY, settings=AttentionSettings(mla="absorb"))
+
+
+def test_every_operation_has_an_implementation():
+    sizes = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2, cache_dtype="int8")
+    explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64), "bfloat16")
+    assert {op: explanation.chosen for op, explanation in explained.items()} == {
+        "write_kv": "xla",
+        "paged_decode": "xla",
+        "paged_prefill": "xla",
+    }
