@@ -26,7 +26,9 @@ from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 # Latents that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1), honours_plans=True)
+MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1, fine=False), honours_plans=True)
+FINE = Variant("mosaic", MosaicConfig(pairs=1, cluster=1), honours_plans=True)
+CLUSTER = Variant("mosaic", MosaicConfig(pairs=1, cluster=2, fine=False), honours_plans=True)
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -68,8 +70,8 @@ SHAPES = {
 }
 
 
-def call(arrays: dict[str, Any], **static: Any) -> tuple[jax.Array, jax.Array]:
-    return harness.compiled(mla_decode, MOSAIC, sm_scale=SM_SCALE, return_lse=True, **static)(**arrays)
+def call(arrays: dict[str, Any], variant: Variant = MOSAIC, **static: Any) -> tuple[jax.Array, jax.Array]:
+    return harness.compiled(mla_decode, variant, sm_scale=SM_SCALE, return_lse=True, **static)(**arrays)
 
 
 def plan_for(case: MlaCase, kv_lens: Any, mode: Any, num_programs: int) -> Any:
@@ -88,11 +90,11 @@ def draw(case: MlaCase) -> Inputs:
     return Inputs.draw(case, harness.fresh_rng())
 
 
-def check(inputs: Inputs, **more: Any) -> None:
+def check(inputs: Inputs, variant: Variant = MOSAIC, **more: Any) -> None:
     """Against numpy, and bit for bit with and without poison."""
-    got = call(inputs.arguments() | more)
-    harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(inputs.case.dtype))
-    harness.assert_same_bits(got, call(inputs.arguments(poisoned=False) | more))
+    got = call(inputs.arguments() | more, variant)
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance(inputs.case.dtype))
+    harness.assert_same_bits(got, call(inputs.arguments(poisoned=False) | more, variant))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -102,8 +104,14 @@ def test_matches_the_contract_and_reads_no_poison(case: MlaCase) -> None:
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_shapes(case: MlaCase) -> None:
-    """With the plan the operation makes itself."""
-    check(draw(case))
+    """With the plan the operation makes itself; tiles come in chunks."""
+    check(draw(case), FINE)
+
+
+def test_blocks_that_share_what_is_read() -> None:
+    """In a cluster of two."""
+    case = replace(ONE_BLOCK, kv_lens=(70, 200), heads=128, latent_dim=128, rope_dim=32, page_size=64, pages_per_row=4)
+    check(draw(case), CLUSTER)
 
 
 def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
