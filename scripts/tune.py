@@ -90,12 +90,31 @@ def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
             yield {"piece_tokens": piece_tokens}
 
 
+def flash_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Tiles that fit shared memory beside the queries, and so do those that are about to be widened."""
+    for tile_keys, stages, consumers, persistent in itertools.product(
+        (64, 128, 192), (2, 3, 4), (1, 2, 3), (False, True)
+    ):
+        if _flash_bytes(key, tile_keys, stages, consumers) <= SHARED_BYTES:
+            yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers, "persistent": persistent}
+
+
+def _flash_bytes(key: Mapping[str, Any], tile_keys: int, stages: int, consumers: int) -> int:
+    """Of queries, and of keys and values."""
+    key_dim = key.get("key_dim", key.get("head_dim"))
+    queries = consumers * 64 * 2 * key_dim * key.get("terms", 1)
+    row = key_dim + key.get("value_dim", key_dim)
+    return queries + tile_keys * row * (2 * stages + (key.get("cache_bytes", 2) == 1))
+
+
 SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
     "paged_decode/mosaic": paged_decode_mosaic,
     "paged_decode/xla": paged_decode_xla,
     "plan_decode": plan_decode,
     "kv_write/mosaic": kv_write_mosaic,
     "mla_prefill": mla_prefill,
+    "ragged_attention/mosaic": flash_mosaic,
+    "paged_prefill/mosaic": flash_mosaic,
 }
 """Candidates by kind of configuration, for a key; fields that one does not name stay as they are."""
 

@@ -134,6 +134,12 @@ def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
     check(case, variant)
 
 
+def test_tiles_that_cut_pages_are_refused() -> None:
+    variant = replace(MOSAIC, config=MosaicConfig(tile_keys=192, stages=2, consumers=2, persistent=False))
+    with pytest.raises(NotImplementedError, match="got 192 keys of pages of 128"):
+        call(variant, WIDE, Inputs.draw(WIDE, harness.fresh_rng()).prefill())
+
+
 REFUSALS = {
     "takes bfloat16 and float16 queries": {"dtype": "float32"},
     "takes queries and an unquantised cache of one dtype": {"cache_dtype": "float16"},

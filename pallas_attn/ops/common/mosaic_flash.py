@@ -50,8 +50,11 @@ QUERIES = 64
 ALIGNMENT = 8
 """Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
 
-REGISTERS = {1: (248, 72), 2: (232, 40), 3: (160, 32)}
-"""Of a thread of a consumer and of the producer, by the number of consumers: as many as a multiprocessor has."""
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+WIDENING_REGISTERS = {1: (248, 72), 2: (224, 56), 3: (152, 56)}
+"""Of a thread of a consumer and of the producer, by the number of consumers: as many as a multiprocessor has. A
+producer that widens what it copies takes more of them.
+"""
 
 
 class ResultRows(RowLayout):
@@ -101,7 +104,7 @@ class Static:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a consumer's thread, and of one of the producer."""
-        return REGISTERS[self.consumers]
+        return (WIDENING_REGISTERS if self.widens else REGISTERS)[self.consumers]
 
 
 class Memory(NamedTuple):

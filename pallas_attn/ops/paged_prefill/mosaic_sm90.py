@@ -121,6 +121,10 @@ def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None)
     scales = mosaic_quantised.scale_layout(kv)
     key = config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), terms)
     settings = config.mosaic_config(key)
+    if settings.tile_keys % page_size and page_size % settings.tile_keys:
+        raise NotImplementedError(
+            f"takes tiles of whole pages, or of a part of one, got {settings.tile_keys} keys of pages of {page_size}"
+        )
     static = Static(
         head_dim,
         head_dim,
