@@ -44,11 +44,13 @@ class GQAStep:
     plan: DecodePlan | None
 
 
-def plan_step(config: GQAConfig, metadata: StepMetadata, cache: PagedKV, dtype: DTypeLike) -> GQAStep:
+def plan_step(
+    config: GQAConfig, settings: AttentionSettings, metadata: StepMetadata, cache: PagedKV, dtype: DTypeLike
+) -> GQAStep:
     """Plans the decode rows of a step, once for all layers.
 
     Args:
-      config: the model.
+      config, settings: of the model.
       metadata: the step.
       cache: any layer's; only its shapes and dtypes matter.
       dtype: of the queries.
@@ -56,7 +58,7 @@ def plan_step(config: GQAConfig, metadata: StepMetadata, cache: PagedKV, dtype: 
     if not metadata.num_decode:
         return GQAStep(metadata, None)
     q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
-    num_programs = decode_programs(q, cache)
+    num_programs = decode_programs(q, cache, implementation=settings.implementation)
     if num_programs == 1:
         return GQAStep(metadata, None)
     plan = plan_decode(
@@ -65,6 +67,7 @@ def plan_step(config: GQAConfig, metadata: StepMetadata, cache: PagedKV, dtype: 
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         num_programs=num_programs,
+        implementation=settings.implementation,
     )
     return GQAStep(metadata, plan)
 

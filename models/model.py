@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
                 parts = step_parts(metadata, self.settings.mla)
                 return plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)
             case GQAConfig() as config, PagedKV() as cache:
-                return plan_step(config, metadata, cache, self.embed_tokens.dtype)
+                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
 

@@ -8,6 +8,9 @@ How near was measured, in 28,000 tokens of the small random models and the golde
 4e-5, and no token differed. In bfloat16 they move by 0.05 as a rule, but by several units where a token's experts are
 themselves a near tie: 3% of the tokens differed (6% at worst), which the plain run had behind by up to 4.2. A tolerance
 that wide says little of a single token, so it also counts how many had to use it.
+
+Over quantised keys and values the plain run quantises alike, but a rounding error of the last place can move one to the
+next of 255 values: in 5,800 tokens of float32 models logits moved by at most 0.012, and no token differed.
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ from models.request import SamplingParams
 from models.sampler import SamplingRows, sample
 from pallas_attn import PAGE_NONE
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.5, "float8_e4m3fn": 0.5}
-"""How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache: there a
-rounding error of the last place can move a key to the next of 255 values."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.05}
+"""How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache."""
 
 MOST_TIED = 0.25
 """The share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""

@@ -167,7 +167,7 @@ def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch):
         plans.append(sizes)
         return right(kv_lens, **sizes)
 
-    monkeypatch.setattr(gqa, "decode_programs", lambda q, kv: 6)
+    monkeypatch.setattr(gqa, "decode_programs", lambda q, kv, implementation: 6)
     monkeypatch.setattr(gqa, "plan_decode", plan_once)
     model = random_model(TINY)
     stepping, weights = split_model(model)
@@ -175,7 +175,9 @@ def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch):
     metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
     tokens, caches = jnp.zeros(metadata.num_tokens, jnp.int32), pages.allocate(model)
     lowered = jax.jit(stepping).lower(weights, tokens, caches, metadata).as_text()
-    assert plans == [{"page_size": PAGE_SIZE, "num_q_heads": 8, "num_kv_heads": 2, "num_programs": 6}]
+    assert plans == [
+        {"page_size": PAGE_SIZE, "num_q_heads": 8, "num_kv_heads": 2, "num_programs": 6, "implementation": None}
+    ]
     assert len(re.findall(r"func.func private @_apply_layer", lowered)) == 1
     assert len(re.findall(r"call @_apply_layer", lowered)) == TINY.num_hidden_layers
 

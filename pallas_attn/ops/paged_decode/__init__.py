@@ -98,6 +98,7 @@ def decode_programs(
     kv: PagedKV,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
 ) -> int:
     """How many programs `plan_decode` should share a step among, for calls of `paged_decode` with such arguments.
 
@@ -105,21 +106,23 @@ def decode_programs(
     number, in every layer.
 
     Args:
-      q, kv, out_dtype: as `paged_decode` gets them; only shapes and dtypes matter, so `jax.ShapeDtypeStruct`s will do.
+      q, kv, out_dtype, implementation: as `paged_decode` gets them; only shapes and dtypes matter, so
+        `jax.ShapeDtypeStruct`s will do.
 
     Returns:
-      The programs that run side by side on the default device; 1 where no implementation follows plans.
+      The programs that run side by side on the default device; 1 where the implementation follows no plan.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
     """
     dims = checks.Dims()
     dims.check("q", q, "B Q Hq D", checks.PLAIN)
     checks.check_kv(kv, dims)
     checks.check_heads(dims["Hq"], dims["Hkv"])
-    loaders = {"mosaic": _mosaic_programs, "xla": lambda: _one_program}
+    loaders = {"mosaic": _mosaic_programs, "xla": lambda: _one_program, "reference": lambda: _one_program}
     out_dtype = checks.output_dtype(out_dtype, q.dtype)
-    return dispatch.run("decode_programs", loaders, None, q=q, kv=kv, out_dtype=out_dtype)
+    return dispatch.run("decode_programs", loaders, implementation, q=q, kv=kv, out_dtype=out_dtype)
 
 
 def _one_program(**_: Any) -> int:
