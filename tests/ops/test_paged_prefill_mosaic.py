@@ -101,7 +101,7 @@ def test_parts_of_pages_int_window_soft_cap() -> None:
 
 def test_heads_that_are_not_packed() -> None:
     with mock.patch.object(config, "packed_heads", return_value=1):
-        check(replace(WIDE, head_dim=64, page_size=64, pages_per_row=4, num_pages=12), ONE_BLOCK)
+        check(replace(WIDE, q_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=12))
 
 
 FP8 = "float8_e4m3fn"
@@ -129,7 +129,13 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize(("case", "variant"), QUANTISED.values(), ids=QUANTISED)
+def named(cases: dict[str, tuple[PagedCase, Variant]], slow: str) -> list[Any]:
+    return [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == slow else []) for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("case", "variant"), named(QUANTISED, slow="int8 per group, several pages a tile"))
 def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
     check(case, variant)
 

@@ -94,7 +94,13 @@ WIDTHS = {
 }
 
 
-@pytest.mark.parametrize(("config", "case"), WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        pytest.param(*each, id=name, marks=pytest.mark.slow if name == "the widest" else [])
+        for name, each in WIDTHS.items()
+    ],
+)
 def test_widths_heads_and_configurations(config: MosaicConfig, case: RaggedCase) -> None:
     check(case, replace(MOSAIC, config=config))
 
