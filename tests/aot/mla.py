@@ -160,7 +160,7 @@ UNLIKE: dict[str, Case] = {
 }
 
 MLA: dict[str, Case] = {
-    **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32, heads=64))},
+    str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
 }
 """Typical ones, and what is unlike any other."""
