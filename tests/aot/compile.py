@@ -60,7 +60,18 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         copies=large_copies(module, case.cache_elements) if case.cache else (),
+        on_slices=kernels_on_slices(module),
     )
+
+
+def kernels_on_slices(module: str) -> tuple[str, ...]:
+    """The computations of a compiled module in which a kernel is fused with slices of its operands or results."""
+    found = []
+    for computation in re.split(r"(?m)^}\n", module):
+        name = re.match(r"\s*%?([\w.-]*slice-fusion[\w.-]*) ", computation)
+        if name and 'custom_call_target="mosaic_gpu' in computation:
+            found.append(name[1])
+    return tuple(found)
 
 
 def large_copies(module: str, elements: int) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ class Report:
       temporaries: bytes of memory beside arguments and results.
       aliased: bytes of results that take the place of donated arguments.
       copies: copying instructions of the compiled module as large as the cache, with their shapes.
+      on_slices: computations that run a kernel on slices of arrays, which it refuses where they are not aligned.
     """
 
     error: str | None = None
@@ -63,6 +64,7 @@ class Report:
     temporaries: int = 0
     aliased: int = 0
     copies: tuple[str, ...] = ()
+    on_slices: tuple[str, ...] = ()
 
     @property
     def fitting_blocks(self) -> int:
@@ -81,7 +83,8 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        return Report(**fields | {"kernels": kernels, "copies": tuple(fields["copies"])})
+        names = {name: tuple(fields[name]) for name in ("copies", "on_slices")}
+        return Report(**fields | {"kernels": kernels} | names)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
@@ -108,6 +111,7 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
     if report.aliased < case.donated_bytes:
         yield f"updates {report.aliased} bytes in place, of {case.donated_bytes} donated"
     yield from (f"copies a cache: {copy}" for copy in report.copies)
+    yield from (f"runs a kernel on slices: {name}" for name in report.on_slices)
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.aot import environment
 from tests.aot.case import Case, shape
-from tests.aot.compile import large_copies
+from tests.aot.compile import kernels_on_slices, large_copies
 from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory
 from tests.aot.samples import SAMPLES
 
@@ -138,6 +138,25 @@ def test_thread_blocks_have_to_fit(registers, shared_memory, fit):
     assert list(complaints(report, case)) == [
         f"is meant for 4 thread blocks a multiprocessor, of which {fit} fit" for _ in range(4 - fit)
     ]
+
+
+def test_kernels_on_slices_are_found():
+    module = """HloModule jit_step
+%fused_slice (p: s32[89]) -> s32[4] {
+  ROOT %slice = s32[4]{0} slice(%p), slice={[4:8]}
+}
+%dynamic-slice-fusion.1 (p0: s32[89], p1: bf16[4,64]) -> f32[4] {
+  %slice.1 = s32[64]{0} slice(%p0), slice={[12:76]}
+  ROOT %kernel = f32[4]{0} custom-call(%slice.1, %p1), custom_call_target="mosaic_gpu_v2"
+}
+%dynamic-slice-fusion (p0: s32[89]) -> s32[4] {
+  ROOT %product = s32[4]{0} custom-call(%p0), custom_call_target="__cublas$gemm"
+}
+ENTRY %main (packed: s32[89], q: bf16[4,64]) -> f32[4] {
+  ROOT %kernel.1 = f32[4]{0} custom-call(%packed, %q), custom_call_target="mosaic_gpu_v2"
+}
+"""
+    assert kernels_on_slices(module) == ("dynamic-slice-fusion.1",)
 
 
 def test_large_copies_are_found():

@@ -100,11 +100,12 @@ def first_warp(start_copies: Callable[[], None]) -> None:
 
 
 def unsliced[Tree](x: Tree) -> Tree:
-    """Arrays that a kernel reads which also changes some in place.
+    """Arrays as a kernel's operands: in memory of their own.
 
-    Where a scan slices its operands or stacks its results, XLA (as of jax 0.11) has a kernel read from and write to
-    the stacks themselves, and forgets that results were to be in the place of operands: what the kernel leaves alone is
-    lost. Barriers are what it does not look through.
+    Where operands are slices of an array, or a scan slices them or stacks results, XLA (as of jax 0.11) has a kernel
+    read from and write to the whole. Kernels refuse slices that do not begin at a multiple of 256 bytes, when they run;
+    and of a kernel that changes arrays in place it forgets that results were to be in the place of operands: what the
+    kernel leaves alone is lost. Barriers are what it does not look through.
     """
     return lax.optimization_barrier(x)
 

@@ -42,6 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_config import reduction_bytes
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
@@ -82,7 +83,7 @@ def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str
             reduction_scratch_bytes=reduction_bytes(columns.width),
         ),
         kernel_name=name,
-    )(x)
+    )(mosaic.unsliced(x))
 
 
 def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *memory: Ref) -> None:

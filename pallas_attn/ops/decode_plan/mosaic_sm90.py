@@ -165,7 +165,7 @@ def plan_decode(
         thread_name="warpgroup",
         scratch_types=Memory.types(static),
         kernel_name="plan_decode",
-    )(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None))
+    )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
 
 

@@ -371,7 +371,7 @@ def _note_writers(static: Static, slots: Int32[Array, "n"]) -> Int32[Array, "slo
         grid=(pl.cdiv(static.num_noted, THREADS),),
         grid_names=("program",),
         kernel_name="note_writers",
-    )(slots)
+    )(mosaic.unsliced(slots))
 
 
 def _note_kernel(static: Static, slots: Ref, writers: Ref) -> None:

@@ -61,7 +61,7 @@ def gather_latent(
         grid=(pl.cdiv(length, layout.rows),),
         grid_names=("program",),
         kernel_name="gather_latent",
-    )(inputs)
+    )(mosaic.unsliced(inputs))
 
 
 class Inputs(NamedTuple):

@@ -40,5 +40,7 @@ class MosaicConfig:
 def mosaic_config(latent_dim: int, rope_dim: int, page_size: int) -> MosaicConfig:
     """Sizes of the Mosaic kernel for many query rows."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    heuristic = MosaicConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2, fine=page_size >= 64)
+    pairs = 1 if latent_dim + rope_dim > 320 else 2
+    # With two pairs there are two to wait for whatever they come in, and more barriers than a group can have.
+    heuristic = MosaicConfig(pairs, cluster=2, fine=pairs == 1 and page_size >= 64)
     return tuning.lookup("mla_decode/mosaic", key, MosaicConfig, lambda: heuristic)

@@ -95,7 +95,7 @@ def paged_prefill(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
-    )(inputs)
+    )(mosaic.unsliced(inputs))
     return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
 
 

@@ -111,7 +111,7 @@ def ragged_attention(
         scratch_types=Memory.types(static, q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(Inputs(q, k, v, blocks, count[None]))
+    )(mosaic.unsliced(Inputs(q, k, v, blocks, count[None])))
     return out.reshape(num_tokens, num_heads, value_dim), lse.reshape(num_tokens, num_heads)
 
 
