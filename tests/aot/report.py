@@ -83,8 +83,8 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        names = {name: tuple(fields[name]) for name in ("copies", "on_slices")}
-        return Report(**fields | {"kernels": kernels} | names)
+        lists = {"copies": tuple(fields["copies"]), "on_slices": tuple(fields["on_slices"])}
+        return Report(**{**fields, "kernels": kernels, **lists})
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
