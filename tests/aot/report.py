@@ -83,8 +83,8 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        lists = {"copies": tuple(fields["copies"]), "on_slices": tuple(fields["on_slices"])}
-        return Report(**{**fields, "kernels": kernels, **lists})
+        copies, on_slices = tuple(fields["copies"]), tuple(fields["on_slices"])
+        return dataclasses.replace(Report(**fields), kernels=kernels, copies=copies, on_slices=on_slices)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
