@@ -27,8 +27,8 @@ class MosaicConfig:
 
     pairs: int
     cluster: int
-    fine: bool = True
-    prefetch: bool = True
+    fine: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= 5:
@@ -40,7 +40,5 @@ class MosaicConfig:
 def mosaic_config(latent_dim: int, rope_dim: int, page_size: int) -> MosaicConfig:
     """Sizes of the Mosaic kernel for many query rows."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    pairs = 1 if latent_dim + rope_dim > 320 else 2
-    # With two pairs there are two to wait for whatever they come in, and more barriers than a group can have.
-    heuristic = MosaicConfig(pairs, cluster=2, fine=pairs == 1 and page_size >= 64)
+    heuristic = MosaicConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
     return tuning.lookup("mla_decode/mosaic", key, MosaicConfig, lambda: heuristic)
