@@ -1,26 +1,20 @@
-"""`plan_decode` on Hopper: one program, so that a step pays for one short kernel, of more warpgroups the more rows.
+"""`plan_decode` on Hopper: one program, one warpgroup, so that a step pays for one short kernel.
 
-Rows are taken a chunk at a time by each warpgroup, a few of them by each thread. Prefix sums of their costs stay in
-shared memory, where every place among the rows is then found by bisection:
+Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of their costs stay in shared memory, where
+every place among the rows is then found by bisection:
 
     rows      walk, cost       -> ends: where each row ends          (prefix sums)
     total     -> share
     rows      pieces, next row -> piece_ends                         (prefix sums)
-    rows      pieces before
     programs  start            -> row, page, piece
 
-Neighbours in memory are written by neighbouring threads, but summed by one: for sums a thread takes a stretch of rows,
-and what comes before its stretch is all that threads have to tell each other.
-
-No wait can last: nothing waits but warpgroups for each other, all as often, wherever they meet.
+Nothing waits but the threads of the warpgroup for each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,13 +35,7 @@ LANES = RowLayout(threads=1, vector=1)
 """Numbers by thread: the i-th of a chunk is thread i % 128's."""
 
 MAX_CHUNK = 8 * THREADS
-"""Rows or programs of a warpgroup at a time: more would be more registers, fewer more rounds."""
-
-MAX_WARPGROUPS, WARPGROUP_ROWS = 4, 256
-"""Of a program, and rows worth another one: they hide each other's latencies, and wait for each other."""
-
-RADIX = 8
-"""Numbers that a round of a scan adds up."""
+"""Rows or programs at a time: more would be more registers, fewer more rounds."""
 
 MAX_ROWS = 24 * 1024
 """What fits shared memory, twice."""
@@ -63,27 +51,6 @@ class Static:
     page_size: int
     rows: int
     programs: int
-
-    @property
-    def warpgroups(self) -> int:
-        return min(MAX_WARPGROUPS, pl.cdiv(self.rows, WARPGROUP_ROWS))
-
-    @property
-    def threads(self) -> int:
-        return THREADS * self.warpgroups
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows of all chunks."""
-        return self.num_chunks(self.rows) * self.warpgroups * self.chunk(self.rows)
-
-    def chunk(self, count: int) -> int:
-        """How many of so many each warpgroup takes at a time."""
-        return min(MAX_CHUNK, pl.cdiv(count, self.threads) * THREADS)
-
-    def num_chunks(self, count: int) -> int:
-        """Of each warpgroup."""
-        return pl.cdiv(count, self.warpgroups * self.chunk(count))
 
 
 class Inputs(NamedTuple):
@@ -116,24 +83,16 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory, all int32, and a barrier.
+    """Shared memory, all int32.
 
     Attributes:
-      ends, piece_ends: prefix sums of costs and of pieces, up to and with each row. Past the last one, anything.
-      sums: [2 · threads], of a scan on its way.
-      here: all warpgroups are.
+      ends, piece_ends: prefix sums of costs and of pieces, up to and with each row; rows past the last add nothing.
+      sums: [2, chunk], of a scan on its way.
     """
 
     ends: Any
     piece_ends: Any
     sums: Any
-    here: Any
-
-    @staticmethod
-    def types(static: Static) -> Memory:
-        rows = plgpu.SMEM((static.padded_rows,), jnp.int32)
-        sums = plgpu.SMEM((2 * static.threads,), jnp.int32)
-        return Memory(rows, rows, sums, plgpu.Barrier(num_arrivals=static.warpgroups))
 
 
 def plan_decode(
@@ -158,66 +117,73 @@ def plan_decode(
         rows=rows,
         programs=num_programs,
     )
+    padded = pl.cdiv(rows, _chunk(rows)) * _chunk(rows)
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(Outputs.types(static),),
-        num_threads=static.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=Memory.types(static),
+        scratch_types=[
+            plgpu.SMEM((padded,), jnp.int32),
+            plgpu.SMEM((padded,), jnp.int32),
+            plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
+        ],
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
 
 
-def _each_chunk(static: Static, count: int, body: Callable[[Any, Any], None]) -> None:
-    """body(first, numbers) for each chunk of a warpgroup's of 0, 1, ... and at least `count` - 1."""
-    chunk, warpgroup = static.chunk(count), lax.axis_index("warpgroup")
+def _chunk(count: int) -> int:
+    """How many of so many are taken at a time."""
+    return min(MAX_CHUNK, pl.cdiv(count, THREADS) * THREADS)
 
-    def step(i: Any, _: None) -> None:
-        first = (i * static.warpgroups + warpgroup) * chunk
-        body(first, LANES.iota(chunk) + first)
 
-    lax.fori_loop(0, static.num_chunks(count), step, None)
+def _each_chunk(count: int, body: Any, carry: Any) -> Any:
+    """body(first, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, of which `first` begins one."""
+    chunk = _chunk(count)
+
+    def step(i: Any, carry: Any) -> Any:
+        return body(i * chunk, carry)
+
+    return lax.fori_loop(0, pl.cdiv(count, chunk), step, carry)
 
 
 def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
-    mem, sharing, programs_plus_1 = Memory(*memory), static.sharing, static.programs + 1
+    mem, sharing = Memory(*memory), static.sharing
 
-    def lay_out(first: Any, row: Any) -> None:
+    def lay_out(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
         walk = _walk(static, x, row)
         for ref, values in zip((plan.sink_pages, plan.first_page, plan.num_pages), walk, strict=True):
             _write(ref, row, static.rows, values)
-        mem.ends[pl.ds(first, row.shape[0])] = sharing.cost(walk.num_pages)
+        cost = jnp.where(row < static.rows, sharing.cost(walk.num_pages), 0)
+        return _append(mem.ends, first, cost, mem.sums, before)
 
-    _each_chunk(static, static.rows, lay_out)
-    total = _add_up(static, mem, mem.ends)
+    total = _each_chunk(static.rows, lay_out, jnp.int32(0))
     share = sharing.share(total, static.programs)
 
-    def cut(first: Any, row: Any) -> None:
+    def cut(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
         end = LANES.take(mem.ends, row)
-        mem.piece_ends[pl.ds(first, row.shape[0])] = sharing.pieces(_before(mem.ends, row), end, share)
+        pieces = sharing.pieces(_before(mem.ends, row), end, share)
         _write(plan.next_row, row, static.rows, _find(static, mem, end))
+        after = _append(mem.piece_ends, first, pieces, mem.sums, before)
+        _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
+        return after
 
-    _each_chunk(static, static.rows, cut)
-    num_pieces = _add_up(static, mem, mem.piece_ends)
-    _each_chunk(
-        static, static.rows, lambda _, row: _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
-    )
+    num_pieces = _each_chunk(static.rows, cut, jnp.int32(0))
+    plan.piece_offsets[static.rows] = num_pieces
 
-    @pl.when(lax.axis_index("warpgroup") == 0)
-    def _all_pieces() -> None:
-        plan.piece_offsets[static.rows] = num_pieces
-
-    def start(_: Any, program: Any) -> None:
+    def start(first: Any, _: None) -> None:
+        program = LANES.iota(_chunk(static.programs + 1)) + first
         place = jnp.minimum(sharing.start(program, share, total), total)
         row = _find(static, mem, place)
         begin = _before(mem.ends, row)
         into, first_piece = place - begin, _before(mem.piece_ends, row)
-        _write(plan.program_row, program, programs_plus_1, row)
-        _write(plan.program_page, program, programs_plus_1, sharing.page(into))
-        _write(plan.program_piece, program, programs_plus_1, sharing.piece(program, begin, into, first_piece, share))
+        _write(plan.program_row, program, static.programs + 1, row)
+        _write(plan.program_page, program, static.programs + 1, sharing.page(into))
+        piece = sharing.piece(program, begin, into, first_piece, share)
+        _write(plan.program_piece, program, static.programs + 1, piece)
 
-    _each_chunk(static, programs_plus_1, start)
+    _each_chunk(static.programs + 1, start, None)
 
 
 def _walk(static: Static, x: Inputs, row: Any) -> Any:
@@ -234,46 +200,24 @@ def _walk(static: Static, x: Inputs, row: Any) -> Any:
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
 
 
-def _meet(static: Static, mem: Memory) -> None:
-    """Waits until all threads are here; then each sees what the others have written."""
-    if static.warpgroups == 1:
-        plgpu.commit_smem()
-    else:
-        plgpu.barrier_arrive(mem.here)
-        plgpu.barrier_wait(mem.here)
+def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:
+    """Writes prefix sums of a chunk to `sums` from `first` on, on top of the sum `before`; returns the last one.
 
-
-def _add_up(static: Static, mem: Memory, numbers: Ref) -> Any:
-    """Makes numbers of all rows prefix sums, in place, and returns the last one. Each thread takes a stretch."""
-    _meet(static, mem)
-    thread, stretch = LANES.iota(THREADS), static.padded_rows // static.threads
-    first = lax.axis_index("warpgroup") * (THREADS * stretch)
-    own = numbers.at[pl.ds(first, THREADS * stretch)]
-    sums = list(itertools.accumulate(LANES.take(own, thread * stretch + i) for i in range(stretch)))
-    before = _sum_of_earlier(static, mem, sums[-1])
-    for i, value in enumerate(sums):
-        _write(numbers, first + thread * stretch + i, static.rows, value + before)
-    _meet(static, mem)
-    return numbers[static.rows - 1]
-
-
-def _sum_of_earlier(static: Static, mem: Memory, own: Any) -> Any:
-    """Of the numbers of all threads before.
-
-    In every round each takes in the sums of RADIX - 1 others: of those just before what its own one covers, of those
-    before these, ... (Hillis and Steele, 1986, with RADIX 2).
+    In every round each number takes in the one twice as far back as in the round before (Hillis and Steele, 1986).
     """
-    first = lax.axis_index("warpgroup") * THREADS
-    thread = LANES.iota(THREADS) + first
-    total, far, half = own, 1, 0
-    while far < static.threads:
-        sums = mem.sums.at[pl.ds(half, static.threads)]
-        sums[pl.ds(first, THREADS)] = total
-        _meet(static, mem)
-        for back in range(far, min(RADIX * far, static.threads), far):
-            total += jnp.where(thread >= back, LANES.take(sums, jnp.maximum(thread - back, 0)), 0)
-        far, half = RADIX * far, static.threads - half  # who still reads this half meets all before it is written again
-    return total - own
+    chunk = values.shape[0]
+    within = LANES.iota(chunk)
+    far, half = 1, 0
+    while far < chunk:
+        written = scratch.at[pl.ds(half, chunk)]
+        written[...] = values
+        plgpu.commit_smem()
+        values += jnp.where(within >= far, LANES.take(written, jnp.maximum(within - far, 0)), 0)
+        far, half = 2 * far, chunk - half  # who is still reading this half is done before it is written again
+    values += before
+    sums[pl.ds(first, chunk)] = values
+    plgpu.commit_smem()
+    return sums[first + (chunk - 1)]
 
 
 def _before(sums: Ref, i: Any) -> Any:
