@@ -19,8 +19,8 @@ The own product takes probabilities from registers, the other one from shared me
 keys were, which are as large and no longer needed (if R is not 64, in memory of their own: there is enough then).
 Sums shrink only where a row's scores have outgrown what they are relative to by far, so mostly not at all.
 Warpgroup 2 starts all copies: of the halves of a pair's tiles, in the order in which they fall free. Shared memory
-holds one pair where latents are wide. So that what replaces a tile is there in time, it is fetched into the second
-cache a pair ahead, and comes and is scored in chunks.
+holds one pair where latents are wide. What replaces a tile can be fetched into the second cache a pair ahead, and come
+and be scored in chunks (`MosaicConfig`).
 
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
 
