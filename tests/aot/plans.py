@@ -30,7 +30,7 @@ def plan(batch: int, mode: Any = "balanced", *, windows: bool = False, drafts: b
         mode=mode,
         implementation="mosaic",
     )
-    return Case(call, arguments, tensor_cores=False)
+    return Case(call, arguments, tensor_cores=False, temporaries=1024)
 
 
 PLANS: dict[str, Case] = {

@@ -15,6 +15,7 @@ from pallas_attn.ops import ragged_attention as prefill_module
 from tests import cases
 from tests.ops import harness
 from tests.ops.harness import VARIANTS
+from tests.ops.test_real_sizes import as_on_hopper as as_on_hopper
 from tests.ops.test_real_sizes import fresh_key, lean, normal
 
 SM_SCALE = 192**-0.5
@@ -61,6 +62,7 @@ def prefill_arrays(case: cases.MlaPrefill, key: jax.Array) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("as_on_hopper")
 @lean(decode_module.IMPLEMENTATIONS)
 @every_decode
 def test_decode_shapes_are_supported(variant: harness.Variant, case: cases.MlaDecode) -> None:
@@ -71,6 +73,7 @@ def test_decode_shapes_are_supported(variant: harness.Variant, case: cases.MlaDe
     assert lse.shape == out.shape[:-1]
 
 
+@pytest.mark.usefixtures("as_on_hopper")
 @lean(prefill_module.IMPLEMENTATIONS)
 @every_prefill
 def test_prefill_shapes_are_supported(variant: harness.Variant, case: cases.MlaPrefill) -> None:
