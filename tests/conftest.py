@@ -15,8 +15,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # wait for one another, and those they wait for need some, too. XLA reads it when the first computation runs.
 os.environ.setdefault("NPROC", "16")
 
-# Tests mostly compile, and many of them, in several processes, the same things.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
+# Tests mostly compile, and many of them the same things. Each process has a cache of its own: jax writes entries in
+# place, and who reads half of one may crash.
+_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
