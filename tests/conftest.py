@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_what_was_compiled():
+    """Every executable takes several mappings of memory, of which a process may have some 65,000: too few for all."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def unchecked_shapes():
     """Lets a test hand over arguments the annotations forbid, to see the library's own error."""
