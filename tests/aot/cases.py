@@ -11,11 +11,12 @@ from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
+from tests.aot.real import REAL
 from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_COLUMNS | MLA_COLUMNS_MORE | MLA | MLA_MORE | PREFILL_MORE | PREFILL | ENGINE),
+    **(MLA_COLUMNS | MLA_COLUMNS_MORE | MLA | MLA_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
 }
 
 SLOW = (
@@ -23,6 +24,7 @@ SLOW = (
     | WRITES_MORE.keys()
     | LATENT_MORE.keys()
     | ENGINE.keys()
+    | REAL.keys()
     | (MLA_COLUMNS_MORE.keys() - MLA_COLUMNS.keys())
     | (MLA_MORE.keys() - MLA.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())

@@ -182,6 +182,7 @@ PREFILL: dict[str, Case] = {
     "paged-prefill-packed": paged(tokens=512),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-window": paged(window=1024),
+    "paged-prefill-d64-sinks": paged(64, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
     "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import PagedKV, kv_cache_spec, paged_decode, paged_prefill
+from pallas_attn import PagedKV, paged_decode, paged_prefill
 from pallas_attn.ops import paged_decode as decode_module
 from pallas_attn.ops import paged_prefill as prefill_module
 from tests import cases
 from tests.ops import harness
 from tests.ops.harness import VARIANTS, Variant
+from tests.real_sizes import decode_arrays, normal, prefill_arrays, static
 
 
 def lean(implementations: Iterable[str]) -> pytest.MarkDecorator:
@@ -24,54 +25,6 @@ def lean(implementations: Iterable[str]) -> pytest.MarkDecorator:
 
 every_decode = pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE)
 every_prefill = pytest.mark.parametrize("case", cases.PREFILL.values(), ids=cases.PREFILL)
-
-type Case = cases.Decode | cases.Prefill
-
-
-def static(case: Case) -> dict[str, Any]:
-    options = {"window": case.window, "soft_cap": case.soft_cap}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def normal(key: jax.Array, shape: tuple[int, ...], size: float = 1.0) -> jax.Array:
-    return size * jax.random.normal(key, shape, jnp.bfloat16)
-
-
-def paged(case: Case, sequences: int, longest: int, key: jax.Array, table: jax.Array) -> dict[str, Any]:
-    """Every page of every sequence somewhere in the pool, and sinks if the model has some."""
-    pages_per_row = -(-longest // case.page_size)
-    spec = kv_cache_spec(
-        num_pages=1 + sequences * pages_per_row,
-        page_size=case.page_size,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        dtype=jnp.bfloat16,
-    )
-    shape = spec.arrays["k"].shape
-    k, v, sinks = jax.random.split(key, 3)
-    # Values of the size that the tolerances, FlashMLA's, are meant for.
-    kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
-    ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
-    arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}
-    return arrays | ({"sinks": jax.random.normal(sinks, (case.q_heads,))} if case.learned_sinks else {})
-
-
-def decode_arrays(case: cases.Decode, key: jax.Array) -> dict[str, Any]:
-    q, lens, pool, table = jax.random.split(key, 4)
-    kv_lens = jax.random.randint(lens, (case.batch,), case.queries, case.context + 1, jnp.int32)
-    q = normal(q, (case.batch, case.queries, case.q_heads, case.head_dim))
-    return {"q": q, "kv_lens": kv_lens, **paged(case, case.batch, case.context, pool, table)}
-
-
-def prefill_arrays(case: cases.Prefill, key: jax.Array) -> dict[str, Any]:
-    q, pool, table = jax.random.split(key, 3)
-    length = case.cached_tokens + case.new_tokens
-    return {
-        "q": normal(q, (case.sequences * case.new_tokens, case.q_heads, case.head_dim)),
-        "cu_q_lens": jnp.arange(case.sequences + 1, dtype=jnp.int32) * case.new_tokens,
-        "kv_lens": jnp.full((case.sequences,), length, jnp.int32),
-        **paged(case, case.sequences, length, pool, table),
-    }
 
 
 def fresh_key() -> jax.Array:
@@ -113,7 +66,7 @@ def test_prefill_shapes_are_supported(variant: Variant, case: cases.Prefill) -> 
 # --- on a GPU
 
 
-def reference(case: Case, arrays: dict[str, Any]) -> Any:
+def reference(case: cases.Decode | cases.Prefill, arrays: dict[str, Any]) -> Any:
     call = harness.compiled(paged_decode, VARIANTS["reference"], return_lse=True, out_dtype="float32", **static(case))
     return call(**arrays)
 

@@ -441,6 +441,7 @@ class Span(NamedTuple):
         """Of each row in the output, or -1; and the learned sinks of their heads."""
         pack, num_heads = self.paged.pack, self.x.q[0].shape[1] * self.paged.pack
         low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
-        q_head = head * pack + lax.rem(row, pack)
+        # MLIR folds row % 1 to a constant, and then leaves casts to the registers that `take` reads: no kernel.
+        q_head = ROWS.filled(head, QUERIES) if pack == 1 else head * pack + lax.rem(row, pack)
         place = jnp.where((row >= low) & (row < self.block.end_row), lax.div(row, pack) * num_heads + q_head, -1)
         return place, None if self.x.sinks is None else ROWS.take(self.x.sinks, q_head)

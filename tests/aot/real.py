@@ -1,0 +1,53 @@
+"""Calls at the shapes of real models: what is chosen for them has to compile, whatever the other cases leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from pallas_attn import mla_decode, mla_prefill, paged_decode, paged_prefill
+from tests import cases, real_sizes
+from tests.aot.case import Case
+from tests.real_sizes import MLA_SM_SCALE
+
+
+def real(operation: Callable[..., Any], arrays: Callable[..., Any], case: Any, cache: str, **static: Any) -> Case:
+    """A call with these shapes. What queries and plans take beside is up to them."""
+    shapes = jax.eval_shape(partial(arrays, case), jax.random.key(0))
+    call = partial(operation, implementation="mosaic", **static)
+    return Case(call, shapes, cache=cache, temporaries=2**30)
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+REAL: dict[str, Case] = {
+    **{
+        f"real-{slug(name)}": real(
+            paged_decode, real_sizes.decode_arrays, case, "kv", return_lse=True, **real_sizes.static(case)
+        )
+        for name, case in cases.DECODE.items()
+    },
+    **{
+        f"real-prefill-{slug(name)}": real(
+            paged_prefill, real_sizes.prefill_arrays, case, "kv", return_lse=True, **real_sizes.static(case)
+        )
+        for name, case in cases.PREFILL.items()
+    },
+    **{
+        f"real-mla-{slug(name)}": real(
+            mla_decode, real_sizes.mla_decode_arrays, case, "cache", return_lse=True, sm_scale=MLA_SM_SCALE
+        )
+        for name, case in cases.MLA_DECODE.items()
+    },
+    **{
+        f"real-mla-prefill-{slug(name)}": real(
+            mla_prefill, real_sizes.mla_prefill_arrays, case, "cache", sm_scale=MLA_SM_SCALE
+        )
+        for name, case in cases.MLA_PREFILL.items()
+    },
+}
