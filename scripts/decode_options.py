@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from models.request import SamplingParams
+from scripts.command_line import Parser, UsageError, check_writable
 
 PROG = "run_decode"
 RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny")
@@ -39,15 +38,6 @@ exit status:
   0  decoded (and verified)     1  --verify found a difference
   2  wrong input: one line on stderr says what, and nothing is decoded     130  interrupted
 """
-
-
-class UsageError(Exception):
-    """Input that is wrong, in words for the person who gave it."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -82,8 +72,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROG,
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -226,8 +216,8 @@ def _implementation(given: str) -> tuple[str, ...] | None:
 def _check_outputs(options: argparse.Namespace) -> None:
     for flag in ("json", "dump_logits", "plot"):
         path = getattr(options, flag)
-        if path is not None and (why := _why_unwritable(path)):
-            raise UsageError(f"--{flag.replace('_', '-')}: cannot write {path}: {why}")
+        if path is not None:
+            check_writable(f"--{flag.replace('_', '-')}", path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if options.profile is not None:
@@ -235,13 +225,3 @@ def _check_outputs(options: argparse.Namespace) -> None:
             options.profile.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--profile: cannot make {options.profile}: {error.strerror}") from error
-
-
-def _why_unwritable(path: Path) -> str | None:
-    if path.is_dir():
-        return "it is a directory"
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent}"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return "permission denied"
-    return None

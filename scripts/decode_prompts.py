@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from models.tokenizer import Tokenizer
-from scripts.decode_options import UsageError
+from scripts.command_line import UsageError
 
 # Of the demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.
 _PREFIX_PAGES = 3

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -26,25 +26,19 @@ from models.presets import GQA_PRESETS, PRESETS
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
 from models.weights import load_model, random_model
-from scripts.decode_options import PROG, UsageError, parse_options
+from scripts.command_line import UsageError, as_usage_error, exit_status
+from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
 from scripts.decode_progress import Display
 from scripts.decode_prompts import demo_ids, demo_texts, encode_texts, read_ids
 from scripts.decode_report import Report, device_name, differences
 
-DIFFERENT, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    try:
-        return run(parse_options(argv))
-    except UsageError as error:
-        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
-        return WRONG_INPUT
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return exit_status(PROG, lambda: run(parse_options(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
       UsageError: the options, or a file they name, are wrong.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
-    with _as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
+    with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
-    with _as_usage_error(ValueError, NotImplementedError, OSError):
+    with as_usage_error(ValueError, NotImplementedError, OSError):
         config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
@@ -182,16 +176,16 @@ def _engine(
     Raises:
       UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
     """
-    with _as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+    with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None)
     for i, prompt in enumerate(prompts):
-        with _as_usage_error(ValueError, prefix=f"prompt {i}: "):
+        with as_usage_error(ValueError, prefix=f"prompt {i}: "):
             engine.add_request(prompt, options.params, request_id=i)
         if refusal := engine.output(i).refusal:
             raise UsageError(f"prompt {i}: {refusal}")
     with (
         display.doing("compiling"),
-        _as_usage_error(NotImplementedError, ExceptionGroup, jax.errors.JaxRuntimeError),
+        as_usage_error(NotImplementedError, ExceptionGroup, jax.errors.JaxRuntimeError),
     ):
         engine.warmup()
     return engine
@@ -234,7 +228,7 @@ def _verify(
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
-    with _as_usage_error(OSError):
+    with as_usage_error(OSError):
         if options.json is not None:
             options.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
         if options.dump_logits is not None:
@@ -251,20 +245,6 @@ def _status(verification: Verification | None) -> int:
     for sentence in differences(verification):
         print(f"{PROG}: not verified: {sentence}", file=sys.stderr)
     return DIFFERENT
-
-
-@contextlib.contextmanager
-def _as_usage_error(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
-    """Turns errors that the input is to blame for into a UsageError."""
-    try:
-        yield
-    except errors as error:
-        reasons = [error.message, *map(str, error.exceptions)] if isinstance(error, ExceptionGroup) else [str(error)]
-        raise UsageError(prefix + "; ".join(reasons)) from error
-
-
-def _one_line(error: UsageError) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":
