@@ -179,7 +179,7 @@ class PlainRun:
         shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
         step, self._weights = split_model(nnx.merge(nnx.graphdef(shapes), nnx.state(model)))
         self._eos = model.config.eos_token_ids
-        self._num_rows = _bucket(max_output + 1, 32)
+        self._num_rows = bucket(max_output + 1, 32)
         allocate = functools.partial(model.allocate_caches, page_size=PAGE_SIZE, dtype=cache_dtype, scales=kv_scales)
         self._choose = jax.jit(functools.partial(_choose, step, allocate))
 
@@ -211,7 +211,7 @@ class PlainRun:
           (False after the last); each [outputs + 1].
         """
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
-        padded = np.zeros(_bucket(len(tokens), 256), np.int32)
+        padded = np.zeros(bucket(len(tokens), 256), np.int32)
         padded[: len(tokens)] = tokens
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
         rows = np.minimum(np.arange(first, first + self._num_rows, dtype=np.int32), last)
@@ -244,7 +244,7 @@ def _choose(
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
     """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
     towards each other by half the tolerance."""
-    metadata = _one_chunk(tokens.shape[0], num_tokens, rows)
+    metadata = one_chunk(tokens.shape[0], num_tokens, rows)
     logits, _ = step(weights, tokens, allocate(metadata.prefill_block_tables.shape[1]), metadata)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -253,7 +253,7 @@ def _choose(
     return wanted, margins, chosen == following
 
 
-def _one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
+def one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
     """A step of one sequence from its start, its pages in order."""
     positions = jnp.arange(length, dtype=jnp.int32)
     return StepMetadata(
@@ -268,6 +268,6 @@ def _one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"
     )
 
 
-def _bucket(size: int, smallest: int) -> int:
+def bucket(size: int, smallest: int) -> int:
     """The power of two a size is padded to. Small ones are not worth a compilation each."""
     return max(smallest, 1 << (size - 1).bit_length())
