@@ -8,6 +8,7 @@ from typing import Any, Literal
 from models.config_entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
 from models.gqa_config import FAMILIES, GQAConfig
 from models.rope_config import YarnConfig, read_rope, rope_entry
+from models.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,11 @@ class DeepSeekConfig:
         """How the rotary embedding is stretched."""
         return self.yarn
 
+    @property
+    def windows(self) -> None:
+        """What each layer's heads see: everything, all of them, since they share one latent."""
+        return None
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is no mixture of experts."""
         return layer < self.first_k_dense_replace
@@ -173,6 +179,8 @@ _ROUTING = {
 _EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
+
+_ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
 
 
 def _from_hf(config: Json) -> DeepSeekConfig:
@@ -226,6 +234,8 @@ def _refuse_unsupported(config: Json) -> None:
         raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
     if config.get("mlp_bias"):
         raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+    if config.get("head_windows") is not None:
+        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:
         raise NotImplementedError(f"moe_layer_freq {config['moe_layer_freq']!r}: expected 1")
     heads = config["num_attention_heads"]
@@ -237,6 +247,18 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 type ModelConfig = DeepSeekConfig | GQAConfig
+
+
+def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
+    """The same model, its heads with other windows.
+
+    Raises:
+      NotImplementedError: a model with latent attention.
+      ValueError: another number of layers or KV heads than the model has.
+    """
+    if isinstance(config, DeepSeekConfig):
+        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
+    return dataclasses.replace(config, windows=windows)
 
 
 def read_config(config: Json) -> ModelConfig:

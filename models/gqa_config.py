@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from models.config_entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
 from models.rope_config import RopeScaling, read_rope, rope_entry
+from models.windows import Windows, check_windows, layer_kinds, read_head_windows, read_layer_types, window_entries
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 """model_type to the name of its class in Hugging Face transformers."""
@@ -25,6 +26,7 @@ class GQAConfig:
       head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
       attention_bias: whether the four projections of attention have biases.
       rope_scaling: None for plain rotary embedding.
+      windows: what each layer's KV heads see, as `models.windows` has it; None where all see everything.
       eos_token_ids: ids that end a sequence.
       dtype: what the checkpoint is stored in.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
@@ -40,6 +42,7 @@ class GQAConfig:
     head_dim: int
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    windows: Windows | None = None
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -59,6 +62,8 @@ class GQAConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        if self.windows is not None:
+            check_windows(self.windows, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def qk_norm(self) -> bool:
@@ -98,9 +103,11 @@ class GQAConfig:
         _require(config)
         _refuse_unsupported(config)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
+        fields = read_fields(cls, config)
         entries: dict[str, Any] = {
             **_head_sizes(config),
-            **read_fields(cls, config),
+            **fields,
+            "windows": _read_windows(config, fields["num_hidden_layers"]),
             "model_type": model_type,
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -114,6 +121,9 @@ class GQAConfig:
         """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         block, eos = entries.pop("fp8_block"), entries.pop("eos_token_ids")
+        entries |= window_entries(entries.pop("windows"))
+        if "sliding_window" in entries:
+            entries["use_sliding_window"] = True
         entries["architectures"] = [FAMILIES[self.model_type]]
         entries["hidden_act"] = "silu"
         entries["torch_dtype"] = entries.pop("dtype")
@@ -148,8 +158,28 @@ def _refuse_unsupported(config: Json) -> None:
         raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
     if config.get("mlp_bias"):
         raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
-    if config.get("use_sliding_window"):
-        raise NotImplementedError("use_sliding_window: layers that attend to a window are not supported")
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise NotImplementedError(f"layer_types {kinds!r}: expected full_attention throughout")
+
+
+def _read_windows(config: Json, num_layers: int) -> Windows | None:
+    """From `head_windows`, which says all where it is there; else from the kinds of the layers."""
+    if config.get("head_windows") is not None:
+        return read_head_windows(config["head_windows"])
+    kinds = layer_kinds(config, num_layers)
+    slides = config.get("use_sliding_window", False)
+    if not isinstance(slides, bool):
+        raise ValueError(f"use_sliding_window: expected true or false, got {slides!r}")
+    if config["model_type"] == "llama" and (slides or "sliding_attention" in (kinds or [])):
+        raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
+    if kinds is None:
+        first = num_layers if not slides else _first_sliding_layer(config)
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    elif not slides and "sliding_attention" in kinds:
+        raise ValueError("layer_types and use_sliding_window contradict each other: there are sliding_attention layers")
+    return read_layer_types(config, kinds)
+
+
+def _first_sliding_layer(config: Json) -> int:
+    first = config.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"max_window_layers: expected the first layer with a sliding window, got {first!r}")
+    return first
