@@ -1,0 +1,159 @@
+"""Find static scales for a quantised K/V cache: `python scripts/calibrate.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from models.caches import KVScales
+from models.calibration import calibrate, check_inputs, save_kv_scales
+from models.checkpoint import load_config
+from models.config import ModelConfig
+from models.presets import GQA_PRESETS, PRESETS
+from models.tokenizer import load_tokenizer
+from models.weights import load_model, random_model
+from scripts.command_line import Parser, UsageError, as_usage_error, check_writable, exit_status
+from scripts.decode_options import KV_DTYPES, RANDOM_MODELS
+from scripts.decode_prompts import encode_texts, read_ids
+
+PROG = "calibrate"
+
+DESCRIPTION = """\
+Runs a model over sample prompts, and chooses scales by which a cache of 8 bits just holds the keys and values met:
+one scale for each KV head, or for each channel of it. Prompts like those to be served are best; with none, random
+tokens are taken, which tell the least."""
+
+EPILOG = """\
+examples:
+  calibrate.py --model DIR --prompt-ids sample.json --kv-dtype int8 --out scales.safetensors
+  run_decode.py --model DIR --kv-dtype int8 --kv-scales scales.safetensors --prompt "What is a page table?"
+
+The file holds k_scale and v_scale in float32, [layers, KV heads] or [layers, KV heads, head width]. A channel in which
+only zeros were met gets a scale of 1.
+
+exit status:
+  0  written     2  wrong input: one line on stderr says what     130  interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(PROG, lambda: run(parse_options(argv)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Calibrates as the options ask for, and tells what came of it.
+
+    Raises:
+      UsageError: the options, or a file they name, are wrong.
+    """
+    with as_usage_error(ValueError, NotImplementedError, OSError):
+        config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+        prompts = _prompts(options, config)
+        check_inputs(config, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
+        dtype = options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
+        model = random_model(config, dtype=dtype) if options.model is None else load_model(options.model, dtype)
+    with as_usage_error(ValueError, jax.errors.JaxRuntimeError):
+        scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
+    with as_usage_error(OSError):
+        save_kv_scales(options.out, scales)
+    name = options.random if options.model is None else options.model.resolve().name
+    console = Console()
+    console.print(_table(f"{options.kv_dtype} scales of {name}", scales))
+    count = sum(map(len, prompts))
+    console.print(f"{count:,} tokens in {len(prompts)} prompts; written to {options.out}", soft_wrap=True)
+    return 0
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+      UsageError: options that are wrong by themselves or together, or a file that cannot be written.
+    """
+    options = _parser().parse_args(argv)
+    if options.prompt is not None and options.model is None:
+        raise UsageError("--prompt needs a --model with a tokenizer; a random model takes --prompt-ids")
+    if options.tokens < 1:
+        raise UsageError(f"--tokens: expected at least 1, got {options.tokens}")
+    check_writable("--out", options.out)
+    return options
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROG,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
+    model.add_argument("--random", choices=RANDOM_MODELS, help="a model with random weights, as run_decode makes it")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="texts, in the model's chat template if it has one"
+    )
+    prompts.add_argument("--prompt-ids", type=Path, metavar="FILE", help="a JSON list of lists of token ids")
+    prompts.add_argument("--tokens", type=int, default=512, metavar="N", help="so many random ones (default: 512)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the model, as it will be served (default: the checkpoint's)",
+    )
+    parser.add_argument("--kv-dtype", choices=("int8", "fp8"), default="int8", help="of the cache (default: int8)")
+    parser.add_argument(
+        "--scales",
+        choices=("head", "channel"),
+        default="channel",
+        help="one for each KV head, or for each of its channels (default: channel)",
+    )
+    parser.add_argument(
+        "--percentile",
+        type=float,
+        default=100.0,
+        metavar="P",
+        help="of the magnitudes in a prompt that the cache is to hold; below 100 the few larger ones saturate"
+        " (default: 100, all)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors", help="what run_decode reads")
+    return parser
+
+
+def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
+    if options.prompt_ids is not None:
+        return read_ids(options.prompt_ids)
+    if options.prompt is not None:
+        tokenizer = load_tokenizer(options.model)
+        if tokenizer is None:
+            raise UsageError(f"--prompt: {options.model} has no tokenizer.json; give token ids with --prompt-ids")
+        return encode_texts(options.prompt, tokenizer)
+    drawn = np.random.default_rng(0).integers(config.vocab_size, size=options.tokens).tolist()
+    longest = config.max_position_embeddings
+    return [drawn[start : start + longest] for start in range(0, len(drawn), longest)]
+
+
+def _table(title: str, scales: KVScales) -> Table:
+    """The spread of each layer's scales."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("layer", justify="right")
+    for kind in ("keys", "values"):
+        for header in (f"{kind}: least", "median", "most"):
+            table.add_column(header, justify="right", no_wrap=True)
+    for layer, of_kinds in enumerate(zip(scales.k, scales.v, strict=True)):
+        cells = [f"{value:.3g}" for of_kind in of_kinds for value in np.percentile(of_kind, [0, 50, 100])]
+        table.add_row(str(layer), *cells)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Calibrated scales against keys and values that transformers cached, and everything that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.caches import KVScales, load_kv_scales
+from models.calibration import calibrate, save_kv_scales
+from models.gqa import GQA
+from models.model import Decoder
+from models.presets import GQA_PRESETS, PRESETS
+from models.request import SamplingParams
+from models.verify import Decoded, PlainRun
+from models.weights import load_model, random_model
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3"
+TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=1, vocab_size=64)
+
+
+@functools.cache
+def golden() -> tuple[Decoder, list[list[int]]]:
+    return load_model(GOLDEN), json.loads((GOLDEN / "prompts.json").read_text())
+
+
+def golden_scales(axes: tuple[int, ...], qmax: float, percentile: float) -> list[np.ndarray]:
+    """Of transformers' keys and values, [layers, Hkv, T, D] each, after norm and rope."""
+    with np.load(GOLDEN / "golden.npz") as arrays:
+        return [
+            np.max([np.percentile(np.abs(arrays[f"{kind}_{i}"]), percentile, axis=axes) for i in range(4)], axis=0)
+            / qmax
+            for kind in ("keys", "values")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "qmax", "layout", "axes", "percentile"),
+    [
+        ("int8", 127, "channel", (2,), 100.0),
+        ("float8_e4m3fn", 448, "head", (2, 3), 100.0),
+        ("int8", 127, "channel", (2,), 90.0),
+        ("int8", 127, "head", (2, 3), 99.0),
+    ],
+)
+def test_scales_are_those_of_what_transformers_caches(dtype, qmax, layout, axes, percentile):
+    model, prompts = golden()
+    scales = calibrate(model, prompts, dtype, layout, percentile)
+    for got, wanted in zip((scales.k, scales.v), golden_scales(axes, qmax, percentile), strict=True):
+        assert got.dtype == np.float32
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
+def test_the_file_is_read_back_as_it_was_written(tmp_path: Path):
+    model, prompts = golden()
+    scales = calibrate(model, prompts[1:2], "int8")
+    save_kv_scales(tmp_path / "scales.safetensors", scales)
+    read = load_kv_scales(tmp_path / "scales.safetensors")
+    np.testing.assert_array_equal(read.k, scales.k)
+    np.testing.assert_array_equal(read.v, scales.v)
+
+
+def share_of_tokens(scales: KVScales) -> float:
+    """Of the golden's tokens, those that the model would choose over an int8 cache after the same tokens."""
+    model, prompts = golden()
+    plain = PlainRun(model, 24, "int8", scales)
+    with np.load(GOLDEN / "golden.npz") as arrays:
+        tokens = [arrays[f"tokens_{i}"] for i in range(len(prompts))]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    choices = [plain.choose(Decoded(p, t.tolist(), params), 0.0)[0][:-1] for p, t in zip(prompts, tokens, strict=True)]
+    return float(np.mean(np.concatenate(choices) == np.concatenate(tokens)))
+
+
+def test_tokens_over_an_int8_cache_are_nearly_those_over_a_float_one():
+    model, prompts = golden()
+    scales = calibrate(model, prompts, "int8")
+    assert share_of_tokens(scales) > 0.9
+    assert share_of_tokens(KVScales(scales.k / 16, scales.v / 16)) < 0.3
+
+
+def with_values(channel: int, weight: float) -> Decoder:
+    """A random model in which all weights of one channel of the last KV head's values are this."""
+    model = random_model(TINY)
+    attention = model.layers[0].self_attn
+    assert isinstance(attention, GQA)
+    projection = attention.qkv_proj.weight  # [hidden, heads of q, k and v x D], values last
+    projection[...] = projection[...].at[:, channel - TINY.head_dim].set(weight)
+    return model
+
+
+@pytest.mark.parametrize("percentile", [100.0, 50.0])
+def test_a_channel_of_zeros_has_a_scale_of_1(percentile: float):
+    scales = calibrate(with_values(5, 0.0), [[1, 2, 3]], "int8", percentile=percentile)
+    assert scales.v[0, -1, 5] == 1
+    assert np.all(np.delete(scales.v[0, -1], 5) < 0.2)
+
+
+@pytest.mark.parametrize("percentile", [100.0, 50.0])
+def test_values_that_are_not_finite_are_refused(percentile: float):
+    with pytest.raises(ValueError, match="expected positive finite numbers, v has others"):
+        calibrate(with_values(5, jnp.nan), [[1, 2, 3]], "int8", percentile=percentile)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype: expected int8 or float8_e4m3fn, got bfloat16"),
+        ({"percentile": 0.0}, "percentile: expected more than 0 and at most 100, got 0.0"),
+        ({"percentile": 100.5}, "percentile: .* got 100.5"),
+        ({"percentile": float("nan")}, "percentile: .* got nan"),
+        ({"prompts": []}, "prompts: expected at least one"),
+        ({"prompts": [[1], []]}, "prompt 1: expected 1 to 2560 tokens, got 0"),
+        ({"prompts": [[1] * 2561]}, "prompt 0: expected 1 to 2560 tokens, got 2561"),
+        ({"prompts": [[1, 64]]}, "prompt 0: expected ids from 0 to 63, got 64"),
+        ({"prompts": [[-1]]}, "prompt 0: expected ids from 0 to 63, got -1"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(random_model(TINY), **{"prompts": [[1]], "dtype": "int8"} | wrong)
+
+
+def test_an_unknown_layout_is_refused(unchecked_shapes):
+    with pytest.raises(ValueError, match="layout: expected head or channel, got 'token'"):
+        calibrate(random_model(TINY), [[1]], "int8", "token")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_latents_are_refused():
+    with pytest.raises(ValueError, match="a deepseek_v3 caches latents, which are not quantised"):
+        calibrate(random_model(PRESETS["v3-tiny"]), [[1]], "int8")

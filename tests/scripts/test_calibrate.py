@@ -1,0 +1,62 @@
+"""The command line that calibrates: its file serves run_decode, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from scripts import calibrate, run_decode
+from tests.scripts.decode_case import GOLDEN, SIZES
+
+QWEN3 = GOLDEN.with_name("qwen3")
+IDS = ["--prompt-ids", str(QWEN3 / "prompts.json")]
+
+
+def test_run_decode_takes_the_file(tmp_path, capsys):
+    scales, out = tmp_path / "scales.safetensors", tmp_path / "out.json"
+    assert calibrate.main(["--model", str(QWEN3), *IDS, "--out", str(scales)]) == 0
+    printed = capsys.readouterr().out
+    assert "int8 scales of qwen3" in printed
+    assert "in 4 prompts; written to" in printed
+    cache = ["--kv-dtype", "int8", "--kv-scales", str(scales), "--max-tokens", "6", "--verify"]
+    assert run_decode.main(["--model", str(QWEN3), *IDS, *SIZES, *cache, "--json", str(out)]) == 0
+    requests = json.loads(out.read_text())["requests"]
+    with np.load(QWEN3 / "golden.npz") as golden:
+        assert [request["output_ids"][0] for request in requests] == [golden[f"tokens_{i}"][0] for i in range(4)]
+
+
+def test_without_prompts_random_tokens_are_taken(tmp_path, capsys):
+    out = tmp_path / "scales.safetensors"
+    sizes = ["--tokens", "40", "--scales", "head", "--kv-dtype", "fp8", "--dtype", "bfloat16"]
+    assert calibrate.main(["--random", "qwen3-tiny", *sizes, "--out", str(out)]) == 0
+    assert {name: scale.shape for name, scale in load_file(out).items()} == {"k_scale": (3, 2), "v_scale": (3, 2)}
+    assert "40 tokens in 1 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "one of the arguments --model --random is required"),
+        (["--random", "v3-tiny"], "a deepseek_v3 caches latents, which are not quantised"),
+        (["--model", GOLDEN], "a deepseek_v3 caches latents, which are not quantised"),
+        (["--model", "no such directory"], "no such directory"),
+        (["--random", "qwen3-tiny", "--prompt", "What?"], "--prompt needs a --model"),
+        (["--model", QWEN3, "--prompt", "What?"], "has no tokenizer.json"),
+        (["--model", QWEN3, "--prompt-ids", "no such file"], "cannot read no such file"),
+        (["--random", "qwen3-tiny", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
+        (["--random", "qwen3-tiny", "--percentile", "0"], "percentile: expected more than 0"),
+        (["--random", "qwen3-tiny", "--kv-dtype", "bfloat16"], "invalid choice: 'bfloat16'"),
+        (["--random", "qwen3-tiny", "--out", "."], "--out: cannot write .: it is a directory"),
+    ],
+)
+def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(calibrate, "load_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(calibrate, "random_model", lambda *_, **__: pytest.fail("weights were made"))
+    out = tmp_path / "scales.safetensors"
+    assert calibrate.main(["--out", str(out), *map(str, args)]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("calibrate: error: ")
+    assert message in line
+    assert (captured.out, out.exists()) == ("", False)
