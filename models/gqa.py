@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged K/V cache.
 
 Keys are normed and rotated as they are written, queries in the same pass. Then the decode rows of a step attend over
-their pages, sharing them as one plan for all layers says, and the prefill chunks over theirs.
+their pages, sharing them as one plan for all layers of equal windows says, and the prefill chunks over theirs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from models.gqa_config import GQAConfig
 from models.layers import Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.mla import AttentionSettings
+from models.windows import HeadWindows, LayerWindow, cache_groups
 from pallas_attn import (
     DecodePlan,
+    HeadWindow,
     PagedKV,
     Rope,
     decode_programs,
@@ -33,43 +35,64 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
-    """What all layers of equal windows need to know of a step.
+    """What the layers of a cache group need to know of a step.
 
     Attributes:
       metadata: where its tokens belong.
       plan: how programs share the decode rows' pages; None where nothing follows plans.
+      window: what the group's heads see.
     """
 
     metadata: StepMetadata
     plan: DecodePlan | None
+    window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
+
+    def window_argument(self) -> int | HeadWindow | None:
+        """The window as the operations take it."""
+        return self.window.array() if isinstance(self.window, HeadWindows) else self.window
 
 
 def plan_step(
-    config: GQAConfig, settings: AttentionSettings, metadata: StepMetadata, cache: PagedKV, dtype: DTypeLike
-) -> GQAStep:
-    """Plans the decode rows of a step, once for all layers.
+    config: GQAConfig,
+    settings: AttentionSettings,
+    metadata: StepMetadata,
+    cache: PagedKV,
+    dtype: DTypeLike,
+) -> tuple[GQAStep, ...]:
+    """Plans the decode rows of a step, once for each cache group.
 
     Args:
       config, settings: of the model.
       metadata: the step.
       cache: any layer's; only its shapes and dtypes matter.
       dtype: of the queries.
+
+    Returns:
+      A step for each of the model's `cache_groups`.
     """
-    if not metadata.num_decode:
-        return GQAStep(metadata, None)
     q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
+    steps = [GQAStep(metadata, None, group.window) for group in cache_groups(config)]
+    if not metadata.num_decode:
+        return tuple(steps)
+    return tuple(dataclasses.replace(step, plan=_plan(config, settings, step, q, cache)) for step in steps)
+
+
+def _plan(
+    config: GQAConfig, settings: AttentionSettings, step: GQAStep, q: jax.ShapeDtypeStruct, cache: PagedKV
+) -> DecodePlan | None:
+    """Of a group's decode rows; None where nothing would follow it."""
     num_programs = decode_programs(q, cache, implementation=settings.implementation)
     if num_programs == 1:
-        return GQAStep(metadata, None)
-    plan = plan_decode(
-        metadata.decode_kv_lens,
+        return None
+    return plan_decode(
+        step.metadata.decode_kv_lens,
+        window=step.window_argument(),
         page_size=cache.page_size,
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         num_programs=num_programs,
         implementation=settings.implementation,
     )
-    return GQAStep(metadata, plan)
 
 
 class GQA(nnx.Module):
@@ -114,7 +137,7 @@ class GQA(nnx.Module):
         )
 
     def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
-        metadata, num_decode = step.metadata, step.metadata.num_decode
+        metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
         outputs = []
         if num_decode:
             out = paged_decode(
@@ -123,6 +146,7 @@ class GQA(nnx.Module):
                 metadata.decode_block_tables,
                 metadata.decode_kv_lens,
                 sm_scale=self.config.sm_scale,
+                window=window,
                 plan=step.plan,
                 implementation=self.settings.implementation,
             )
@@ -135,6 +159,7 @@ class GQA(nnx.Module):
                 metadata.cu_q_lens,
                 metadata.prefill_kv_lens,
                 sm_scale=self.config.sm_scale,
+                window=window,
                 implementation=self.settings.implementation,
             )
             outputs.append(out)

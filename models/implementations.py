@@ -11,6 +11,7 @@ from models.config import DeepSeekConfig, ModelConfig
 from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
 from models.runner import RunnerConfig
+from models.windows import HeadWindows, LayerWindow, cache_groups
 from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
 
 
@@ -46,30 +47,67 @@ def explain_attention(
 def _explain_gqa(
     config: GQAConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
-    """Of the calls of one layer of GQA."""
-    spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
-    cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
-    num_decode, num_prefill = sizes.decode_buckets[-1], sizes.prefill_buckets[-1]
-    tokens, sequences = num_decode + num_prefill, sizes.max_prefill_seqs
+    """Of the calls of a layer of GQA; where layers differ in what they see, of those that are hardest to please."""
+    layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
 
-    def heads(*rows: int, num_heads: int = config.num_attention_heads) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*rows, num_heads, config.head_dim), dtype)
+    def hardest(explained: list[Explanation]) -> Explanation:
+        return max(explained, key=lambda explanation: (explanation.chosen is None, len(explanation.refused)))
 
-    kv = heads(tokens, num_heads=config.num_key_value_heads)
-    angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
-    norm = jax.ShapeDtypeStruct((config.head_dim,), dtype) if config.qk_norm else None
-    rope = Rope(angles, angles, q_norm=norm, k_norm=norm)  # pyrefly: ignore[bad-argument-type]
-    calls = {
-        "write_kv": ((cache, kv, kv, _ints(tokens)), {"rope": rope, "q": heads(tokens)}),
-        "paged_decode": ((heads(num_decode, 1), cache, _ints(num_decode, sizes.table_pages), _ints(num_decode)), {}),
-        "paged_prefill": (
-            (heads(num_prefill), cache, _ints(sequences, sizes.table_pages), _ints(sequences + 1), _ints(sequences)),
-            {},
-        ),
-    }
     return {
-        op: explain(op, *args, **kwargs, implementation=settings.implementation) for op, (args, kwargs) in calls.items()
+        "write_kv": hardest([layer.write_kv() for layer in layers]),
+        "paged_decode": hardest([layer.paged_decode() for layer in layers]),
+        "paged_prefill": hardest([layer.paged_prefill() for layer in layers]),
     }
+
+
+class _HeadShapes:
+    """The calls of one layer of GQA, by their shapes; heads that see unlike have tables and slots of their own."""
+
+    def __init__(
+        self,
+        config: GQAConfig,
+        settings: AttentionSettings,
+        sizes: RunnerConfig,
+        dtype: jnp.dtype,
+        window: LayerWindow,
+    ):
+        self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, dtype
+        spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
+        self._cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        head_wise = isinstance(window, HeadWindows)
+        self._window = window.array() if head_wise else window
+        self._per_head = (config.num_key_value_heads,) if head_wise else ()
+
+    def write_kv(self) -> Explanation:
+        config, tokens = self._config, self._sizes.decode_buckets[-1] + self._sizes.prefill_buckets[-1]
+        kv = self._heads(tokens, num_heads=config.num_key_value_heads)
+        angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
+        norm = jax.ShapeDtypeStruct((config.head_dim,), self._dtype) if config.qk_norm else None
+        rope = Rope(angles, angles, q_norm=norm, k_norm=norm)  # pyrefly: ignore[bad-argument-type]
+        slots = _ints(tokens, *self._per_head)
+        return self._explain("write_kv", self._cache, kv, kv, slots, rope=rope, q=self._heads(tokens))
+
+    def paged_decode(self) -> Explanation:
+        rows = self._sizes.decode_buckets[-1]
+        return self._attend("paged_decode", self._heads(rows, 1), self._cache, self._tables(rows), _ints(rows))
+
+    def paged_prefill(self) -> Explanation:
+        q, sequences = self._heads(self._sizes.prefill_buckets[-1]), self._sizes.max_prefill_seqs
+        lengths = _ints(sequences + 1), _ints(sequences)
+        return self._attend("paged_prefill", q, self._cache, self._tables(sequences), *lengths)
+
+    def _attend(self, op: str, *args: object) -> Explanation:
+        return self._explain(op, *args, window=self._window)
+
+    def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
+        return explain(op, *args, **kwargs, implementation=self._settings.implementation)
+
+    def _heads(self, *rows: int, num_heads: int | None = None) -> jax.ShapeDtypeStruct:
+        shape = (*rows, num_heads or self._config.num_attention_heads, self._config.head_dim)
+        return jax.ShapeDtypeStruct(shape, self._dtype)
+
+    def _tables(self, sequences: int) -> jax.ShapeDtypeStruct:
+        return _ints(sequences, *self._per_head, self._sizes.table_pages)
 
 
 class _LatentShapes:

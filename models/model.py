@@ -24,10 +24,11 @@ from models.metadata import StepMetadata
 from models.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
 from models.moe import MoE
 from models.rope import rope_table
+from models.windows import cache_groups
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
-"""What a family's attention must know of a step, the same for all layers."""
+"""What a family's attention must know of a step, the same for all layers of a cache group."""
 
 type Step = Callable[[Any, Int32[Array, "T"], Caches, StepMetadata], tuple[Float32[Array, "n V"], Caches]]
 """(weights, tokens, caches, metadata) -> (logits, caches)."""
@@ -97,11 +98,11 @@ class Decoder(nnx.Module):
         metadata.check()
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
-        step = self._attention_step(metadata, caches)
+        steps = self._attention_steps(metadata, caches)
         # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
         apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache, step in zip(self.layers, caches, steps, strict=True):
             x, cache = apply_layer(*nnx.split(layer), x, rope, cache, metadata.slots, step)
             written.append(cache)
         return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
@@ -110,15 +111,20 @@ class Decoder(nnx.Module):
         weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
         return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
-    def _attention_step(self, metadata: StepMetadata, caches: Caches) -> AttentionStep:
+    def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> list[AttentionStep]:
+        """One for each layer, those of a cache group the same."""
         match self.config, caches[0]:
             case DeepSeekConfig() as config, PagedLatent() as cache:
                 parts = step_parts(metadata, self.settings.mla)
-                return plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)
+                steps = (plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype),)
             case GQAConfig() as config, PagedKV() as cache:
-                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
+                steps = plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
+        of_layer = {
+            layer: step for group, step in zip(cache_groups(self.config), steps, strict=True) for layer in group.layers
+        }
+        return [of_layer[layer] for layer in range(len(self.layers))]
 
     def cache_spec(
         self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None

@@ -24,11 +24,12 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from models.checkpoint import open_checkpoint
-from models.config import DeepSeekConfig, ModelConfig
+from models.config import DeepSeekConfig, ModelConfig, with_windows
 from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
 from models.model import Decoder
 from models.rope import halves_order
+from models.windows import Windows
 
 _log = logging.getLogger(__name__)
 
@@ -198,6 +199,7 @@ def load_model(
     directory: str | Path,
     dtype: DTypeLike | None = None,
     settings: AttentionSettings = AttentionSettings(),
+    windows: Windows | None = None,
 ) -> Decoder:
     """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
@@ -206,17 +208,20 @@ def load_model(
 
     Args:
       dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
+      settings: how it attends.
+      windows: what its layers' heads see, in place of what config.json says.
 
     Raises:
       CheckpointError: what is missing, extra, misshaped or unreadable.
-      ValueError, NotImplementedError: as `read_config`.
+      ValueError, NotImplementedError: as `read_config` and `with_windows`.
     """
     checkpoint = open_checkpoint(directory)
-    for name, why in checkpoint.inspect(checkpoint_shapes(checkpoint.config)).items():
+    config = checkpoint.config if windows is None else with_windows(checkpoint.config, windows)
+    for name, why in checkpoint.inspect(checkpoint_shapes(config)).items():
         _log.info("%s is not loaded: it %s", name, why)
     if dtype is None:
-        dtype = jnp.float32 if checkpoint.config.dtype == "float32" else jnp.bfloat16
-    return _assemble(checkpoint.config, checkpoint.read, dtype, settings)
+        dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
+    return _assemble(config, checkpoint.read, dtype, settings)
 
 
 def random_model(

@@ -112,7 +112,7 @@ def load_windows(path: Path) -> Windows:
     """
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     try:
         return read_head_windows(entry)

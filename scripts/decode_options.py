@@ -183,6 +183,14 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         " KV heads, head width] (default: a scale for every token and head, taken when it is written)",
     )
     group.add_argument(
+        "--head-windows",
+        type=Path,
+        metavar="FILE",
+        help="what each KV head sees, in place of what the model says: a JSON list with an entry a layer, null for"
+        ' everything, a number of newest tokens, or {"window": [...], "sink_tokens": [...]}, one each per KV head, null'
+        " for everything",
+    )
+    group.add_argument(
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",

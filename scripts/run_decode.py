@@ -16,7 +16,7 @@ from rich.console import Console
 
 from models.caches import load_kv_scales
 from models.checkpoint import load_config
-from models.config import ModelConfig
+from models.config import ModelConfig, with_windows
 from models.engine import Engine, EngineConfig
 from models.implementations import explain_attention
 from models.mla import AttentionSettings
@@ -26,6 +26,7 @@ from models.presets import GQA_PRESETS, PRESETS
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
 from models.weights import load_model, random_model
+from models.windows import load_windows
 from scripts.command_line import UsageError, as_usage_error, exit_status
 from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
-        config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+        config = _config(options)
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
@@ -83,6 +84,15 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return _status(verification)
+
+
+def _config(options: argparse.Namespace) -> ModelConfig:
+    config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+    if options.head_windows is None:
+        return config
+    windows = load_windows(options.head_windows)
+    with as_usage_error(ValueError, NotImplementedError, prefix="--head-windows: "):
+        return with_windows(config, windows)
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -161,7 +171,7 @@ def _dtype(options: argparse.Namespace, config: ModelConfig) -> str:
 def _load(options: argparse.Namespace, config: ModelConfig) -> Decoder:
     if options.model is None:
         return random_model(config, dtype=_dtype(options, config), settings=_settings(options))
-    return load_model(options.model, _dtype(options, config), _settings(options))
+    return load_model(options.model, _dtype(options, config), _settings(options), config.windows)
 
 
 def _engine(

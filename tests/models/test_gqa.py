@@ -28,11 +28,13 @@ from models.presets import GQA_PRESETS
 from models.request import SamplingParams
 from models.verify import Decoded, verify
 from models.weights import load_model, random_model
-from pallas_attn import PagedKV
+from models.windows import HeadWindows
+from pallas_attn import FULL, HeadWindow, PagedKV
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64)
+HEADS = HeadWindows((FULL, 6), (0, 3))
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 ENGINES = {
@@ -158,28 +160,35 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
         load_kv_scales(path)
 
 
-def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch):
-    """Where programs share the pages, a step plans once, and its layers are one function that takes the plan."""
-    plans = []
+def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPatch):
+    """Where programs share the pages, a step plans once a cache group, and its layers are one function that takes the
+    plan."""
+    planned_for = []
     right = gqa.plan_decode
 
-    def plan_once(kv_lens, **sizes):
-        plans.append(sizes)
-        return right(kv_lens, **sizes)
+    def plan(kv_lens, *, window, **sizes):
+        planned_for.append(window)
+        assert sizes == {
+            "page_size": PAGE_SIZE,
+            "num_q_heads": 8,
+            "num_kv_heads": 2,
+            "num_programs": 6,
+            "implementation": None,
+        }
+        return right(kv_lens, window=window, **sizes)
 
     monkeypatch.setattr(gqa, "decode_programs", lambda q, kv, implementation: 6)
-    monkeypatch.setattr(gqa, "plan_decode", plan_once)
-    model = random_model(TINY)
+    monkeypatch.setattr(gqa, "plan_decode", plan)
+    model = random_model(dataclasses.replace(TINY, num_hidden_layers=6, windows=(5, HEADS, 5, None, HEADS, 5)))
     stepping, weights = split_model(model)
     pages = Pages.scatter(2, 4)
     metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
     tokens, caches = jnp.zeros(metadata.num_tokens, jnp.int32), pages.allocate(model)
     lowered = jax.jit(stepping).lower(weights, tokens, caches, metadata).as_text()
-    assert plans == [
-        {"page_size": PAGE_SIZE, "num_q_heads": 8, "num_kv_heads": 2, "num_programs": 6, "implementation": None}
-    ]
-    assert len(re.findall(r"func.func private @_apply_layer", lowered)) == 1
-    assert len(re.findall(r"call @_apply_layer", lowered)) == TINY.num_hidden_layers
+    assert planned_for[::2] == [5, None]
+    assert isinstance(planned_for[1], HeadWindow)
+    assert len(re.findall(r"func.func private @_apply_layer", lowered)) == 3
+    assert len(re.findall(r"call @_apply_layer", lowered)) == 6
 
 
 def test_caches_are_written_in_place():

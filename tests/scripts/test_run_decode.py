@@ -176,6 +176,16 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
 
 
+def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
+    qwen3, windows = GOLDEN.with_name("qwen3"), tmp_path / "windows.json"
+    windows.write_text(json.dumps([None, 5, {"window": [None, 4], "sink_tokens": [0, 2]}]))
+    prompt = json.loads((qwen3 / "prompts.json").read_text())[2]
+    asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids([prompt]), "--head-windows", windows, "--verify"]
+    result = run_json(*asked)
+    assert result["run"]["verified"] is True
+    assert outputs(result)[0] != np.load(qwen3 / "golden.npz")["tokens_2"][:6].tolist()
+
+
 class TestTexts:
     def words(self, ids):
         return " ".join(f"w{i}" for i in ids)

@@ -38,6 +38,7 @@ class TestRefusals:
             (["--kv-scales", "x"], "--kv-scales needs --kv-dtype int8 or fp8"),
             (["--random", "qwen3-tiny", "--kv-dtype", "fp8", "--kv-scales", "no such file"], "no such file: not a"),
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
+            (["--random", "qwen3-tiny", "--head-windows", "no such file"], "No such file or directory"),
             (["--implementation", "cuda"], "cuda"),
             (["--implementation", ""], "implementation"),
             (["--implementation", "mosaic"], "write_latent cannot run here: mosaic"),
@@ -84,6 +85,22 @@ class TestRefusals:
     def test_a_prompt_the_pool_can_never_hold(self, refused, write_ids):
         message = refused("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
         assert "prompt 0: the prompt needs 27 pages, the pool has 26" in message
+
+    @pytest.mark.parametrize(
+        ("model", "content", "message"),
+        [
+            ("qwen3-tiny", "[" * 100_000, "windows.json: not JSON"),
+            ("qwen3-tiny", {"window": [8, 8]}, "windows.json: head_windows: expected a list with one entry a layer"),
+            ("qwen3-tiny", [None, 0, 8], "windows.json: head_windows of layer 1: expected null, a window from 1"),
+            ("qwen3-tiny", [None, 8], "--head-windows: head_windows: expected one for each of 3 layers, got 2"),
+            ("qwen3-tiny", [8, 8, {"window": [8]}], "layer 2: expected one for each of 2 KV heads, got 1"),
+            ("v3-tiny", [None, 8, 8], "--head-windows: head_windows: heads of latent attention share one latent"),
+        ],
+    )
+    def test_wrong_windows(self, refused, tmp_path, model, content, message):
+        path = tmp_path / "windows.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        assert message in refused("--random", model, "--head-windows", path)
 
     def test_unreadable_prompts(self, refused, tmp_path):
         assert "No such file" in refused("--prompt-ids", tmp_path / "none.json")

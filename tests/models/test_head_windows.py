@@ -1,0 +1,98 @@
+"""Models whose heads have windows, against a dense computation over explicit masks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.engine import Engine, EngineConfig
+from models.model import Decoder, split_model
+from models.presets import GQA_PRESETS
+from models.request import SamplingParams
+from models.verify import Decoded, verify
+from models.weights import checkpoint_shapes, random_model, random_tensor
+from models.windows import HeadWindows
+from pallas_attn import FULL
+from tests.models import gqa_oracle
+from tests.models.step_case import PAGE_SIZE, Pages, step
+
+CONFIG = dataclasses.replace(
+    GQA_PRESETS["qwen3-tiny"],
+    vocab_size=64,
+    hidden_size=64,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    num_hidden_layers=4,
+    # a layer of sink tokens past a page's end, a window of one, and a head that sees all, beside plain layers
+    windows=(HeadWindows((FULL, 9, 1), (0, 3, 10)), None, 7, HeadWindows((8, FULL, 16), (8, 0, 0))),
+)
+SEED = 4
+PROMPT = np.random.default_rng(SEED).integers(0, 64, 45).tolist()
+NEW_TOKENS = 16
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@functools.cache
+def model() -> Decoder:
+    return random_model(CONFIG, SEED)
+
+
+@functools.cache
+def expected() -> tuple[np.ndarray, list[int]]:
+    """Logits of the prompt, and the tokens that follow it, each won by enough to insist on it."""
+    tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + NEW_TOKENS:
+        logits = gqa_oracle.forward(CONFIG, tensors, tokens)
+        second, first = np.sort(logits[-1])[-2:]
+        assert first - second > 1e-3
+        tokens.append(int(logits[-1].argmax()))
+    return logits[: len(PROMPT)], tokens[len(PROMPT) :]
+
+
+def test_prompt_logits_are_those_of_explicit_masks():
+    pages = Pages.scatter(1, -(-len(PROMPT) // PAGE_SIZE))
+    stepping, weights = split_model(model())
+    caches = pages.allocate(model(), fill=np.nan)
+    metadata = step(pages, prefill=[(0, 0, len(PROMPT))])
+    logits, _ = jax.jit(stepping)(weights, jnp.asarray(PROMPT, jnp.int32), caches, metadata)
+    np.testing.assert_allclose(np.asarray(logits), expected()[0], atol=1e-4)
+
+
+def test_every_window_shows_in_the_tokens():
+    """Else the other tests would not tell one set of windows from another."""
+    assert CONFIG.windows is not None
+    tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
+    for layer in (0, 2, 3):
+        windows = tuple(None if i == layer else window for i, window in enumerate(CONFIG.windows))
+        logits = gqa_oracle.forward(dataclasses.replace(CONFIG, windows=windows), tensors, PROMPT)
+        assert np.abs(logits - expected()[0]).max() > 0.1
+
+
+ENGINES = {
+    "chunks of 16": {"page_size": 8, "num_pages": 16, "max_batched_tokens": 16},
+    "chunks of 7, tokens of their own pages": {"page_size": 1, "num_pages": 128, "max_batched_tokens": 7},
+}
+
+
+@pytest.mark.parametrize("sizes", ENGINES.values(), ids=ENGINES)
+def test_tokens_depend_on_no_way_to_cut_steps(sizes: dict[str, Any]):
+    """Of two requests at once, and of one that finds their prefix."""
+    buckets = {"decode_buckets": (2,), "prefill_buckets": (sizes["max_batched_tokens"],)}
+    engine = Engine(model(), EngineConfig(max_num_seqs=2, max_model_len=64, **sizes, **buckets))
+    outputs = engine.generate([PROMPT, PROMPT], GREEDY) + engine.generate([PROMPT], GREEDY)
+    assert [output.output_ids for output in outputs] == [expected()[1]] * 3
+    assert outputs[2].cached_tokens > 0
+
+
+def test_verification_sees_the_windows():
+    _, tokens = expected()
+    assert verify(model(), [Decoded(PROMPT, tokens, GREEDY)], max_len=64).passed
+    blind = random_model(dataclasses.replace(CONFIG, windows=None), SEED)
+    assert not verify(blind, [Decoded(PROMPT, tokens, GREEDY)], max_len=64).passed
