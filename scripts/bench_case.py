@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -66,6 +67,11 @@ class Bench:
     grids: Mapping[str, Sequence[Any]]
     contenders: Mapping[str, Contender]
     inputs: Callable[[Any, Pools], Any]
+
+
+def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
+    """Our implementations as contenders, of a function that takes the name of one first."""
+    return {name: functools.partial(ours, name) for name in ("mosaic", "xla")}
 
 
 @contextlib.contextmanager

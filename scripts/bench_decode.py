@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 
 from pallas_attn import HeadWindow, paged_decode
 from scripts import bench_flashinfer, bench_torch
-from scripts.bench_case import Bench, noting_configs
+from scripts.bench_case import Bench, by_name, noting_configs
 from scripts.bench_decode_case import DecodeCase, DecodeInputs, inputs
 from scripts.bench_device import multiprocessors
 from scripts.bench_pools import CACHES, chain_of
@@ -106,8 +105,6 @@ GRIDS = {name: _ordered(grid) for name, grid in GRIDS.items()}
 
 BENCH = Bench(
     grids=GRIDS,
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")}
-    | bench_flashinfer.CONTENDERS
-    | bench_torch.CONTENDERS,
+    contenders=by_name(ours) | bench_flashinfer.CONTENDERS | bench_torch.CONTENDERS,
     inputs=inputs,
 )

@@ -41,14 +41,20 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
     return stopwatch.graph(calls, compared=case.cache in ("bf16", "f16"))
 
 
+def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) -> tuple[Any, Any]:
+    """Its tables: where each sequence's pages begin, on the host, and the pages of all, on the device."""
+    counts = -(-lens // page_size)
+    pages = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return torch.from_numpy(offsets), torch.from_numpy(pages).cuda()
+
+
 def planned(
     flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
 ) -> Callable[..., Any]:
     """Its function of queries and pages, for one table."""
     s = case.shape
-    counts = -(-case.lens // s.page_size)
-    indices = torch.from_numpy(np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])).cuda()
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
     sizes = (s.q_heads, s.kv_heads, s.head_dim, s.page_size)
     window_left = -1 if s.window is None else s.window - 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scripts import bench_flashinfer_build
-from scripts.bench_flashinfer import WORKSPACE_BYTES
+from scripts.bench_flashinfer import WORKSPACE_BYTES, page_lists
 from scripts.bench_mla_case import MlaCase, MlaInputs
 from scripts.bench_timing import Stopwatch, Timing
 from scripts.bench_torch import as_torch, import_torch
@@ -38,13 +38,11 @@ def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch)
 def planned(wrapper: Any, torch: Any, case: MlaCase, table: np.ndarray) -> Callable[..., Any]:
     """Its function of queries and pages, for one table."""
     s = case.shape
-    counts = -(-case.lens // s.page_size)
-    indices = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     wrapper.plan(
         torch.arange(s.batch + 1, dtype=torch.int32) * s.queries,
-        torch.from_numpy(offsets),
-        torch.from_numpy(indices).cuda(),
+        offsets,
+        indices,
         torch.from_numpy(case.lens),
         s.heads,
         s.latent_dim,

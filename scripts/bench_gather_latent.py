@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import PagedLatent, gather_latent
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_pools import CACHES, Pools, at_least, calls_of, chain_of, random_values, tables
 from scripts.bench_timing import Stopwatch, Timing
 
@@ -123,6 +122,6 @@ BENCH = Bench(
         + [GatherCase(8, 4096, 512, page_size=16)],
         "small": [GatherCase(2, 20, 4, "f32", 16, 8, 16)],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
+    contenders=by_name(ours),
     inputs=inputs,
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
 from pallas_attn import mla_decode, mla_decode_programs
 from scripts import bench_flashinfer_mla
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_mla_case import MlaCase, MlaInputs, inputs
 from scripts.bench_pools import chain_of
 from scripts.bench_timing import Stopwatch, Timing
@@ -62,6 +61,6 @@ BENCH = Bench(
         "models": [MlaCase(shape) for shape in cases.MLA_DECODE.values()],
         "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")} | bench_flashinfer_mla.CONTENDERS,
+    contenders=by_name(ours) | bench_flashinfer_mla.CONTENDERS,
     inputs=inputs,
 )

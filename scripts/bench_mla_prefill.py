@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from pallas_attn import mla_prefill
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_chunk_case import LENGTHS, MlaChunkCase
 from scripts.bench_timing import Stopwatch, Timing
 from tests import cases
@@ -39,6 +38,6 @@ BENCH = Bench(
         "models": [MlaChunkCase(shape) for shape in cases.MLA_PREFILL.values()],
         "small": [MlaChunkCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
+    contenders=by_name(ours),
     inputs=MlaChunkCase.inputs,
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 
 from pallas_attn import paged_prefill
 from scripts import bench_flashinfer_chunk
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_chunk_case import LENGTHS, PagedCase
 from scripts.bench_timing import Stopwatch, Timing
 from tests import cases
@@ -41,7 +40,6 @@ BENCH = Bench(
         "models": [PagedCase(shape) for shape in cases.PREFILL.values()],
         "small": [PagedCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")}
-    | bench_flashinfer_chunk.PAGED_CONTENDERS,
+    contenders=by_name(ours) | bench_flashinfer_chunk.PAGED_CONTENDERS,
     inputs=PagedCase.inputs,
 )

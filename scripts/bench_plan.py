@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import FULL, HeadWindow, plan_decode
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_device import multiprocessors
 from scripts.bench_pools import MAX_CALLS, Pools
 from scripts.bench_timing import Stopwatch, Timing
@@ -81,6 +80,6 @@ BENCH = Bench(
         "gqa": [PlanCase(batch, windowed=windowed) for batch in (1, 16, 64, 256, 1024) for windowed in (False, True)],
         "small": [PlanCase(4, 64, 2, 16)],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
+    contenders=by_name(ours),
     inputs=inputs,
 )

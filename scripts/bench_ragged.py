@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from pallas_attn import ragged_attention
 from scripts import bench_flashinfer_chunk, bench_torch_chunk
-from scripts.bench_case import Bench
+from scripts.bench_case import Bench, by_name
 from scripts.bench_chunk_case import LENGTHS, Ragged, RaggedCase
 from scripts.bench_timing import Stopwatch, Timing
 
@@ -40,8 +39,6 @@ BENCH = Bench(
         "batches": [RaggedCase(Ragged(sequences, 8192 // sequences, 0, *HEADS[1])) for sequences in (1, 4, 16, 64)],
         "small": [RaggedCase(Ragged(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")}
-    | bench_torch_chunk.CONTENDERS
-    | bench_flashinfer_chunk.RAGGED_CONTENDERS,
+    contenders=by_name(ours) | bench_torch_chunk.CONTENDERS | bench_flashinfer_chunk.RAGGED_CONTENDERS,
     inputs=RaggedCase.inputs,
 )

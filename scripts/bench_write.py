@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -13,8 +12,17 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import Rope, write_kv
-from scripts.bench_case import Bench
-from scripts.bench_pools import Pools, cache_spec, calls_of, chain_of, check_fits, random_pool, random_values
+from scripts.bench_case import Bench, by_name
+from scripts.bench_pools import (
+    Pools,
+    cache_spec,
+    calls_of,
+    chain_of,
+    check_fits,
+    random_pool,
+    random_values,
+    slots_of_runs,
+)
 from scripts.bench_timing import Stopwatch, Timing
 
 
@@ -56,6 +64,11 @@ class WriteCase:
         return 0
 
     @property
+    def slots(self) -> list[Array]:
+        """Of each call."""
+        return slots_of_runs(self.calls, self.tokens, self.run, page_size=self.page_size, num_pages=self.pool_pages)
+
+    @property
     def pool_sizes(self) -> dict[str, int]:
         return {"page_size": self.page_size, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
 
@@ -85,19 +98,8 @@ def inputs(case: WriteCase, pools: Pools) -> list[dict[str, Array]]:
     return [
         {name: random_values(key, (case.tokens, n, case.head_dim), jnp.bfloat16) for name, n in shapes.items()}
         | {"slots": slots}
-        for key, slots in zip(keys, all_slots(case), strict=True)
+        for key, slots in zip(keys, case.slots, strict=True)
     ]
-
-
-def all_slots(case: WriteCase) -> list[Array]:
-    """Of each call: runs in pages of their own, from the start of a page or, if they fit one, from anywhere in it."""
-    rng = np.random.default_rng(0)
-    runs, pages = -(-case.tokens // case.run), -(-case.run // case.page_size)
-    first = rng.permutation(case.pool_pages)[: case.calls * runs * pages].reshape(case.calls, runs, pages)
-    place = np.arange(case.run)
-    slots = first[:, :, place // case.page_size] * case.page_size + place % case.page_size
-    slots += rng.integers(0, max(1, case.page_size - case.run + 1), (case.calls, runs, 1))
-    return [jnp.asarray(call, jnp.int32) for call in slots.reshape(case.calls, -1)[:, : case.tokens]]
 
 
 def ours(implementation: str, case: WriteCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
@@ -130,6 +132,6 @@ BENCH = Bench(
             WriteCase(4, 2, cache, rope, 4, 2, 16, 16, 2**20) for cache, rope in (("f32", True), ("int8-head", False))
         ],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
+    contenders=by_name(ours),
     inputs=inputs,
 )

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import latent_cache_spec, write_latent
-from scripts.bench_case import Bench
-from scripts.bench_pools import CACHES, Pools, calls_of, chain_of, check_fits, random_latents, random_values
+from scripts.bench_case import Bench, by_name
+from scripts.bench_pools import (
+    CACHES,
+    Pools,
+    calls_of,
+    chain_of,
+    check_fits,
+    random_latents,
+    random_values,
+    slots_of_runs,
+)
 from scripts.bench_timing import Stopwatch, Timing
 
 
@@ -63,6 +70,11 @@ class WriteLatentCase:
         return max(-(-self.pool_bytes // (self._token_bytes * self.page_size)), written)
 
     @property
+    def slots(self) -> list[Array]:
+        """Of each call."""
+        return slots_of_runs(self.calls, self.tokens, self.run, page_size=self.page_size, num_pages=self.pool_pages)
+
+    @property
     def pool_sizes(self) -> dict[str, int]:
         return {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
 
@@ -87,18 +99,8 @@ def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
     shape, dtype = (case.tokens, case.latent_dim + case.rope_dim), CACHES[case.cache][0]
     return [
         {"latent": random_values(key, shape, dtype), "slots": slots}
-        for key, slots in zip(keys, all_slots(case), strict=True)
+        for key, slots in zip(keys, case.slots, strict=True)
     ]
-
-
-def all_slots(case: WriteLatentCase) -> list[Array]:
-    """Of each call: runs in pages of their own, from anywhere in the pool."""
-    runs, pages = -(-case.tokens // case.run), case.pages_of_run
-    rng = np.random.default_rng(0)
-    first = rng.permutation(case.pool_pages)[: case.calls * runs * pages].reshape(case.calls, runs, pages)
-    place = np.arange(case.run)
-    slots = first[:, :, place // case.page_size] * case.page_size + place % case.page_size
-    return [jnp.asarray(call, jnp.int32) for call in slots.reshape(case.calls, -1)[:, : case.tokens]]
 
 
 def ours(implementation: str, case: WriteLatentCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
@@ -118,6 +120,6 @@ BENCH = Bench(
         ],
         "small": [WriteLatentCase(4, 2, "f32", 16, 8, 16, 2**20)],
     },
-    contenders={name: functools.partial(ours, name) for name in ("mosaic", "xla")},
+    contenders=by_name(ours),
     inputs=inputs,
 )

@@ -357,7 +357,7 @@ def test_chains_read_more_than_caches_hold():
 @pytest.mark.parametrize(("tokens", "run"), [(6, 1), (8, 4), (7, 4), (96, 48)])
 def test_slots_are_written_once(tokens, run):
     case = bench_write.WriteCase(tokens, run, "bf16", rope=False, page_size=16, pool_bytes=2**16)
-    calls = np.stack(bench_write.all_slots(case))
+    calls = np.stack(case.slots)
     assert calls.shape == (case.calls, tokens)
     assert len(np.unique(calls)) == calls.size
     assert calls.min() >= 0
