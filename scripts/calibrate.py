@@ -15,12 +15,11 @@ from rich.table import Table
 
 from models.caches import KVScales
 from models.calibration import calibrate, check_inputs, save_kv_scales
-from models.checkpoint import load_config
 from models.config import ModelConfig
-from models.presets import GQA_PRESETS, PRESETS
+from models.mla import AttentionSettings
 from models.tokenizer import load_tokenizer
-from models.weights import load_model, random_model
 from scripts.command_line import Parser, UsageError, as_usage_error, check_writable, exit_status
+from scripts.decode_model import load, name_of, read_config
 from scripts.decode_options import KV_DTYPES, RANDOM_MODELS
 from scripts.decode_prompts import encode_texts, read_ids
 
@@ -56,18 +55,16 @@ def run(options: argparse.Namespace) -> int:
       UsageError: the options, or a file they name, are wrong.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
-        config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+        config = read_config(options)
         prompts = _prompts(options, config)
         check_inputs(config, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
-        dtype = options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
-        model = random_model(config, dtype=dtype) if options.model is None else load_model(options.model, dtype)
+        model = load(options, config, AttentionSettings())
     with as_usage_error(ValueError, jax.errors.JaxRuntimeError):
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
     with as_usage_error(OSError):
         save_kv_scales(options.out, scales)
-    name = options.random if options.model is None else options.model.resolve().name
     console = Console()
-    console.print(_table(f"{options.kv_dtype} scales of {name}", scales))
+    console.print(_table(f"{options.kv_dtype} scales of {name_of(options)}", scales))
     count = sum(map(len, prompts))
     console.print(f"{count:,} tokens in {len(prompts)} prompts; written to {options.out}", soft_wrap=True)
     return 0
@@ -99,6 +96,9 @@ def _parser() -> Parser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
     model.add_argument("--random", choices=RANDOM_MODELS, help="a model with random weights, as run_decode makes it")
+    parser.add_argument(
+        "--head-windows", type=Path, metavar="FILE", help="what each KV head sees, as run_decode takes it"
+    )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="texts, in the model's chat template if it has one"

@@ -15,19 +15,16 @@ import numpy as np
 from rich.console import Console
 
 from models.caches import load_kv_scales
-from models.checkpoint import load_config
-from models.config import ModelConfig, with_windows
+from models.config import ModelConfig
 from models.engine import Engine, EngineConfig
 from models.implementations import explain_attention
 from models.mla import AttentionSettings
 from models.model import Decoder
 from models.outputs import RequestOutput
-from models.presets import GQA_PRESETS, PRESETS
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
-from models.weights import load_model, random_model
-from models.windows import load_windows
 from scripts.command_line import UsageError, as_usage_error, exit_status
+from scripts.decode_model import dtype_of, load, name_of, read_config
 from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
 from scripts.decode_progress import Display
@@ -52,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
-        config = _config(options)
+        config = read_config(options)
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
         implementation = _implementation(options, config, sizes)
         with display.doing("loading the model"):
-            model = _load(options, config)
+            model = load(options, config, _settings(options))
     engine = _engine(options, model, sizes, prompts, display)
     run_s, interrupted = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
@@ -70,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
     report = Report(
-        model=options.random if options.model is None else options.model.resolve().name,
+        model=name_of(options),
         outputs=outputs,
         texts=None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs],
         stats=engine.stats(),
@@ -84,15 +81,6 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return _status(verification)
-
-
-def _config(options: argparse.Namespace) -> ModelConfig:
-    config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
-    if options.head_windows is None:
-        return config
-    windows = load_windows(options.head_windows)
-    with as_usage_error(ValueError, NotImplementedError, prefix="--head-windows: "):
-        return with_windows(config, windows)
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -151,7 +139,7 @@ def _implementation(options: argparse.Namespace, config: ModelConfig, sizes: Eng
       ValueError: a name that no operation has.
     """
     explained = explain_attention(
-        config, _settings(options), sizes.runner_config(config.max_position_embeddings), _dtype(options, config)
+        config, _settings(options), sizes.runner_config(config.max_position_embeddings), dtype_of(options, config)
     )
     for op, explanation in explained.items():
         if explanation.chosen is None:
@@ -162,16 +150,6 @@ def _implementation(options: argparse.Namespace, config: ModelConfig, sizes: Eng
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:
     return AttentionSettings(mla=options.mla, implementation=options.implementation)
-
-
-def _dtype(options: argparse.Namespace, config: ModelConfig) -> str:
-    return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
-
-
-def _load(options: argparse.Namespace, config: ModelConfig) -> Decoder:
-    if options.model is None:
-        return random_model(config, dtype=_dtype(options, config), settings=_settings(options))
-    return load_model(options.model, _dtype(options, config), _settings(options), config.windows)
 
 
 def _engine(

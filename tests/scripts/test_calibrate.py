@@ -34,6 +34,19 @@ def test_without_prompts_random_tokens_are_taken(tmp_path, capsys):
     assert "40 tokens in 1 prompts" in capsys.readouterr().out
 
 
+def test_windows_change_what_later_layers_cache(tmp_path):
+    windows = tmp_path / "windows.json"
+    windows.write_text(json.dumps([{"window": [2, 9]}, None, None]))
+    found = []
+    for args in ([], ["--head-windows", str(windows)]):
+        out = tmp_path / "scales.safetensors"
+        assert calibrate.main(["--random", "qwen3-tiny", "--tokens", "40", *args, "--out", str(out)]) == 0
+        found.append(load_file(out)["v_scale"])
+    everything, windowed = found
+    np.testing.assert_array_equal(windowed[0], everything[0])
+    assert np.mean(windowed[1] != everything[1]) > 0.5
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -47,12 +60,12 @@ def test_without_prompts_random_tokens_are_taken(tmp_path, capsys):
         (["--random", "qwen3-tiny", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--random", "qwen3-tiny", "--percentile", "0"], "percentile: expected more than 0"),
         (["--random", "qwen3-tiny", "--kv-dtype", "bfloat16"], "invalid choice: 'bfloat16'"),
+        (["--random", "qwen3-tiny", "--head-windows", "no such file"], "no such file"),
         (["--random", "qwen3-tiny", "--out", "."], "--out: cannot write .: it is a directory"),
     ],
 )
 def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(calibrate, "load_model", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(calibrate, "random_model", lambda *_, **__: pytest.fail("weights were made"))
+    monkeypatch.setattr(calibrate, "load", lambda *_: pytest.fail("weights were read or made"))
     out = tmp_path / "scales.safetensors"
     assert calibrate.main(["--out", str(out), *map(str, args)]) == 2
     captured = capsys.readouterr()

@@ -1,0 +1,50 @@
+"""The model that --model, --random, --head-windows and --dtype ask for."""
+
+from __future__ import annotations
+
+import argparse
+
+from models.checkpoint import load_config
+from models.config import ModelConfig, with_windows
+from models.mla import AttentionSettings
+from models.model import Decoder
+from models.presets import GQA_PRESETS, PRESETS
+from models.weights import load_model, random_model
+from models.windows import load_windows
+from scripts.command_line import as_usage_error
+
+
+def read_config(options: argparse.Namespace) -> ModelConfig:
+    """What the model is.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
+      UsageError: windows that are not for this model.
+    """
+    config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+    if options.head_windows is None:
+        return config
+    windows = load_windows(options.head_windows)
+    with as_usage_error(ValueError, NotImplementedError, prefix="--head-windows: "):
+        return with_windows(config, windows)
+
+
+def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
+    """Of weights and activations."""
+    return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
+
+
+def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings) -> Decoder:
+    """The model, with the weights of its directory or random ones.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: as `load_model`.
+    """
+    if options.model is None:
+        return random_model(config, dtype=dtype_of(options, config), settings=settings)
+    return load_model(options.model, dtype_of(options, config), settings, config.windows)
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """What a person calls it."""
+    return options.random if options.model is None else options.model.resolve().name
