@@ -15,15 +15,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from models import mxfp4
 from models.config import ModelConfig, read_config
 from models.config_entries import token_ids
+from models.gqa_config import GQAConfig
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
 }
+
+_PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
+"""Endings of the names of tensors that may be packed as MXFP4."""
 
 _HEADER_LIMIT = 100_000_000
 """Bytes of a header that the format allows."""
@@ -69,7 +75,10 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is meant: FP8 blocks times their scales, in float32; others as stored."""
+        """A tensor as it is meant: FP8 blocks times their scales, in float32; MXFP4 groups times theirs, in bfloat16;
+        others as stored."""
+        if name in self._packed([name]):
+            return mxfp4.dequantise(*(self.tensors[f"{name}{part}"].read() for part in mxfp4.PARTS))
         stored = self.tensors[name]
         if stored.dtype != "F8_E4M3":
             return stored.read()
@@ -86,19 +95,35 @@ class Checkpoint:
         Raises:
           CheckpointError: tensors that are missing, not wanted, misshaped or of a dtype that is not supported.
         """
-        wanted = {**wanted, **self._wanted_scales(wanted)}
+        bytes_of = {f"{name}{part}" for name in self._packed(wanted) for part in mxfp4.PARTS}
+        wanted = self._stored_shapes(wanted)
         ignored = {name: why for name in self.tensors.keys() - wanted.keys() if (why := self._why_ignored(name))}
         present = [(name, self.tensors[name]) for name in wanted if name in self.tensors]
         problems = {
             "missing": [name for name in wanted if name not in self.tensors],
             "not part of the model": sorted(self.tensors.keys() - wanted.keys() - ignored.keys()),
             "misshaped": [f"{n} {list(t.shape)} for {list(wanted[n])}" for n, t in present if t.shape != wanted[n]],
-            "of an unsupported dtype": [f"{n} {t.dtype}" for n, t in present if not self._readable(t)],
+            "of an unsupported dtype": [f"{n} {t.dtype}" for n, t in present if not self._readable(t, n in bytes_of)],
         }
         found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         if found:
             raise CheckpointError(f"tensors do not fit config.json; {'; '.join(found)}")
         return ignored
+
+    def _stored_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The same in the form they are stored in: with scales, and experts as their packed parts."""
+        packed = self._packed(wanted)
+        stored = {name: shape for name, shape in wanted.items() if name not in packed}
+        for name in packed:
+            shapes = mxfp4.packed_shapes(wanted[name])
+            stored |= {f"{name}{part}": shape for part, shape in zip(mxfp4.PARTS, shapes, strict=True)}
+        return stored | self._wanted_scales(stored)
+
+    def _packed(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that are packed as MXFP4, which only experts can be."""
+        if not isinstance(self.config, GQAConfig) or not self.config.mxfp4_experts:
+            return set()
+        return {name for name in names if name.endswith(_PACKABLE) and f"{name}_blocks" in self.tensors}
 
     def _wanted_scales(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         if self.config.fp8_block is None:
@@ -109,10 +134,10 @@ class Checkpoint:
             if name in self.tensors and self.tensors[name].dtype == "F8_E4M3" and len(wanted[name]) == 2
         }
 
-    def _readable(self, tensor: StoredTensor) -> bool:
+    def _readable(self, tensor: StoredTensor, of_bytes: bool) -> bool:
         if tensor.dtype == "F8_E4M3":
             return self.config.fp8_block is not None and len(tensor.shape) == 2
-        return tensor.dtype in _DTYPES
+        return tensor.dtype in _DTYPES and (tensor.dtype == "U8") == of_bytes
 
     def _why_ignored(self, name: str) -> str | None:
         last = self.config.num_hidden_layers

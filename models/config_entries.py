@@ -66,12 +66,12 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def dtype_of(config: Json) -> str:
+def dtype_of(config: Json, default: str = "float32") -> str:
     """What the checkpoint is stored in, by its old or new entry; ValueError for what no checkpoint here has."""
     names = {str(config[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if config.get(key)}
     if len(names) > 1:
         raise ValueError(f"dtype and torch_dtype contradict each other: {', '.join(sorted(names))}")
-    name = names.pop() if names else "float32"
+    name = names.pop() if names else default
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {name!r}")
     return name

@@ -107,6 +107,7 @@ class GQA(nnx.Module):
         self.qkv_proj = Linear(config.hidden_size, joined, dtype, config.attention_bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if config.learned_sinks else None
         self.o_proj = Linear(heads * width, config.hidden_size, dtype, config.attention_bias)
 
     def __call__(
@@ -138,6 +139,7 @@ class GQA(nnx.Module):
 
     def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
         metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
+        sinks = None if self.sinks is None else self.sinks[...]
         outputs = []
         if num_decode:
             out = paged_decode(
@@ -147,6 +149,7 @@ class GQA(nnx.Module):
                 metadata.decode_kv_lens,
                 sm_scale=self.config.sm_scale,
                 window=window,
+                sinks=sinks,
                 plan=step.plan,
                 implementation=self.settings.implementation,
             )
@@ -160,6 +163,7 @@ class GQA(nnx.Module):
                 metadata.prefill_kv_lens,
                 sm_scale=self.config.sm_scale,
                 window=window,
+                sinks=sinks,
                 implementation=self.settings.implementation,
             )
             outputs.append(out)

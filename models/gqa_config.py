@@ -1,38 +1,63 @@
-"""What a dense decoder with grouped-query attention is: Qwen3's and Llama's configurations, from and to config.json."""
+"""What a decoder with grouped-query attention is: the configurations of Qwen3, Llama and gpt-oss, from and to
+config.json."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-from models.config_entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
+from models.config_entries import (
+    Json,
+    at_least,
+    dtype_of,
+    fp8_block,
+    json_object,
+    quantization_entry,
+    read_fields,
+    token_ids,
+)
+from models.mxfp4 import GROUP
 from models.rope_config import RopeScaling, read_rope, rope_entry
 from models.windows import Windows, check_windows, layer_kinds, read_head_windows, read_layer_types, window_entries
 
-FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 """model_type to the name of its class in Hugging Face transformers."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
+# Of gpt-oss, whose defaults are not those of the others.
+_EXPLICIT = (
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "attention_bias",
+    "rms_norm_eps",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
-    """A model of the Qwen3 or Llama family. Fields have the names and meanings of Hugging Face's config.json.
+    """A model of the Qwen3, Llama or gpt-oss family. Fields have the names and meanings of Hugging Face's config.json.
 
-    The two differ in the norms of queries and keys, which Qwen3 has.
+    Qwen3 has norms of queries and keys. gpt-oss (arXiv:2508.10925) has learned sinks, and mixtures of experts in all
+    layers, every second one of which attends to a window.
 
     Attributes:
       num_key_value_heads: Hkv, each of which num_attention_heads / Hkv query heads share.
       head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
       attention_bias: whether the four projections of attention have biases.
+      num_local_experts, num_experts_per_tok: of a layer, and those that each token visits; 0 where layers are dense.
+      swiglu_alpha, swiglu_limit: of the experts' gates, as `moe.ClampedSwiglu` has them.
       rope_scaling: None for plain rotary embedding.
       windows: what each layer's KV heads see, as `models.windows` has it; None where all see everything.
       eos_token_ids: ids that end a sequence.
       dtype: what the checkpoint is stored in.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
+      mxfp4_experts: whether the checkpoint holds experts in the form that `models.mxfp4` reads.
     """
 
-    model_type: Literal["qwen3", "llama"]
+    model_type: Literal["qwen3", "llama", "gpt_oss"]
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -40,6 +65,10 @@ class GQAConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     windows: Windows | None = None
@@ -51,6 +80,7 @@ class GQAConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     fp8_block: tuple[int, int] | None = None
+    mxfp4_experts: bool = False
 
     def __post_init__(self) -> None:
         sizes = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -64,11 +94,34 @@ class GQAConfig:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
         if self.windows is not None:
             check_windows(self.windows, self.num_hidden_layers, self.num_key_value_heads)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.model_type != "gpt_oss":
+            if self.num_local_experts or self.mxfp4_experts:
+                raise ValueError(
+                    f"num_local_experts: expected none in a {self.model_type}, got {self.num_local_experts}"
+                )
+            return
+        at_least(1, {name: getattr(self, name) for name in ("num_local_experts", "num_experts_per_tok")})
+        if self.num_experts_per_tok > self.num_local_experts:
+            wanted = f"at most num_local_experts={self.num_local_experts}"
+            raise ValueError(f"num_experts_per_tok: expected {wanted}, got {self.num_experts_per_tok}")
+        if self.swiglu_limit <= 0:
+            raise ValueError(f"swiglu_limit: expected a positive number, got {self.swiglu_limit}")
+        if self.mxfp4_experts and (self.hidden_size % GROUP or self.intermediate_size % GROUP):
+            sizes = f"{self.hidden_size} and {self.intermediate_size}"
+            raise ValueError(f"hidden_size, intermediate_size: expected multiples of {GROUP} for MXFP4, got {sizes}")
 
     @property
     def qk_norm(self) -> bool:
         """Whether every head of queries and keys is normed before it is rotated."""
         return self.model_type == "qwen3"
+
+    @property
+    def learned_sinks(self) -> bool:
+        """Whether every query head has a learned logit in its softmax denominator."""
+        return self.model_type == "gpt_oss"
 
     @property
     def rotary_dim(self) -> int:
@@ -86,8 +139,8 @@ class GQAConfig:
         return 0
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is no mixture of experts: always."""
-        return True
+        """Whether a layer's feed-forward part is no mixture of experts: all are alike."""
+        return not self.num_local_experts
 
     @classmethod
     def from_hf(cls, config: Json) -> GQAConfig:
@@ -103,7 +156,7 @@ class GQAConfig:
         _require(config)
         _refuse_unsupported(config)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
-        fields = read_fields(cls, config)
+        fields, packed = read_fields(cls, config), _has_packed_experts(config)
         entries: dict[str, Any] = {
             **_head_sizes(config),
             **fields,
@@ -111,26 +164,31 @@ class GQAConfig:
             "model_type": model_type,
             "rope_theta": theta,
             "rope_scaling": scaling,
-            "dtype": dtype_of(config),
+            "dtype": dtype_of(config, default="bfloat16" if packed else "float32"),
             "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
-            "fp8_block": fp8_block(config),
+            "fp8_block": None if packed else fp8_block(config),
+            "mxfp4_experts": packed,
         }
         return cls(**entries)
 
     def to_hf(self) -> dict[str, Any]:
         """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        block, eos = entries.pop("fp8_block"), entries.pop("eos_token_ids")
+        block, eos, packed = (entries.pop(name) for name in ("fp8_block", "eos_token_ids", "mxfp4_experts"))
         entries |= window_entries(entries.pop("windows"))
-        if "sliding_window" in entries:
+        if self.model_type == "qwen3" and "sliding_window" in entries:
             entries["use_sliding_window"] = True
         entries["architectures"] = [FAMILIES[self.model_type]]
         entries["hidden_act"] = "silu"
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
+        if self.model_type == "gpt_oss" and self.rope_scaling is None:
+            entries["rope_scaling"] = {"rope_type": "default"}  # in this family, to say nothing may mean yarn
         if block is not None:
             entries["quantization_config"] = quantization_entry(block)
+        if packed:
+            entries["quantization_config"] = {"quant_method": "mxfp4"}
         return entries
 
 
@@ -138,8 +196,18 @@ def _require(config: Json) -> None:
     names = [*_REQUIRED, "max_position_embeddings"]
     if config["model_type"] == "qwen3":
         names += ["num_key_value_heads", "head_dim"]
-    if missing := [name for name in names if config.get(name) is None]:
+    if config["model_type"] == "gpt_oss":
+        names += _EXPLICIT
+    missing = [name for name in names if config.get(name) is None]
+    if config["model_type"] == "gpt_oss" and not (config.get("rope_scaling") or config.get("rope_parameters")):
+        missing.append("rope_parameters")
+    if missing:
         raise ValueError(f"config.json: {', '.join(missing)} missing")
+
+
+def _has_packed_experts(config: Json) -> bool:
+    method = json_object(config, "quantization_config").get("quant_method")
+    return config["model_type"] == "gpt_oss" and method == "mxfp4"
 
 
 def _head_sizes(config: Json) -> dict[str, int]:
@@ -170,6 +238,9 @@ def _read_windows(config: Json, num_layers: int) -> Windows | None:
         raise ValueError(f"use_sliding_window: expected true or false, got {slides!r}")
     if config["model_type"] == "llama" and (slides or "sliding_attention" in (kinds or [])):
         raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
+    if config["model_type"] == "gpt_oss":
+        alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        return read_layer_types(config, kinds or alternating)
     if kinds is None:
         first = num_layers if not slides else _first_sliding_layer(config)
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]

@@ -97,7 +97,9 @@ class _HeadShapes:
         return self._attend("paged_prefill", q, self._cache, self._tables(sequences), *lengths)
 
     def _attend(self, op: str, *args: object) -> Explanation:
-        return self._explain(op, *args, window=self._window)
+        config = self._config
+        sinks = jax.ShapeDtypeStruct((config.num_attention_heads,), jnp.float32) if config.learned_sinks else None
+        return self._explain(op, *args, window=self._window, sinks=sinks)
 
     def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
         return explain(op, *args, **kwargs, implementation=self._settings.implementation)

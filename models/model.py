@@ -1,4 +1,4 @@
-"""Decoders of the DeepSeek, Qwen3 and Llama families: the weights live in the module, the cache outside it.
+"""Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families: the weights live in the module, the cache outside it.
 
 Families differ in how they attend and in what they cache for it; each has a module, and all else is shared.
 """
@@ -22,7 +22,7 @@ from models.gqa_config import GQAConfig
 from models.layers import MLP, Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
-from models.moe import MoE
+from models.moe import BiasedMoE, MoE
 from models.rope import rope_table
 from models.windows import cache_groups
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
@@ -41,8 +41,7 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = _attention(config, settings, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        mixed = isinstance(config, DeepSeekConfig) and index >= config.first_k_dense_replace
-        self.mlp = MoE(config, dtype) if mixed else MLP(config.hidden_size, config.intermediate_size, dtype)
+        self.mlp = _feed_forward(config, index, dtype)
 
     def __call__(
         self,
@@ -146,6 +145,13 @@ def _attention(
     if isinstance(config, DeepSeekConfig):
         return MLA(config, settings, dtype)
     return GQA(config, settings, dtype)
+
+
+def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike) -> Callable[[Array], Array]:
+    """The module that follows attention in a layer."""
+    if config.is_dense(index):
+        return MLP(config.hidden_size, config.intermediate_size, dtype)
+    return MoE(config, dtype) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype)
 
 
 def _apply_layer(

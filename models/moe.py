@@ -1,4 +1,4 @@
-"""Mixture of experts: DeepSeek-V2's and V3's routers, and expert layers computed expert by expert.
+"""Mixtures of experts: the routers of DeepSeek-V2, V3 and gpt-oss, and expert layers computed expert by expert.
 
 Rows are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply the groups:
 
@@ -10,16 +10,18 @@ Rows are sorted by expert, so that each expert sees one contiguous group. Two wa
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig
-from models.layers import MLP, project, swiglu
+from models.gqa_config import GQAConfig
+from models.layers import MLP, Linear, project, swiglu
 from pallas_attn import capability
 
 
@@ -72,66 +74,133 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         experts, weights = self.gate(x)
-        y = routed_experts(x, experts, weights, self.gate_up_proj[...], self.down_proj[...])
+        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]))
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
+class BiasedMoE(nnx.Module):
+    """Routed experts of gpt-oss (arXiv:2508.10925): projections have biases, gates are clamped, and the weights of a
+    token's experts are the softmax of their own logits."""
+
+    def __init__(self, config: GQAConfig, dtype: DTypeLike):
+        count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.config = config
+        self.router = Linear(width, count, jnp.float32, bias=True)
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+        self.down_proj_bias = nnx.Param(jnp.zeros((count, width), dtype))
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        chosen, weights = self._route(x)
+        experts = Experts(
+            self.gate_up_proj[...],
+            self.down_proj[...],
+            self.gate_up_proj_bias[...],
+            self.down_proj_bias[...],
+            ClampedSwiglu(self.config.swiglu_alpha, self.config.swiglu_limit),
+        )
+        return routed_experts(x, chosen, weights, experts)
+
+    def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
+        logits, chosen = jax.lax.top_k(self.router(x.astype(jnp.float32)), self.config.num_experts_per_tok)
+        return chosen, jax.nn.softmax(logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """gate · sigmoid(alpha · gate) · (up + 1) of the two halves of the columns, gates cut off above `limit`, the others
+    on both sides."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Weights of E experts, each down(activation(gate_up(x))) of hidden width F.
+
+    Attributes:
+      gate_up: [E, D, 2F], gates in the first half of the columns.
+      down: [E, F, D].
+      gate_up_bias, down_bias: [E, 2F] and [E, D], or None.
+      activation: takes 2F columns to F.
+    """
+
+    gate_up: Float[Array, "E D F2"]
+    down: Float[Array, "E F D"]
+    gate_up_bias: Float[Array, "E F2"] | None = None
+    down_bias: Float[Array, "E D"] | None = None
+    activation: Callable[[Array], Array] = dataclasses.field(default=swiglu, metadata={"static": True})
+
+
 def routed_experts(
-    x: Float[Array, "T D"],
-    experts: Int32[Array, "T k"],
-    weights: Float32[Array, "T k"],
-    gate_up: Float[Array, "E D F2"],
-    down: Float[Array, "E F D"],
+    x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts
 ) -> Float[Array, "T D"]:
-    """Sum over each token's experts of weight · down(swiglu(gate_up(x)))."""
-    num_tokens, top_k = experts.shape
-    order = jnp.argsort(experts.reshape(-1))
-    group_sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
-    multiply = hopper_groups if hopper_takes(gate_up, down) else block_groups
-    y = multiply(x[order // top_k], gate_up, down, group_sizes)
+    """Sum over each token's chosen experts of weight · expert(x)."""
+    num_tokens, top_k = chosen.shape
+    order = jnp.argsort(chosen.reshape(-1))
+    group_sizes = jnp.bincount(chosen.reshape(-1), length=experts.gate_up.shape[0])
+    multiply = hopper_groups if hopper_takes(experts) else block_groups
+    y = multiply(x[order // top_k], experts, group_sizes)
     y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def hopper_takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
+def hopper_takes(experts: Experts) -> bool:
     """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
-    tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 128 == 0 for w in (gate_up, down))
-    return capability().compute_capability == (9, 0) and gate_up.dtype.itemsize == 2 and tiled
+    tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 64 == 0 for w in (experts.gate_up, experts.down))
+    return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
 
 
-def hopper_groups(
-    rows: Float[Array, "M D"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"], sizes: Int32[Array, "E"]
-) -> Float[Array, "M D"]:
-    """down(swiglu(gate_up(row))) of rows sorted by expert, `sizes` of each, by jax's ragged matrix product."""
+def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, by jax's ragged matrix product."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    multiply = functools.partial(
-        ragged_dot,
-        group_sizes=sizes,
-        block_m=64 if rows.shape[0] <= 64 * gate_up.shape[0] else 128,
-        block_n=128,
-        block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=1,
-    )
-    num_rows = rows.shape[0]
+    num_rows, num_experts = rows.shape[0], sizes.shape[0]
     rows = jnp.pad(rows, ((0, -num_rows % 8), (0, 0)))  # copies to shared memory move tiles of 8 rows
-    return multiply(swiglu(multiply(rows, gate_up)), down)[:num_rows]
+    expert = jnp.repeat(jnp.arange(num_experts, dtype=jnp.int32), sizes, total_repeat_length=rows.shape[0])
+
+    def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
+        y = ragged_dot(
+            x,
+            weight,
+            group_sizes=sizes,
+            block_m=64 if num_rows <= 64 * num_experts else 128,
+            block_n=128 if weight.shape[2] % 128 == 0 else 64,
+            block_k=64,
+            max_concurrent_steps=4,
+            grid_block_n=1,
+        )
+        return y if bias is None else y + bias[expert]
+
+    hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
+    return multiply(hidden, experts.down, experts.down_bias)[:num_rows]
 
 
 @jax.jit
-def block_groups(
-    rows: Float[Array, "M D"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"], sizes: Int32[Array, "E"]
-) -> Float[Array, "M D"]:
-    """down(swiglu(gate_up(row))) of rows sorted by expert, `sizes` of each, block by block."""
-    num_rows, num_experts = rows.shape[0], gate_up.shape[0]
+def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, block by block."""
+    num_rows, num_experts = rows.shape[0], sizes.shape[0]
     block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
     expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
     rows = jnp.pad(rows, ((0, block), (0, 0)))
 
-    def multiply_block(i: Array, out: Array) -> Array:
+    def multiply(x: Array, weight: Array, bias: Array | None, index: Array) -> Array:
+        y = project(x, weight[index])
+        return y if bias is None else y + bias[index][None, :]
+
+    def multiply_block(i: ArrayLike, out: Array) -> Array:
         x = jax.lax.dynamic_slice_in_dim(rows, start[i], block)
-        y = project(swiglu(project(x, gate_up[expert[i]])), down[expert[i]])
+        hidden = experts.activation(multiply(x, experts.gate_up, experts.gate_up_bias, expert[i]))
+        y = multiply(hidden, experts.down, experts.down_bias, expert[i])
         # A group's last block runs into the next groups' rows, which are written after it.
         return jax.lax.dynamic_update_slice_in_dim(out, y, start[i], axis=0)
 

@@ -120,5 +120,23 @@ GQA_PRESETS = {
         rope_theta=1e6,
         max_position_embeddings=2560,
     ),
+    "gpt-oss-tiny": GQAConfig(
+        model_type="gpt_oss",
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_theta=150000.0,
+        rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=64, truncate=False),
+        windows=(32, None, 32, None),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+    ),
 }
 """Name to configuration of models with grouped-query attention, for demonstrations and tests."""

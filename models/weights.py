@@ -3,7 +3,7 @@
 The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
 tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
 projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved
-from pairs to halves (`rope`).
+from pairs to halves (`rope`), gpt-oss's gates from every second column to the first half.
 """
 
 from __future__ import annotations
@@ -152,15 +152,17 @@ def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
         biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
         sources["qkv_proj.bias"] = Source(biases, lambda t: np.concatenate(list(t)))
         sources["o_proj.bias"] = _bias(f"{name}.o_proj", config.hidden_size)
+    if config.learned_sinks:
+        sources["sinks"] = Source({f"{name}.sinks": (config.num_attention_heads,)}, in_f32=True)
     if config.qk_norm:
         sources |= {f"{norm}.weight": _norm(f"{name}.{norm}", config.head_dim) for norm in ("q_norm", "k_norm")}
     return sources
 
 
 def _feed_forward(config: ModelConfig, index: int, name: str) -> dict[str, Source]:
-    if isinstance(config, DeepSeekConfig) and index >= config.first_k_dense_replace:
-        return _moe(config, name)
-    return _mlp(config, name)
+    if config.is_dense(index):
+        return _mlp(config, name)
+    return _moe(config, name) if isinstance(config, DeepSeekConfig) else _biased_moe(config, name)
 
 
 def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
@@ -193,6 +195,24 @@ def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
         shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts)
         sources |= _under("shared_experts", shared)
     return sources
+
+
+def _biased_moe(config: GQAConfig, name: str) -> dict[str, Source]:
+    """Of gpt-oss, whose checkpoints hold all experts of a layer in one tensor, columns of gates and up in turns."""
+    count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+
+    def halves(tensors: Iterator[np.ndarray]) -> np.ndarray:
+        gate_up = next(tensors)
+        return np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
+
+    return {
+        "router.weight": dataclasses.replace(_linear(f"{name}.router", count, width), in_f32=True),
+        "router.bias": dataclasses.replace(_bias(f"{name}.router", count), in_f32=True),
+        "gate_up_proj": Source({f"{name}.experts.gate_up_proj": (count, width, 2 * hidden)}, halves),
+        "gate_up_proj_bias": Source({f"{name}.experts.gate_up_proj_bias": (count, 2 * hidden)}, halves),
+        "down_proj": Source({f"{name}.experts.down_proj": (count, hidden, width)}),
+        "down_proj_bias": Source({f"{name}.experts.down_proj_bias": (count, width)}),
+    }
 
 
 def load_model(
@@ -240,6 +260,8 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
+    if isinstance(unquantised, GQAConfig):
+        unquantised = dataclasses.replace(unquantised, mxfp4_experts=False)
     (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
     tensors = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -251,7 +273,9 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
     values = rng.standard_normal(shape, np.float32)
     if name.endswith("norm.weight"):
         return 1 + 0.3 * values
-    if len(shape) == 1:
+    if name.endswith(".sinks"):
+        return 2 * values
+    if len(shape) == 1 or name.endswith("_bias"):
         return 0.1 * values
     if name == "model.embed_tokens.weight":
         return values

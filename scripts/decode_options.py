@@ -11,7 +11,7 @@ from models.request import SamplingParams
 from scripts.command_line import Parser, UsageError, check_writable
 
 PROG = "run_decode"
-RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny")
+RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
 """What --kv-dtype takes, and the dtype it means."""

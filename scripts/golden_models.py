@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import (  # pyrefly: ignore[missing-import]
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -20,6 +21,7 @@ class Golden:
     max_shard_size: str = "5GB"
     published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
     fp8: bool = False  # the checkpoint is quantised as V3 is published; the golden is that of its dequantised twin
+    mxfp4: bool = False  # the same, as gpt-oss is published
 
 
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
@@ -53,6 +55,31 @@ GQA_COMMON = {name: COMMON[name] for name in ("vocab_size", "max_position_embedd
     "bos_token_id": 0,
     "eos_token_id": 1,
     "initializer_range": 0.15,
+}
+
+# gpt-oss's form. The limit is low enough that gates reach it, and the window shorter than most prompts.
+GPT_OSS = GQA_COMMON | {
+    "max_position_embeddings": 256,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 11,
+    "swiglu_limit": 1.5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
 }
 
 NORM_SPREAD = 0.3
@@ -217,4 +244,24 @@ GOLDENS = {
         max_shard_size="300KB",
         published_config=True,
     ),
+    # Qwen3 with a window in all layers but the first
+    "qwen3-window": Golden(
+        Qwen3Config(
+            **GQA_COMMON,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=13,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=4,
+    ),
+    "gpt-oss": Golden(GptOssConfig(**GPT_OSS), seed=10, published_config=True),
+    "gpt-oss-mxfp4": Golden(GptOssConfig(**GPT_OSS), seed=10, mxfp4=True),
 }

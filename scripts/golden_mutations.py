@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,10 +11,22 @@ import torch  # pyrefly: ignore[missing-import]
 import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 from torch import nn  # pyrefly: ignore[missing-import]
 from transformers import PreTrainedConfig, PreTrainedModel  # pyrefly: ignore[missing-import]
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ignore[missing-import]
 
 
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Routers of DeepSeek's models."""
     return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
+
+
+def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Routers of gpt-oss."""
+    return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
+
+
+def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The experts of each layer of gpt-oss."""
+    return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
 def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -21,7 +34,7 @@ def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def is_latent(config: PreTrainedConfig) -> bool:
-    """Whether the model has latent attention, and mixtures of experts."""
+    """Whether the model has latent attention."""
     return config.model_type.startswith("deepseek")
 
 
@@ -74,6 +87,8 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
 
     Softmax scores are compared by their logarithms, whose rounding errors do not depend on how small the scores are.
     """
+    if not hasattr(gate, "num_group"):
+        return cut_margin(F.linear(hidden.view(-1, gate.hidden_dim), gate.weight, gate.bias), gate.top_k)
     *_, group_scores, masked = choose(gate, hidden, routing(gate))
     if not is_v3(gate):
         group_scores, masked = group_scores.log(), masked.log()
@@ -87,19 +102,19 @@ def cut_margin(scores: torch.Tensor, chosen: int) -> float:
     return (best[:, -2] - best[:, -1]).min().item()
 
 
-def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float:
-    """The smallest routing margin of any token in any layer."""
+def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
+    """The smallest routing margin of any token in any layer; None without routers."""
     margins = []
 
     def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
         margins.append(routing_margin(gate, *args))
 
-    hooks = [gate.register_forward_pre_hook(measure) for gate in gates(model)]
+    hooks = [gate.register_forward_pre_hook(measure) for gate in (*gates(model), *routers(model))]
     for sequence in sequences:
         model(torch.tensor([sequence]))
     for hook in hooks:
         hook.remove()
-    return min(margins)
+    return min(margins, default=None)
 
 
 # --- mistakes that a golden must show
@@ -122,6 +137,12 @@ def drop_yarn_interpolation(model: PreTrainedModel) -> None:
 def interpolate_all_frequencies(model: PreTrainedModel) -> None:
     drop_yarn_interpolation(model)
     model.model.rotary_emb.inv_freq /= model.config.rope_parameters["factor"]
+
+
+def truncate_yarn_ramp(model: PreTrainedModel) -> None:
+    config = deepcopy(model.config)
+    config.rope_parameters["truncate"] = True
+    model.model.rotary_emb.inv_freq = ROPE_INIT_FUNCTIONS["yarn"](config, None)[0]
 
 
 def rotate_halves(model: PreTrainedModel) -> None:
@@ -158,9 +179,12 @@ def deal_kv_heads_round(model: PreTrainedModel) -> None:
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     order = torch.arange(heads).view(-1, kv_heads).T.flatten()
     for attention in attentions(model):
-        project_q, project_out = attention.q_proj.weight, attention.o_proj.weight
-        project_q.data = project_q.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+        for parameter in attention.q_proj.parameters():
+            parameter.data = parameter.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+        project_out = attention.o_proj.weight
         project_out.data = project_out.data.unflatten(1, (heads, -1))[:, order].flatten(1, 2)
+        if hasattr(attention, "sinks"):
+            attention.sinks.data = attention.sinks.data[order]
 
 
 def scale_by_hidden_size(model: PreTrainedModel) -> None:
@@ -172,6 +196,65 @@ def drop_attention_biases(model: PreTrainedModel) -> None:
     for attention in attentions(model):
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             projection.bias.data.zero_()
+
+
+def see_everything(model: PreTrainedModel) -> None:
+    model.config.layer_types = ["full_attention"] * model.config.num_hidden_layers
+
+
+def swap_windows(model: PreTrainedModel) -> None:
+    other = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+    model.config.layer_types = [other[kind] for kind in model.config.layer_types]
+
+
+def see_one_more(model: PreTrainedModel) -> None:
+    model.config.sliding_window += 1
+
+
+def drop_sinks(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        attention.sinks.data.fill_(-1e9)
+
+
+def scale_sinks(model: PreTrainedModel) -> None:
+    for attention in attentions(model):
+        attention.sinks.data *= attention.scaling
+
+
+def drop_router_biases(model: PreTrainedModel) -> None:
+    for router in routers(model):
+        router.bias.data.zero_()
+
+
+def weigh_among_all_experts(model: PreTrainedModel) -> None:
+    """The chosen experts' weights are their share of all experts' softmax, and do not sum to one."""
+
+    def route_wrongly(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(hidden, router.weight, router.bias)
+        weights, experts = logits.softmax(-1).topk(router.top_k)
+        return logits, weights, experts
+
+    for router in routers(model):
+        router.forward = partial(route_wrongly, router)
+
+
+def drop_expert_biases(model: PreTrainedModel) -> None:
+    for experts in expert_layers(model):
+        experts.gate_up_proj_bias.data.zero_()
+        experts.down_proj_bias.data.zero_()
+
+
+def take_gates_from_the_first_half(model: PreTrainedModel) -> None:
+    """Split gates and up columns in the middle in place of taking turns: the same as permuting the columns."""
+    for experts in expert_layers(model):
+        for parameter in (experts.gate_up_proj, experts.gate_up_proj_bias):
+            parameter.data = parameter.data.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def set_experts(model: PreTrainedModel, **attributes: float) -> None:
+    for experts in expert_layers(model):
+        for name, value in attributes.items():
+            setattr(experts, name, value)
 
 
 def set_attention_eps(model: PreTrainedModel) -> None:
@@ -221,6 +304,8 @@ def gqa_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedMod
         table[f"{rope}_interpolates_all_frequencies"] = interpolate_all_frequencies
     if rope == "yarn":
         table["rotary_mscale_dropped"] = drop_rotary_mscale
+    if config.rope_parameters.get("truncate") is False:
+        table["yarn_ramp_of_whole_frequencies"] = truncate_yarn_ramp
     if config.model_type == "qwen3":
         table["qk_norms_dropped"] = drop_qk_norms
     if config.num_key_value_heads < config.num_attention_heads:
@@ -229,6 +314,21 @@ def gqa_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedMod
         table["scores_scaled_by_the_hidden_size"] = scale_by_hidden_size
     if config.attention_bias:
         table["attention_biases_dropped"] = drop_attention_biases
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        table["windows_dropped"] = see_everything
+        table["windows_on_the_other_layers"] = swap_windows
+        table["windows_one_wider"] = see_one_more
+    if config.model_type == "gpt_oss":
+        table |= {
+            "sinks_dropped": drop_sinks,
+            "sinks_scaled_as_scores": scale_sinks,
+            "router_bias_dropped": drop_router_biases,
+            "weights_among_all_experts": weigh_among_all_experts,
+            "expert_biases_dropped": drop_expert_biases,
+            "gates_in_the_first_half": take_gates_from_the_first_half,
+            "gates_not_clamped": partial(set_experts, limit=math.inf),
+            "swiglu_alpha_is_one": partial(set_experts, alpha=1.0),
+        }
     return table
 
 

@@ -28,7 +28,7 @@ import torch  # pyrefly: ignore[missing-import]
 import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 import transformers  # pyrefly: ignore[missing-import]
 from golden_models import GOLDENS, NORM_SPREAD, Golden  # pyrefly: ignore[missing-import]
-from golden_mutations import change_routing, closest_routing, gates, is_latent, is_v3, mutations  # pyrefly: ignore[missing-import]
+from golden_mutations import change_routing, closest_routing, gates, is_latent, is_v3, mutations, routers  # pyrefly: ignore[missing-import]
 from safetensors.torch import load_file, save_file
 from transformers import (  # pyrefly: ignore[missing-import]
     AutoModelForCausalLM,
@@ -36,10 +36,13 @@ from transformers import (  # pyrefly: ignore[missing-import]
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # pyrefly: ignore[missing-import]
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 9, 40, 75)
 SHARED_PREFIX = 32  # of the two longest prompts, so that prefix caching has something to find
+
+SINK_SPREAD = 2.0  # learned sinks weigh as much as keys do
 
 GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
 
@@ -51,6 +54,8 @@ MAX_ROUNDING = 2e-5
 
 FP8_BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
+
+MXFP4_GROUP = 32
 
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -73,7 +78,10 @@ def random_model(golden: Golden) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + NORM_SPREAD * noise if "norm" in name else golden.config.initializer_range * noise
+        spread = SINK_SPREAD if name.endswith(".sinks") else golden.config.initializer_range
+        parameter.data = 1 + NORM_SPREAD * noise if "norm" in name else spread * noise
+    for router in routers(model):
+        router.weight.data *= GATE_GAIN
     for gate in gates(model):
         gate.weight.data *= GATE_GAIN
         if is_v3(gate):
@@ -109,6 +117,12 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
         "torch_dtype": "float32",
         "transformers_version": "4.33.1" if latent else "4.43.0",
     }
+    if model.config.model_type == "gpt_oss":
+        keys |= {
+            "attention_bias": model.config.attention_bias,
+            "experts_per_token": model.config.num_experts_per_tok,
+            "initial_context_length": rope["original_max_position_embeddings"],
+        }
     if latent:
         v3 = model.config.model_type == "deepseek_v3"
         keys |= {
@@ -211,6 +225,64 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
     return load_tensors(dequantise_checkpoint(tensors), golden.config)
 
 
+# --- checkpoints with experts packed as MXFP4
+
+
+def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [E, in, out] as blocks uint8 [E, out, in / 32, 16] and scales uint8 [E, out, in / 32]."""
+    groups = weight.transpose(1, 2).unflatten(-1, (-1, MXFP4_GROUP))
+    exponents = (groups.abs().amax(-1, keepdim=True) / max(FP4_VALUES)).log2().ceil()
+    distances = (groups * 2.0**-exponents)[..., None] - torch.tensor(FP4_VALUES)
+    codes = distances.abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents[..., 0] + 127).to(torch.uint8)
+
+
+def unpack_checkpoint(
+    tensors: dict[str, torch.Tensor], change: Callable[..., tuple[torch.Tensor, ...]] = lambda *packed: packed
+) -> dict[str, torch.Tensor]:
+    """The twin: every tensor in float32, experts as transformers unpacks them, their parts changed before."""
+    twin = {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
+    for name in tensors:
+        if name.endswith("_blocks"):
+            experts = name.removesuffix("_blocks")
+            parts = change(tensors[name], tensors[f"{experts}_scales"])
+            twin[experts] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    return twin
+
+
+def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
+    """Write the packed checkpoint with a published configuration, and return the model of its unpacked twin."""
+    model = random_model(golden)
+    model.save_pretrained(directory)
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if re.search(r"\.experts\.\w+_proj$", name):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = pack_experts(tensor)
+        else:
+            tensors[name] = tensor.bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = published_config(model) | {
+        "quantization_config": {"modules_to_not_convert": left, "quant_method": "mxfp4"},
+    }
+    del config["torch_dtype"]
+    write_json(directory / "config.json", dict(sorted(config.items())))
+    return load_tensors(unpack_checkpoint(tensors), golden.config)
+
+
+def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What mistakes in unpacking do to the logits."""
+    mistakes = {
+        "mxfp4_scales_dropped": lambda blocks, scales: (blocks, torch.full_like(scales, 127)),
+        "mxfp4_halves_of_bytes_swapped": lambda blocks, scales: (blocks >> 4 | blocks << 4, scales),
+    }
+    tensors = load_file(directory / "model.safetensors")
+    return {
+        name: largest_change(model, load_tensors(unpack_checkpoint(tensors, change), model.config), prompts)
+        for name, change in mistakes.items()
+    }
+
+
 # --- what the model computes
 
 
@@ -230,7 +302,7 @@ def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
     """The prompt's logits and what is cached of it, then NEW_TOKENS greedy tokens, each with its margin."""
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # of all tokens: one made for the configuration forgets those that left the window
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
     cached = cached_arrays(model.config, cache)
     tops = [logits[-1].topk(2)]
@@ -295,23 +367,34 @@ def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[
         require(len(set(tokens)) >= MIN_DISTINCT_TOKENS, f"the prompt of {len(prompt)} tokens is continued in a loop")
         require(run["margins"].min() > MIN_TOKEN_MARGIN, "a token is chosen by too little")
     sequences = [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
-    closest = closest_routing(model, sequences) if is_latent(model.config) else None
+    closest = closest_routing(model, sequences)
     require(closest is None or closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
     rounding = largest_change(model, deepcopy(model).double(), prompts)
     require(rounding < MAX_ROUNDING, f"float32 costs {rounding} of the logits")
     return closest
 
 
+def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What each mistake that the golden is there to show does to the logits."""
+    if golden.mxfp4:
+        return mxfp4_mutation_table(directory, model, prompts)  # the golden that is not packed shows the others
+    quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
+    return mutation_table(model, prompts) | quantised
+
+
 def write_golden(golden: Golden, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     prompts = draw_prompts(golden)
-    model = write_fp8_checkpoint(golden, directory) if golden.fp8 else write_checkpoint(golden, prompts, directory)
+    if golden.fp8:
+        model = write_fp8_checkpoint(golden, directory)
+    elif golden.mxfp4:
+        model = write_mxfp4_checkpoint(golden, directory)
+    else:
+        model = write_checkpoint(golden, prompts, directory)
     runs = [decode(model, prompt) for prompt in prompts]
     closest = check_decoding(model, prompts, runs)
-    table = mutation_table(model, prompts)
-    if golden.fp8:
-        table |= fp8_mutation_table(directory, model, prompts)
+    table = mistakes_of(golden, directory, model, prompts)
     for name, change in table.items():
         require(change > MIN_MUTATION, f"{name} moves the logits by no more than {change}")
     (directory / "prompts.json").write_text(json.dumps(prompts) + "\n")

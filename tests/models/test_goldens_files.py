@@ -11,12 +11,13 @@ from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
-GQA = ("qwen3", "qwen3-yarn", "llama")
+GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
 NEW_TOKENS = 24
 SHARED_PREFIX = 32
 
 YARN_MUTATIONS = {"softmax_mscale_dropped", "yarn_interpolation_dropped", "yarn_interpolates_all_frequencies"}
+WINDOW_MUTATIONS = {"windows_dropped", "windows_on_the_other_layers", "windows_one_wider"}
 V3_MUTATIONS = {"groups_ignored", "bias_dropped", "bias_in_weights", "masked_groups_score_zero", "topk_not_normalised"}
 MUTATIONS = {
     "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
@@ -30,6 +31,25 @@ MUTATIONS = {
         "yarn_interpolation_dropped",
         "yarn_interpolates_all_frequencies",
     },
+    "qwen3-window": WINDOW_MUTATIONS | {"qk_norms_dropped", "kv_heads_dealt_round"},
+    "gpt-oss": WINDOW_MUTATIONS
+    | {
+        "attention_biases_dropped",
+        "kv_heads_dealt_round",
+        "rotary_mscale_dropped",
+        "yarn_interpolation_dropped",
+        "yarn_interpolates_all_frequencies",
+        "yarn_ramp_of_whole_frequencies",
+        "sinks_dropped",
+        "sinks_scaled_as_scores",
+        "router_bias_dropped",
+        "weights_among_all_experts",
+        "expert_biases_dropped",
+        "gates_in_the_first_half",
+        "gates_not_clamped",
+        "swiglu_alpha_is_one",
+    },
+    "gpt-oss-mxfp4": {"mxfp4_scales_dropped", "mxfp4_halves_of_bytes_swapped"},
     "llama": {"kv_heads_dealt_round", "llama3_interpolation_dropped", "llama3_interpolates_all_frequencies"},
     "v3-fp8": YARN_MUTATIONS | V3_MUTATIONS | {"fp8_scales_dropped", "fp8_scales_divide", "fp8_blocks_of_equal_size"},
 }
@@ -66,7 +86,7 @@ def read_tensor(name, key):
     raw = (GOLDENS / name / file).read_bytes()
     header_size = int.from_bytes(raw[:8], "little")
     begin, end = json.loads(raw[8 : 8 + header_size])[key]["data_offsets"]
-    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
     data = np.frombuffer(raw[8 + header_size :][begin:end], dtypes[dtype])
     return data.reshape(shape).astype(np.float32)
 
@@ -215,7 +235,7 @@ def test_every_mutation_is_visible(name):
             "shared_experts_dropped",
             "attention_norms_use_rms_norm_eps",
         }
-    assert always | MUTATIONS[name] <= set(mutations)
+    assert (set() if name == "gpt-oss-mxfp4" else always) | MUTATIONS[name] <= set(mutations)
     assert min(mutations.values()) > 1e-2
 
 
@@ -231,7 +251,7 @@ def test_shards_hold_what_the_index_says(name):
     assert len(set(index["weight_map"].values())) > 1
 
 
-@pytest.mark.parametrize("name", ["v2-greedy", "v3", "llama"])
+@pytest.mark.parametrize("name", ["v2-greedy", "v3", "llama", "gpt-oss"])
 def test_published_config_says_the_same_in_older_keys(name):
     config, published = read_json(name, "config.json"), read_json(name, "config_published.json")
     routing = {"scoring_func", "topk_method"} if name in LATENT else set()
@@ -256,3 +276,23 @@ def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders():
     for key in ("model.embed_tokens", "lm_head", "model.norm", "model.layers.1.mlp.gate", "model.layers.2.eh_proj"):
         assert table[f"{key}.weight"][1] == "BF16"
     assert table["model.layers.1.mlp.gate.e_score_correction_bias"][1] == "F32"
+
+
+def test_packed_experts_are_those_of_the_plain_checkpoint():
+    """To the nearest of the values that a group's scale leaves, and nothing else is packed."""
+    plain, packed = tensor_table("gpt-oss"), tensor_table("gpt-oss-mxfp4")
+    experts = {key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(experts) == 4
+    assert packed.keys() == plain.keys() - experts | {
+        f"{key}{part}" for key in experts for part in ("_blocks", "_scales")
+    }
+    assert {dtype for key, (_, dtype, _) in packed.items() if key in plain} == {"BF16"}
+    for key in experts:
+        exact, (_, dtype, shape) = read_tensor("gpt-oss", key), packed[f"{key}_blocks"]
+        assert (dtype, shape) == ("U8", (8, exact.shape[2], exact.shape[1] // 32, 16))
+        assert packed[f"{key}_scales"][1:] == ("U8", shape[:-1])
+        scales = np.exp2(read_tensor("gpt-oss-mxfp4", f"{key}_scales").swapaxes(1, 2) - 127)
+        blocks = read_tensor("gpt-oss-mxfp4", f"{key}_blocks").astype(np.uint8)
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(8, exact.shape[2], -1).swapaxes(1, 2)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes < 8, 1, -1)
+        np.testing.assert_array_less(np.abs(values - exact / np.repeat(scales, 32, axis=1)), 1 + 1e-6)

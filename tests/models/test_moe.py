@@ -98,7 +98,9 @@ def test_multiplies_only_the_chosen_experts(rng, choose):
     gate_up, down = draw_experts(rng, 24, 12)
     x = rng.standard_normal((len(experts), 24)).astype(np.float32)
     weights = rng.uniform(0.1, 1, experts.shape).astype(np.float32)
-    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(weights), gate_up, down)
+    out = moe.routed_experts(
+        jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(weights), moe.Experts(gate_up, down)
+    )
     wanted = every_expert(x, experts, weights, np.asarray(gate_up), np.asarray(down))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
@@ -108,34 +110,70 @@ def test_a_token_of_nans_harms_no_other(rng):
     gate_up, down = draw_experts(rng, 24, 12)
     x = rng.standard_normal((20, 24)).astype(np.float32)
     weights = jnp.full((20, 2), 0.5, jnp.float32)
-    clean = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, gate_up, down)
+    clean = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, moe.Experts(gate_up, down))
     x[7] = np.nan
-    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, gate_up, down)
+    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, moe.Experts(gate_up, down))
     others = np.arange(20) != 7
     np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(clean)[others])
 
 
-def test_hopper_multiplies_the_same_groups(rng):
+@pytest.mark.parametrize(
+    ("width", "hidden", "biased"), [(128, 64, False), (192, 64, True)], ids=["plain", "biased, in half tiles"]
+)
+def test_hopper_multiplies_the_same_groups(rng, width: int, hidden: int, biased: bool):
     """jax's kernel, interpreted: sizes that are no multiple of its tiles, an empty group among them."""
-    gate_up, down = draw_experts(rng, 128, 64, jnp.bfloat16)
+    experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
+    if biased:
+        experts = biased_experts(rng, experts)
     sizes = jnp.asarray([21, 0, 44, 5], jnp.int32)
-    rows = jnp.asarray(rng.standard_normal((70, 128)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((70, width)), jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode():
-        out = moe.hopper_groups(rows, gate_up, down, sizes).astype(jnp.float32)
-    wanted = moe.block_groups(*(a.astype(jnp.float32) for a in (rows, gate_up, down)), sizes)
-    np.testing.assert_allclose(out, wanted, atol=0.03)
+        out = moe.hopper_groups(rows, experts, sizes).astype(jnp.float32)
+    rows, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts))
+    np.testing.assert_allclose(out, moe.block_groups(rows, experts, sizes), atol=0.05 if biased else 0.03)
+
+
+def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
+    def draw(weights: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((weights.shape[0], weights.shape[2])), weights.dtype)
+
+    return moe.Experts(
+        experts.gate_up, experts.down, draw(experts.gate_up), draw(experts.down), moe.ClampedSwiglu(1.702, 1.5)
+    )
+
+
+def test_biased_experts_are_those_of_gpt_oss(rng):
+    """Against one token and one expert at a time."""
+    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
+    x = rng.standard_normal((40, 24)).astype(np.float32)
+    chosen = np.stack([rng.permutation(4)[:2] for _ in x])
+    weights = rng.uniform(0.1, 1, chosen.shape).astype(np.float32)
+    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), experts)
+    wanted = np.zeros(x.shape)
+    gate_up, down, gate_up_bias, down_bias = (np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(experts))
+    clamped = 0
+    for row, pick in np.ndindex(chosen.shape):
+        expert = chosen[row, pick]
+        gate, up = np.split(x[row] @ gate_up[expert] + gate_up_bias[expert], 2)
+        clamped += np.sum(gate > 1.5) + np.sum(np.abs(up) > 1.5)
+        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        wanted[row] += weights[row, pick] * (hidden @ down[expert] + down_bias[expert])
+    assert clamped > 100
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("version", "width", "dtype", "takes"),
     [
         ((9, 0), 128, jnp.bfloat16, True),
+        ((9, 0), 192, jnp.bfloat16, True),
         ((8, 0), 128, jnp.bfloat16, False),
         ((9, 0), 128, jnp.float32, False),
         ((9, 0), 96, jnp.bfloat16, False),
     ],
 )
 def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int], width: int, dtype, takes: bool):
-    weights = [jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width))]
+    gate_up, down = (jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", version))
-    assert moe.hopper_takes(*weights) == takes
+    assert moe.hopper_takes(moe.Experts(gate_up, down)) == takes

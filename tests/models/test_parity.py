@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, gqa, mla, moe, rope
+from models import checkpoint, gqa, mla, moe, mxfp4, rope
 from models.config import DeepSeekConfig, ModelConfig
 from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
@@ -30,7 +30,7 @@ from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
-GQA = ("qwen3", "qwen3-yarn", "llama")
+GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
 
 LOGIT_TOLERANCE = 1e-4
@@ -249,6 +249,61 @@ def kv_heads_dealt_round(patch: Patch) -> None:
     patch.setattr(gqa.GQA, "_attend", attend)
 
 
+def prefilled_with(**changes: Callable) -> Callable[[Patch], None]:
+    """Attention of prompts given other arguments."""
+    right = gqa.paged_prefill
+
+    def attend(*args, **kwargs):
+        return right(*args, **{**kwargs, **{name: change(kwargs) for name, change in changes.items()}})
+
+    return replaced(gqa, "paged_prefill", attend)
+
+
+def ramp_of_whole_frequencies(patch: Patch) -> None:
+    right = rope._kept_by_yarn
+    truncated = lambda yarn, *args: right(dataclasses.replace(yarn, truncate=True), *args)  # noqa: E731
+    patch.setattr(rope, "_kept_by_yarn", truncated)
+
+
+def windows_on_the_other_layers(patch: Patch) -> None:
+    right = checkpoint.load_config
+
+    def load(directory: Path) -> ModelConfig:
+        config = right(directory)
+        assert isinstance(config, GQAConfig)
+        assert config.windows is not None
+        width = next(window for window in config.windows if window)
+        windows = tuple(None if window else width for window in config.windows)
+        return dataclasses.replace(config, windows=windows)
+
+    patch.setattr(checkpoint, "load_config", load)
+
+
+def weights_among_all_experts(patch: Patch) -> None:
+    def route(layer: moe.BiasedMoE, x):
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(layer.router(x)), layer.config.num_experts_per_tok)
+        return chosen, weights
+
+    patch.setattr(moe.BiasedMoE, "_route", route)
+
+
+def gates_in_the_first_half(patch: Patch) -> None:
+    right = checkpoint.Checkpoint.read
+
+    def read(directory: checkpoint.Checkpoint, name: str) -> np.ndarray:
+        tensor = right(directory, name)
+        if ".experts.gate_up_proj" not in name:
+            return tensor
+        return np.stack(np.split(tensor, 2, axis=-1), axis=-1).reshape(tensor.shape)
+
+    patch.setattr(checkpoint.Checkpoint, "read", read)
+
+
+def unpacked_from(change: Callable) -> Callable[[Patch], None]:
+    right = mxfp4.dequantise
+    return replaced(mxfp4, "dequantise", lambda blocks, scales: right(*change(blocks, scales)))
+
+
 right_dequantise = checkpoint.dequantise
 ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
 
@@ -281,18 +336,36 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
         GQAConfig, "sm_scale", property(lambda config: (config.hidden_size / config.num_attention_heads) ** -0.5)
     ),
     "attention_biases_dropped": tensors_dropped("_proj.bias"),
+    "yarn_ramp_of_whole_frequencies": ramp_of_whole_frequencies,
+    "windows_dropped": reconfigured(windows=None),
+    "windows_on_the_other_layers": windows_on_the_other_layers,
+    "windows_one_wider": prefilled_with(window=lambda given: given["window"] and given["window"] + 1),
+    "sinks_dropped": prefilled_with(sinks=lambda given: None),
+    "sinks_scaled_as_scores": prefilled_with(sinks=lambda given: given["sinks"] * given["sm_scale"]),
+    "router_bias_dropped": tensors_dropped("router.bias"),
+    "weights_among_all_experts": weights_among_all_experts,
+    "expert_biases_dropped": tensors_dropped("_proj_bias"),
+    "gates_in_the_first_half": gates_in_the_first_half,
+    "gates_not_clamped": reconfigured(swiglu_limit=np.inf),
+    "swiglu_alpha_is_one": reconfigured(swiglu_alpha=1.0),
+    "mxfp4_scales_dropped": unpacked_from(lambda blocks, scales: (blocks, np.full_like(scales, 127))),
+    "mxfp4_halves_of_bytes_swapped": unpacked_from(lambda blocks, scales: (blocks >> 4 | blocks << 4, scales)),
 }
 
 
 def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ours and the golden's, computed without jit: operations compile once for all mistakes, whole models do not."""
+    """Ours and the golden's, computed without jit: operations compile once for all mistakes, whole models do not.
+
+    But DeepSeek's layers, of many small operations, are quicker jitted.
+    """
     expected = golden(name)
     prompt, wanted = max(zip(expected.prompts, expected["logits"], strict=True), key=lambda pair: len(pair[0]))
     mla: Literal["absorb", "auto"] = "absorb" if name in LATENT else "auto"
     model = load_model(GOLDENS / name, jnp.float32, AttentionSettings(mla=mla, implementation="reference"))
     pages = Pages.scatter(1, -(-len(prompt) // PAGE_SIZE))
     metadata = step(pages, prefill=[(0, 0, len(prompt))])
-    logits, _ = model(jnp.asarray(prompt, jnp.int32), pages.allocate(model), metadata)
+    with jax.disable_jit(name in GQA):
+        logits, _ = model(jnp.asarray(prompt, jnp.int32), pages.allocate(model), metadata)
     return np.asarray(logits), wanted
 
 

@@ -31,6 +31,7 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "dense, biased, no q_lora": dataclasses.replace(V3, q_lora_rank=None, first_k_dense_replace=9, attention_bias=True),
     "qwen3": GQA_PRESETS["qwen3-tiny"],
+    "gpt-oss": GQA_PRESETS["gpt-oss-tiny"],
     "llama, biased, tied": dataclasses.replace(
         GQA_PRESETS["qwen3-tiny"], model_type="llama", attention_bias=True, tie_word_embeddings=True
     ),

@@ -1,0 +1,48 @@
+"""Weights in MXFP4, as published checkpoints of gpt-oss pack them (OCP Microscaling Formats specification 1.0).
+
+A group of 32 weights has one scale, a power of two (E8M0); a weight is a sign, two bits of exponent and one of mantissa
+(E2M1). Two weights share a byte, the first in its low half. The product of a weight and its scale has two significant
+bits, so that bfloat16 holds it exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import UInt8
+
+GROUP = 32
+"""Weights that share a scale."""
+
+PARTS = ("_blocks", "_scales")
+"""What is appended to a tensor's name for the two that hold it."""
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the `PARTS` that hold experts [E, in, out]."""
+    experts, in_width, out_width = shape
+    groups = in_width // GROUP
+    return (experts, out_width, groups, GROUP // 2), (experts, out_width, groups)
+
+
+def dequantise(
+    blocks: UInt8[np.ndarray, "E out groups bytes"], scales: UInt8[np.ndarray, "E out groups"]
+) -> np.ndarray:
+    """Experts [E, in, out] in bfloat16, as a transposed view. What is past its range is infinite; scale 255 is NaN."""
+    pairs = _pairs()[scales[..., None], blocks]
+    return pairs.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """The two weights of every byte under every scale: bfloat16 [scale, byte, 2]."""
+    weights = np.concatenate([_E2M1, -_E2M1])
+    byte = np.arange(256)
+    scales = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+    with np.errstate(over="ignore"):
+        table = scales[:, None, None] * weights[np.stack([byte & 15, byte >> 4], axis=1)]
+    return table.astype(ml_dtypes.bfloat16)

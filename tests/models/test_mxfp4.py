@@ -1,0 +1,60 @@
+"""MXFP4 against its definition, one weight at a time."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import mxfp4
+
+
+def meant(code: int, scale: int) -> float:
+    """By the specification: a sign, two bits of exponent biased by 1, one of mantissa; all times 2^(scale - 127)."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
+    return (-1) ** sign * magnitude * 2.0 ** (scale - 127)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """Codes [E, in, out] as bytes [E, out, in / 32, 16], written one by one."""
+    experts, in_width, out_width = codes.shape
+    blocks = np.zeros((experts, out_width, in_width // 32, 16), np.uint8)
+    for expert, row, column in np.ndindex(codes.shape):
+        group, place = divmod(row, 32)
+        blocks[expert, column, group, place // 2] += codes[expert, row, column] << (4 if place % 2 else 0)
+    return blocks
+
+
+def test_every_code_under_every_scale():
+    """In bfloat16 without a rounding error; what is past its range is infinite."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), 2)[None, :, None].repeat(255, axis=2)
+    scales = np.arange(255, dtype=np.uint8)[None, :, None]
+    out = mxfp4.dequantise(pack(codes), scales)
+    assert (out.dtype, out.shape) == (ml_dtypes.bfloat16, (1, 32, 255))
+    wanted = np.array([[meant(code, scale) for scale in range(255)] for code in codes[0, :, 0].tolist()])
+    finite = np.abs(wanted) < 2.0**128
+    np.testing.assert_array_equal(out[0].astype(np.float64)[finite], wanted[finite])
+    assert np.isinf(out[0][~finite].astype(np.float64)).all()
+    np.testing.assert_array_equal(np.signbit(out[0]), codes[0] > 7)
+
+
+def test_scale_255_is_no_number():
+    out = mxfp4.dequantise(np.zeros((1, 1, 1, 16), np.uint8), np.full((1, 1, 1), 255, np.uint8))
+    assert np.isnan(out.astype(np.float32)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_weights_lie_where_the_layout_says(experts: int, groups: int, out_width: int, seed: int):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (experts, 32 * groups, out_width), np.uint8)
+    scales = rng.integers(100, 150, (experts, out_width, groups), np.uint8)
+    blocks = pack(codes)
+    assert (blocks.shape, scales.shape) == mxfp4.packed_shapes(codes.shape)
+    out = mxfp4.dequantise(blocks, scales)
+    assert out.shape == codes.shape
+    for expert, row, column in np.ndindex(codes.shape):
+        wanted = meant(int(codes[expert, row, column]), int(scales[expert, column, row // 32]))
+        assert float(out[expert, row, column]) == wanted
