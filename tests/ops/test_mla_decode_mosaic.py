@@ -26,9 +26,9 @@ from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 # Latents that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1, fine=False), honours_plans=True)
-FINE = Variant("mosaic", MosaicConfig(pairs=1, cluster=1), honours_plans=True)
-CLUSTER = Variant("mosaic", MosaicConfig(pairs=1, cluster=2, fine=False), honours_plans=True)
+MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1), honours_plans=True)
+SINGLE = Variant("mosaic", MosaicConfig(pairs=1, cluster=1), honours_plans=True)
+CLUSTER = Variant("mosaic", MosaicConfig(pairs=1, cluster=2), honours_plans=True)
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -104,8 +104,8 @@ def test_matches_the_contract_and_reads_no_poison(case: MlaCase) -> None:
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_shapes(case: MlaCase) -> None:
-    """With the plan the operation makes itself; tiles come in chunks."""
-    check(draw(case), FINE)
+    """With the plan the operation makes itself; one pair of tiles in shared memory."""
+    check(draw(case), SINGLE)
 
 
 def test_blocks_that_share_what_is_read() -> None:

@@ -30,8 +30,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from jaxtyping import Array, Float
 
+from pallas_attn.ops.common import mosaic_wgmma
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
-from pallas_attn.ops.common.mosaic_wgmma import OPERAND
 from pallas_attn.types import PagedKV, ScaleLayout
 
 QUERY_SCALE = 2.0**-4
@@ -193,7 +193,7 @@ def widen(tile: Ref, wide: Ref) -> None:
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
-    @plgpu.inline_mgpu(arg_types=(NARROW, OPERAND))
+    @plgpu.inline_mgpu(arg_types=(NARROW, mosaic_wgmma.operand()))
     def convert(_: Any, tile: ir.Value, wide: ir.Value) -> None:
         warp, lane = _warp_and_lane()
         token, chunk = _sum(_times(_masked(warp, 1), 32), lane), _shifted(warp, 1)

@@ -22,13 +22,17 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, add_product, interpreted
 
-SWIZZLE = 128
-"""Bytes of a row of a tile in shared memory, as `mosaic.operand` lays it out."""
+ROW_BYTES = 128
+"""Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
 
-CHUNK, DEPTH = 64, 16
-"""Numbers of 16 bits in such a row, and how many of them one instruction sums over."""
+DEPTH = 16
+"""What one instruction sums over, of numbers of 16 bits."""
 
-OPERAND = plgpu.RefType((plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(SWIZZLE)))
+
+def operand(row_bytes: int = ROW_BYTES) -> Any:
+    """How a reference to 16-bit numbers lies, in rows of so many bytes."""
+    return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
+
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 """`TILE` with one number a register."""
@@ -46,7 +50,7 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
         plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
     )
 
-    @plgpu.inline_mgpu(arg_types=(OPERAND, TILE, OPERAND, TILE, *[OPERAND] * len(qs)), return_type=results)
+    @plgpu.inline_mgpu(arg_types=(operand(), TILE, operand(), TILE, *[operand()] * len(qs)), return_type=results)
     def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
         p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()
@@ -83,7 +87,7 @@ def finish(product: jax.Array, *, under_way: int) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
     def wait(_: Any, product: Any) -> Any:
-        _assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+        assembly(f"wgmma.wait_group.sync.aligned {under_way};")
         return fragmented_array.optimization_barrier(product)
 
     return wait(product)
@@ -191,52 +195,80 @@ def _number(x: int) -> Any:
 
 def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     """(qs[0] + ...) @ kᵀ."""
-    (rows, depth), dtype = mma_utils.tiled_memref_shape(qs[0])
-    (keys, _), _ = mma_utils.tiled_memref_shape(k)
-    right, right_step, right_chunk = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys)
     total: list[ir.Value] = []
     for q in qs:
-        (left, (_, (left_step,))), (_, left_chunk), _ = mma_utils.create_descriptor(
-            q, swizzle=SWIZZLE, large_tile=(rows, CHUNK), group_size=(rows, CHUNK), logical_k_major=False
-        )
-        for chunk, step in np.ndindex(depth // CHUNK, CHUNK // DEPTH):
-            a = _advanced(left, chunk * left_chunk + step * left_step)
-            b = _advanced(right, chunk * right_chunk + step * right_step)
-            total = _instruction(total, [a], b, columns=keys, dtype=dtype)
-    _assembly("wgmma.commit_group.sync.aligned;")
-    return _fragments(total, (rows, keys))
+        total = add_scores(total, q, k)
+    commit()
+    return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
 
 
 def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
     """o + p @ v."""
+    total = add_values(list(o.registers.flat), words(p), v)
+    commit()
+    return fragments(total, o.shape)
+
+
+def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
+    """Registers of total + q @ kᵀ, or of the product where the total has none."""
+    (_, depth), dtype = mma_utils.tiled_memref_shape(q)
+    (keys, _), _ = mma_utils.tiled_memref_shape(k)
+    rights = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys, row_bytes)
+    for a, b in zip(left_steps(q, depth, row_bytes), _steps(*rights, depth, row_bytes), strict=True):
+        total = _instruction(total, [a], b, columns=keys, dtype=dtype, transposed=False)
+    return list(total)
+
+
+def add_values(
+    total: Sequence[ir.Value], lefts: Sequence[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
+) -> list[ir.Value]:
+    """Registers of total + p @ v, for what each instruction takes of p: `words` or a descriptor of `left_steps`."""
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
-    right, right_step, right_chunk = _right(v, values)
-    total = list(o.registers.flat)
-    for chunk, step in np.ndindex(keys // CHUNK, CHUNK // DEPTH):
-        first = chunk * CHUNK + step * DEPTH
-        words = [_word(register) for register in p[:, first : first + DEPTH].registers.flat]
-        b = _advanced(right, chunk * right_chunk + step * right_step)
-        total = _instruction(total, words, b, columns=values, dtype=dtype)
-    _assembly("wgmma.commit_group.sync.aligned;")
-    return _fragments(total, o.shape)
+    for a, b in zip(lefts, _steps(*_right(v, values, row_bytes), keys, row_bytes), strict=True):
+        total = _instruction(total, a, b, columns=values, dtype=dtype, transposed=True)
+    return list(total)
 
 
-def _right(ref: ir.Value, columns: int) -> tuple[Any, int, int]:
-    """Descriptor of a right operand, and how many bytes on the next step and the next chunk begin."""
-    (right, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
-        ref, swizzle=SWIZZLE, large_tile=(CHUNK, CHUNK), group_size=(CHUNK, columns), logical_k_major=True
+def words(p: Any) -> list[list[ir.Value]]:
+    """Registers of a left operand, of each instruction."""
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    return [
+        [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+        for i in range(0, p.shape[1], DEPTH)
+    ]
+
+
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
+    """Descriptors of what each instruction takes of a left operand in shared memory."""
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
-    return right, step, chunk
+    return _steps(base, step, chunk, depth, row_bytes)
+
+
+def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
+    """Descriptor of a right operand, and how many bytes on the next step and the next row of a swizzled tile begin."""
+    depth = row_bytes // 2
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(depth, depth), group_size=(depth, columns), logical_k_major=True
+    )
+    return base, step, chunk
+
+
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> list[ir.Value]:
+    offsets = [i * chunk + j * step for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)]
+    wide = ir.IntegerType.get_signless(64)
+    return [arith.addi(base, mgpu.c(mma_utils.encode_addr(offset), wide)) for offset in offsets]
 
 
 def _instruction(
-    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: ir.Type
+    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: Any, transposed: bool
 ) -> list[ir.Value]:
     """One wgmma, added to a total, or to nothing if that has no registers.
 
     Args:
-      left: the descriptor of a left operand whose rows are keys or queries; or the registers that hold one, and the
-        right operand is transposed.
+      left: the descriptor of a left operand, or the registers that hold one.
+      transposed: whether neighbours in the right operand are columns, and not what is summed over.
     """
     count = columns // 2
     places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
@@ -245,39 +277,41 @@ def _instruction(
         next(places)
     a = [next(places) for _ in left]
     in_registers = len(left) > 1
-    operand, flags = (f"{{{', '.join(a)}}}", "1") if in_registers else (a[0], "0, 0")
+    operand, flags = (f"{{{', '.join(a)}}}", "") if in_registers else (a[0], "0, ")
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(total))}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
-        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}; }}"
+        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}{int(transposed)}; }}"
     )
     constraints = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(left)
+    return floats(count, text, [*constraints, "l"], [*total, *left, right])
+
+
+def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
+    """Inline assembly with so many float32 results."""
     number = ir.VectorType.get((1,), ir.F32Type.get())
-    sums: Any = llvm.inline_asm(
+    results: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
-        [*total, *left, right],
+        list(operands),
         text,
-        ",".join([*constraints, "l"]),
+        ",".join(constraints),
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [llvm.extractvalue(number, sums, [i]) for i in range(count)]
+    return [llvm.extractvalue(number, results, [i]) for i in range(count)]
 
 
-def _fragments(registers: Sequence[ir.Value], shape: tuple[int, int]) -> Any:
+def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
+    """An array in the layout of sums."""
     array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
     array.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
 
 
-def _advanced(descriptor: Any, num_bytes: int) -> ir.Value:
-    return arith.addi(descriptor, mgpu.c(mma_utils.encode_addr(num_bytes), ir.IntegerType.get_signless(64)))
+def commit() -> None:
+    """Makes what was started since the last one a group to wait for."""
+    assembly("wgmma.commit_group.sync.aligned;")
 
 
-def _word(register: ir.Value) -> ir.Value:
-    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    return vector.extract(vector.bitcast(word, register), [], [0])
-
-
-def _assembly(text: str) -> None:
+def assembly(text: str) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

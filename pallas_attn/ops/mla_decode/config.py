@@ -21,16 +21,10 @@ class MosaicConfig:
     Attributes:
       pairs: of tiles of 64 latents that one holds in shared memory.
       cluster: programs on neighbouring multiprocessors that share what they read: 1, or 2 where their number is even.
-      fine: whether columns of a tile are copied, and waited for, 64 at a time, and not halves at once. It was 4% slower
-        on an H200, where latents are wide.
-      prefetch: whether tiles of one page are fetched into the second cache before there is shared memory for them. That
-        made no difference there.
     """
 
     pairs: int
     cluster: int
-    fine: bool = False
-    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= 5:

@@ -12,15 +12,14 @@ goes on at the same time; products are started, and waited for no sooner than so
     O = O exp(m - m0) + P0 left(C0)         ->   O = O exp(m - m0) + P0 right(C0)
     frees left(C0)                               P1 = exp(S1 - m1), meanwhile; leaves P1; frees right(C0); leaves m1
     O = O exp(m0 - m1) + P1 left(C1)        <-   O = O exp(m0 - m1) + P1 right(C1)
-    starts the next S0 = Q C0^T, behind it
-    frees left(C1); sees the end of S0           frees right(C1)
+    frees left(C1)                               frees right(C1)
+    the next S0 = Q C0^T, as C0 lands
 
 The own product takes probabilities from registers, the other one from shared memory; they lie where the tile's rotated
 keys were, which are as large and no longer needed (if R is not 64, in memory of their own: there is enough then).
 Sums shrink only where a row's scores have outgrown what they are relative to by far, so mostly not at all.
 Warpgroup 2 starts all copies: of the halves of a pair's tiles, in the order in which they fall free. Shared memory
-holds one pair where latents are wide. What replaces a tile can be fetched into the second cache a pair ahead, and come
-and be scored in chunks (`MosaicConfig`).
+holds one pair where latents are wide, so everything hangs on how soon probabilities are left and halves fall free.
 
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
 
@@ -34,9 +33,8 @@ No wait can last. Below, "waits for x" means that x was asked for, and is not it
 - free: has a phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
   warpgroup that copies waits for one phase before each copy, and for the last one before it ends, so that no program
   of a cluster ends while another still arrives there. Both programs of a cluster have the same plan, pages and order.
-  It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn. Warpgroup 0, before it frees left(C1), waits
-  for the left chunks of the next C0: these are copied once it has freed left(C0) itself, which it has by then, in both
-  programs after waiting for nothing that comes later. All else is freed before anything of the next pair is waited for.
+  It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next
+  pair is waited for.
 - ready[0]: warpgroup 0 arrives after its scores, for which it waits for copies only. ready[1]: warpgroup 1 arrives
   after its scores and its product with P0, for which it waits for copies and for ready[0] of the same pair.
 - both[SUMS]: both warpgroups, after the same number of pairs. both[Q_FREE]: like free. A query is copied after the

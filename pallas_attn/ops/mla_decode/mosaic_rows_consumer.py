@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic_wgmma import finish
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     LOWEST,
     NO_DRAFT,
+    PARTS,
     PER_ROW,
     Q_FREE,
     REAL,
@@ -29,7 +30,7 @@ from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     for_each_piece,
     unknown_zero,
 )
-from pallas_attn.ops.mla_decode.mosaic_rows_products import finish, shrink, start_scores, start_values
+from pallas_attn.ops.mla_decode.mosaic_rows_products import leave, shrink, start_scores, start_values
 
 HEADROOM = 8
 """log2 of how large probabilities may be."""
@@ -39,7 +40,7 @@ class State(NamedTuple):
     """Attention of a block's rows over some latents, as one of the two warpgroups has it.
 
     Attributes:
-      m: [ROWS], the what scores are relative to, not scaled: at most HEADROOM below the largest so far.
+      m: [ROWS], what scores are relative to, not scaled: at most HEADROOM below the largest so far.
       l: [ROWS], its own tiles' share of the sum of `Consumer.weight` of scores beside m.
       acc: [ROWS, columns], all latents times those weights, in its own columns.
     """
@@ -87,16 +88,15 @@ class Consumer:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
 
     def all_even(self, piece: Piece, state: State) -> State:
-        """Takes in all pairs of tiles of a piece, as warpgroup 0: the scores of the next are always under way."""
+        """Takes in all pairs of tiles of a piece, as warpgroup 0."""
 
-        def step(i: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
+        def step(i: Any, carry: tuple[State, Any, Any]) -> tuple[State, Any, Any]:
             return self.even(piece, piece.pair + i, *carry, more=True)
 
-        parts = (0, 1, 2)
-        s = finish(self.start_scores(self.slots(piece.pair)[0], parts), under_way=0)
+        s, whole = self.first_scores(piece.pair)
         last = piece.num_pairs(self.static) - 1
-        state, s = lax.fori_loop(0, last, step, (state, s))
-        state, _ = self.even(piece, piece.pair + last, state, s, more=False)
+        state, s, whole = lax.fori_loop(0, last, step, (state, s, whole))
+        state, *_ = self.even(piece, piece.pair + last, state, s, whole, more=False)
         return state
 
     def all_odd(self, piece: Piece, state: State) -> State:
@@ -108,14 +108,11 @@ class Consumer:
         here = unknown_zero()
         return here + self.static.slot(pair, 0), here + self.static.slot(pair, 1)
 
-    def even(self, piece: Piece, pair: Any, state: State, s: Any, *, more: bool) -> tuple[State, Any]:
+    def even(self, piece: Piece, pair: Any, state: State, s: Any, whole: Any, *, more: bool) -> tuple[State, Any, Any]:
         """Takes in a pair of tiles, of which the first has products s, and multiplies for the next if there is one."""
         mem, (mine, other) = self.mem, self.slots(pair)
-        self.clear(piece, pair, 0, mine)
-        m, p, p16 = self.probabilities(piece, pair, state.m, s)
-        self.p(mine, 0)[...] = p16
-        mem.stats[0] = m
-        plgpu.commit_smem()
+        m, p, p16 = self.probabilities(piece, pair, mine, state.m, s, whole)
+        leave(p16, self.p(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
         plgpu.barrier_arrive(mem.ready.at[0])
         factor = self.weight(state.m, m)
         acc = shrink(state.acc, factor)
@@ -129,19 +126,23 @@ class Consumer:
         acc = shrink(acc, factor)
         self.clear(piece, pair, 1, other)
         acc = self.start_values(self.p(other, 1), other, acc)
-        following, _ = self.slots(pair + 1)
-        if more:
-            s = self.start_scores(following, (0,))
-        acc = finish(acc, under_way=self.static.score_groups if more else 0)
+        acc = finish(acc, under_way=0)
         self.release(other)
         if more:
-            s = finish(self.start_scores(following, (1, 2), s), under_way=0)
-        return State(m_both, l * factor, acc), s
+            s, whole = self.first_scores(pair + 1)
+        return State(m_both, l * factor, acc), s, whole
+
+    def first_scores(self, pair: Any) -> tuple[Any, Any]:
+        """Products with the first tile of a pair, and whether every row sees all of it."""
+        s = self.start_scores(self.slots(pair)[0], (0, 1, 2))
+        whole = self.is_whole(pair, 0)  # not after the products, which is when it would be waited for
+        return finish(s, under_way=0), whole
 
     def odd(self, piece: Piece, pair: Any, state: State) -> State:
         """Takes in a pair of tiles, and scores the second."""
         mem, (other, mine) = self.mem, self.slots(pair)
         s = self.start_scores(mine, (1, 0, 2))
+        whole = self.is_whole(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = mosaic.load(mem.stats.at[0], PER_ROW)
         factor = self.weight(state.m, m_first)
@@ -149,11 +150,8 @@ class Consumer:
         self.clear(piece, pair, 0, other)
         acc = self.start_values(self.p(other, 0), other, acc)
         s = finish(s, under_way=1)
-        self.clear(piece, pair, 1, mine)
-        m, p, p16 = self.probabilities(piece, pair, m_first, s)
-        self.p(mine, 1)[...] = p16
-        mem.stats[1] = m
-        plgpu.commit_smem()
+        m, p, p16 = self.probabilities(piece, pair, mine, m_first, s, whole)
+        leave(p16, self.p(mine, 1), m, mem.stats.at[1], self.static.row_bytes)
         acc = finish(acc, under_way=0)
         self.release(other)
         plgpu.barrier_arrive(mem.ready.at[1])
@@ -165,13 +163,18 @@ class Consumer:
         self.release(mine)
         return State(m, l, acc)
 
-    def probabilities(self, piece: Piece, pair: Any, m: Any, s: Any) -> tuple[Any, Any, Any]:
+    def probabilities(self, piece: Piece, pair: Any, slot: Any, m: Any, s: Any, whole: Any) -> tuple[Any, Any, Any]:
         """Of products of this warpgroup's tile: what they are relative to now, and they, in float32 and as multiplied.
 
         Scores relative to less than the largest are as good as long as they are in range, and what was added up before
-        need not shrink.
+        need not shrink. A tile that is not whole loses what rows do not see, among the scores and the values.
         """
-        s = lax.cond(self.is_seen(pair, self.half), lambda s: s, functools.partial(self.masked, piece, pair), s)
+
+        def hide(s: Any) -> Any:
+            self.clear_unseen(piece, pair, self.half, slot)
+            return self.masked(piece, pair, s)
+
+        s = lax.cond(whole, lambda s: s, hide, s)
         highest = s.max(axis=1)
         m = jnp.where((highest - m) * (self.static.sm_scale * LOG2E) > HEADROOM, highest, m)
         p = self.weight(s, over_tokens(m, s.shape))
@@ -183,18 +186,16 @@ class Consumer:
 
     def p(self, slot: Any, tile: int) -> Ref:
         """Where the probabilities of a tile lie."""
-        return self.mem.k.rope.at[slot, 0] if self.mem.p is None else self.mem.p.at[tile]
+        return self.mem.k.rope.at[slot] if self.mem.p is None else self.mem.p.at[tile]
 
     def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
         """Starts products of queries with parts of a tile, as these land, which are added to those started before."""
-        q, k, static, here = self.mem.q, self.mem.k, self.static, unknown_zero()
-        columns = static.row_bytes // 2
-        for chunk in [chunk for part in parts for chunk in static.chunks_of(part)]:
-            plgpu.barrier_wait(self.mem.landed.at[len(static.chunks) * slot + chunk.number])
-            for i in range(0, chunk.width, columns):
-                left = q[chunk.part].at[here, :, pl.ds(chunk.start + i, columns)]
-                right = k[chunk.part].at[slot, chunk.index, :, pl.ds(i, columns)]
-                s = start_scores(left, right, s, static.row_bytes)
+        q, k, here, columns = self.mem.q, self.mem.k, unknown_zero(), self.static.row_bytes // 2
+        for part in parts:
+            plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
+            for i in range(0, q[part].shape[2], columns):
+                left, right = q[part].at[here, :, pl.ds(i, columns)], k[part].at[slot, :, pl.ds(i, columns)]
+                s = start_scores(left, right, s, self.static.row_bytes)
         return s
 
     def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
@@ -206,8 +207,8 @@ class Consumer:
     def note(self, pair: Any, tile: int) -> Ref:
         return self.mem.notes.at[self.static.notes_slot(pair), tile]
 
-    def is_seen(self, pair: Any, tile: int) -> Any:
-        """Whether every row sees every token of a tile."""
+    def is_whole(self, pair: Any, tile: int) -> Any:
+        """Whether every row sees every token of a tile that is there."""
         return self.note(pair, tile)[0] == 1
 
     def bits(self, piece: Piece, pair: Any, tile: int, token: Any) -> Any:
@@ -231,16 +232,17 @@ class Consumer:
         return mosaic.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
 
     def clear(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
-        """Makes values that no row sees 0, whatever they are: 0 · NaN is NaN."""
+        """`clear_unseen` where a tile is not whole."""
+        pl.when(~self.is_whole(pair, tile))(lambda: self.clear_unseen(piece, pair, tile, slot))
 
-        @pl.when(~self.is_seen(pair, tile))
-        def _clear() -> None:
-            bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
-            any_row = self.x.seen_by_any[piece.row]
-            alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
-            columns = self.static.row_bytes // 2  # in few registers
-            for chunk, i in [(c, i) for c in self.static.chunks_of(self.half) for i in range(0, c.width, columns)]:
-                part = self.mem.k[self.half].at[slot, chunk.index, :, pl.ds(i, columns)]
-                loaded = plgpu.load(part, layout=mosaic.TILE)
-                part[...] = jnp.where(over_tokens(alive, loaded.shape), loaded, jnp.zeros((), loaded.dtype))
-            plgpu.commit_smem()
+    def clear_unseen(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
+        """Makes values that no row sees 0, whatever they are: 0 · NaN is NaN."""
+        bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
+        any_row = self.x.seen_by_any[piece.row]
+        alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
+        columns = self.static.row_bytes // 2  # in few registers
+        for i in range(0, self.static.widths[self.half], columns):
+            part = self.mem.k[self.half].at[slot, :, pl.ds(i, columns)]
+            loaded = plgpu.load(part, layout=mosaic.TILE)
+            part[...] = jnp.where(over_tokens(alive, loaded.shape), loaded, jnp.zeros((), loaded.dtype))
+        plgpu.commit_smem()

@@ -31,25 +31,14 @@ REAL, NO_DRAFT = 31, 30
 LOWEST = -1e30
 """What the largest score begins with: finite, so that no difference is NaN, and smaller than any score."""
 
+PARTS = 3
+"""Of a tile: the columns of the latent that either warpgroup accumulates, and the rotated ones."""
+
 Q_FREE, SUMS = 0, 1
 """What takes both warpgroups."""
 
 PER_ROW = PER_TOKEN
 """A value for each row of a tile, here a query row."""
-
-
-class Chunk(NamedTuple):
-    """Columns of a tile that are copied at once: the `index`-th of a part's."""
-
-    number: int
-    part: int
-    index: int
-    width: int
-
-    @property
-    def start(self) -> int:
-        """The first of them, in the part."""
-        return self.index * self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +48,6 @@ class Static:
     Attributes:
       pairs: of tiles in shared memory.
       cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
-      fine: whether a copy brings as many columns as one swizzled row holds, or else a part of a tile.
-      prefetch: whether tiles are fetched into the second cache before there is shared memory for them.
       sm_scale: multiplies the scores.
     """
 
@@ -69,8 +56,6 @@ class Static:
     page_size: int
     pairs: int
     cluster: int
-    fine: bool
-    prefetch: bool
     sm_scale: float
 
     @property
@@ -83,27 +68,6 @@ class Static:
     def row_bytes(self) -> int:
         """Of a row of a swizzled tile."""
         return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Columns of a tile that are copied at once, part by part."""
-        shapes = enumerate(self.chunk_shapes)
-        pieces = [(part, i, width) for part, (count, width) in shapes for i in range(count)]
-        return [Chunk(number, *piece) for number, piece in enumerate(pieces)]
-
-    @property
-    def chunk_shapes(self) -> list[tuple[int, int]]:
-        """Of each part, how many chunks it consists of, and their columns."""
-        parts = (*self.widths, self.rope_dim)
-        return [(width // (self.row_bytes // 2), self.row_bytes // 2) if self.fine else (1, width) for width in parts]
-
-    def chunks_of(self, part: int) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.part == part]
-
-    @property
-    def score_groups(self) -> int:
-        """Products that scores with the left half of a tile are the sum of."""
-        return self.widths[0] // (self.row_bytes // 2)
 
     @property
     def pages(self) -> int:
@@ -136,9 +100,9 @@ class Static:
             return (224, 56) if self.widths[0] > 128 else (200, 104)
         return (232, 40) if self.widths[0] > 128 else (200, 104)
 
-    def columns(self, chunk: Chunk) -> Any:
-        """Of what the cache holds for a token."""
-        return pl.ds((0, self.widths[0], self.latent_dim)[chunk.part] + chunk.start, chunk.width)
+    def columns(self, part: int) -> Any:
+        """Of a part, in what the cache holds for a token."""
+        return pl.ds((0, self.widths[0], self.latent_dim)[part], (*self.widths, self.rope_dim)[part])
 
     def page_and_part(self, tile: Any) -> tuple[Any, Any]:
         """The first page of a tile among those of a piece, and which part of it, if that takes several tiles."""
@@ -189,12 +153,12 @@ class Memory(NamedTuple):
 
     Attributes:
       q: [ROWS, columns].
-      k: [2 · pairs, chunks, TOKENS, columns].
+      k: [2 · pairs, TOKENS, columns].
       p: [2, ROWS, TOKENS], probabilities of either tile of a pair, or None.
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
       notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, whether every row sees all of it, and the position of each
         page's first token or NOWHERE.
-      q_landed, landed [2 · pairs · chunks]: a query, a chunk of a tile, is there.
+      q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
       free: [2 · pairs · 2], half of a tile may be overwritten.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
       both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
@@ -218,12 +182,12 @@ class Memory(NamedTuple):
         columns = Parts(*static.widths, static.rope_dim)
         return Memory(
             q=Parts(*(operand((1, ROWS, n)) for n in columns)),
-            k=Parts(*(operand((slots, count, TOKENS, n)) for count, n in static.chunk_shapes)),
+            k=Parts(*(operand((slots, TOKENS, n)) for n in columns)),
             p=operand((2, ROWS, TOKENS)) if static.has_own_p else None,
             stats=plgpu.SMEM((4, ROWS), jnp.float32),
             notes=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=plgpu.Barrier(num_barriers=len(static.chunks) * slots, num_arrivals=static.pages),
+            landed=plgpu.Barrier(num_barriers=PARTS * slots, num_arrivals=static.pages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),

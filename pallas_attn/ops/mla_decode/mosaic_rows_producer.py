@@ -11,14 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     NOWHERE,
+    PARTS,
     Q_FREE,
     ROWS,
     TOKENS,
-    Chunk,
     Inputs,
     Memory,
     Piece,
@@ -50,9 +48,6 @@ class Producer:
             following = self.locate_pair(piece, i + 1)
             self.load_pair(piece, i, pages)
             pl.when(i == 0)(lambda: self.load_query(piece))
-            if following is not None and self.static.prefetch and not mosaic.interpreted():
-                for tile, (page,) in enumerate(following):
-                    self.prefetch(2 * (i + 1) + tile, page)
             return following
 
         lax.fori_loop(0, piece.num_pairs(self.static), load, self.locate_pair(piece, jnp.int32(0)))
@@ -86,21 +81,21 @@ class Producer:
         static, mem = self.static, self.mem
         for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
             slot = static.slot(piece.pair + i, tile) + unknown_zero()
-            chunks = [chunk for part in ((half,) if tile == half else (half, 2)) for chunk in static.chunks_of(part)]
+            parts = (half,) if tile == half else (half, 2)
             pages = self.locate(piece, 2 * i + tile) if tiles is None else tiles[tile]
             plgpu.barrier_wait(mem.free.at[2 * slot + half])
             if tile == half:
                 self.note(piece, i, tile, pages)
-            _, part = static.page_and_part(2 * i + tile)
+            _, of_page = static.page_and_part(2 * i + tile)
             for j, page in enumerate(pages):
                 slot = slot + unknown_zero()  # else addresses for all pages are computed, and kept, before the first
-                copies = functools.partial(self.copy, slot, chunks, j, page, part)
+                copies = functools.partial(self.copy, slot, parts, j, page, of_page)
                 pl.when(page >= 0)(copies)
 
                 @pl.when(page < 0)
-                def _nothing_to_copy(slot: Any = slot, chunks: list[Chunk] = chunks) -> None:
-                    for chunk in chunks:
-                        plgpu.barrier_arrive(mem.landed.at[len(static.chunks) * slot + chunk.number])
+                def _nothing_to_copy(slot: Any = slot, parts: tuple[int, ...] = parts) -> None:
+                    for part in parts:
+                        plgpu.barrier_arrive(mem.landed.at[PARTS * slot + part])
 
     def note(self, piece: Piece, i: Any, tile: int, pages: list[Any]) -> None:
         """Leaves for the others which tokens a tile holds."""
@@ -114,25 +109,11 @@ class Producer:
             notes[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, NOWHERE)
         notes[0] = seen_by_all.astype(jnp.int32)
 
-    def copy(self, slot: Any, chunks: list[Chunk], j: int, page: Any, part: Any) -> None:
-        """Starts the copies of columns of a page, or of the part of it that is meant."""
+    def copy(self, slot: Any, parts: tuple[int, ...], j: int, page: Any, of_page: Any) -> None:
+        """Starts the copies of columns of a page, or of what of it is meant."""
         static, mem = self.static, self.mem
-        source = self.source(page, part)
+        source = self.x.pages.at[page, pl.ds(of_page * TOKENS, static.page_tokens)]
         place = pl.ds(j * static.page_tokens, static.page_tokens)
-        for chunk in chunks:
-            to = mem.k[chunk.part].at[slot, chunk.index, place]
-            landed = mem.landed.at[len(static.chunks) * slot + chunk.number]
-            plgpu.copy_gmem_to_smem(source.at[:, static.columns(chunk)], to, landed, collective_axes="cluster")
-
-    def source(self, page: Any, part: Any) -> Ref:
-        return self.x.pages.at[page, pl.ds(part * TOKENS, self.static.page_tokens)]
-
-    def prefetch(self, tile: Any, page: Any) -> None:
-        """Has a tile of one page fetched into the second cache."""
-        static = self.static
-        _, part = static.page_and_part(tile)
-        source, first = self.source(page, part), 0
-        for width in (*static.widths, static.rope_dim):
-            columns = source.at[:, pl.ds(first, width)]
-            plgpu.async_prefetch(columns, collective_axes="cluster", predicate=page >= 0)
-            first += width
+        for part in parts:
+            to, landed = mem.k[part].at[slot, place], mem.landed.at[PARTS * slot + part]
+            plgpu.copy_gmem_to_smem(source.at[:, static.columns(part)], to, landed, collective_axes="cluster")
