@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -111,11 +112,11 @@ def cache_spec(
     )
 
 
-def allocate_caches(config: ModelConfig, spec: CacheSpec, scales: KVScales | None = None) -> Caches:
-    """Empty caches of all layers, as `cache_spec` lays them down for these scales."""
+def allocate_caches(config: ModelConfig, specs: Sequence[CacheSpec], scales: KVScales | None = None) -> Caches:
+    """Empty caches of all layers, as `cache_spec` lays each down for these scales."""
     if isinstance(config, DeepSeekConfig):
-        return tuple(PagedLatent.allocate(spec) for _ in range(config.num_hidden_layers))
-    caches = [PagedKV.allocate(spec) for _ in range(config.num_hidden_layers)]
+        return tuple(PagedLatent.allocate(spec) for spec in specs)
+    caches = [PagedKV.allocate(spec) for spec in specs]
     if scales is None:
         return tuple(caches)
     return tuple(

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from models.caches import KVScales
+from models.group_sizes import GroupSizes, group_sizes, make_pools
 from models.model import Decoder
-from models.outputs import EngineStats, RequestId, RequestOutput, StepRecord
+from models.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord
 from models.request import FinishReason, Request, SamplingParams
 from models.runner import Runner, RunnerConfig, StepResult
 from models.scheduler import RequestRefused, Scheduler
 from models.step_plan import StepPlan
-from pallas_attn.cache import PagePool, PrefixCache
+from pallas_attn.cache import PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
 """Called with every token as it arrives; the last one comes with the reason why it is the last."""
@@ -33,7 +36,8 @@ class EngineConfig:
     """What the engine allocates and how it schedules.
 
     Attributes:
-      num_pages: pages of the pool, in every layer.
+      num_pages: pages of every layer, if all had as many: layers that see less of a sequence leave theirs to the others
+        (`group_sizes` tells how the cache groups of a model share the same memory).
       page_size: tokens a page holds.
       max_batched_tokens: new tokens of a step, decode and prefill together.
       max_num_seqs: requests that run at once; others wait.
@@ -41,6 +45,7 @@ class EngineConfig:
       max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
       chunked_prefill: whether a prompt may be spread over steps.
       prefix_caching: whether pages of equal prefixes are shared.
+      recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
       cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
         float8_e4m3fn.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
@@ -58,6 +63,7 @@ class EngineConfig:
     max_model_len: int | None = None
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    recycling: bool = True
     cache_dtype: DTypeLike | None = None
     kv_scales: KVScales | None = None
     decode_buckets: tuple[int, ...] | None = None
@@ -82,18 +88,20 @@ class EngineConfig:
             if buckets is not None and (not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] != reach):
                 raise ValueError(f"{name}: expected ascending sizes up to {reach}, got {buckets}")
 
-    def runner_config(self, max_model_len: int) -> RunnerConfig:
-        """Static sizes of the device's side."""
+    def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
+        """Static sizes of the device's side, for one cache group unless told of others."""
+        table_pages = -(-max_model_len // self.page_size)
         return RunnerConfig(
             num_pages=self.num_pages,
             page_size=self.page_size,
-            table_pages=min(self.num_pages, -(-max_model_len // self.page_size)),
+            table_pages=table_pages if groups else min(self.num_pages, table_pages),
             max_num_seqs=self.max_num_seqs,
             max_prefill_seqs=self.prefill_seqs,
             decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
             prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
+            groups=groups,
         )
 
     @property
@@ -139,7 +147,7 @@ class _Launched:
     result: StepResult
     planned_s: float
     cached_tokens: int
-    used_pages: int
+    used_rows: tuple[int, ...]
 
 
 class Engine:
@@ -170,15 +178,26 @@ class Engine:
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
         self._prompt_logits: dict[RequestId, np.ndarray] = {}
-        self._runner = Runner(model, config.runner_config(max_model_len))
-        self._pool = PagePool(config.num_pages)
-        self._prefix_cache = PrefixCache(self._pool, config.page_size) if config.prefix_caching else None
-        self._scheduler = Scheduler(
-            self._pool,
-            self._prefix_cache,
+        self._groups = group_sizes(
+            model.config,
+            num_pages=config.num_pages,
             page_size=config.page_size,
-            max_batched_tokens=config.max_batched_tokens,
+            max_model_len=max_model_len,
+            step_tokens=config.max_batched_tokens,
+            recycling=config.recycling,
+        )
+        self._pools = make_pools(
+            self._groups,
+            page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self._runner = Runner(model, config.runner_config(self._pools.table_tokens, self._groups))
+        self._prefix_cache = PrefixCache(self._pools) if config.prefix_caching else None
+        self._scheduler = Scheduler(
+            self._pools,
+            self._prefix_cache,
+            max_batched_tokens=config.max_batched_tokens,
             max_prefill_seqs=config.prefill_seqs,
             max_model_len=max_model_len,
             chunked_prefill=config.chunked_prefill,
@@ -189,8 +208,14 @@ class Engine:
         self._in_flight: _Launched | None = None
         self._undelivered: deque[tuple[OnToken, RequestId, int, FinishReason | None]] = deque()
         self._records: list[StepRecord] = []
+        self._peak_rows = (0,) * len(self._groups)
         self._peak_pages = 0
         self._made_s = self._now()
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Tokens at which a request ends: what the model takes, or the cache."""
+        return self._scheduler.max_len
 
     @property
     def has_unfinished(self) -> bool:
@@ -348,9 +373,13 @@ class Engine:
             prefill_tokens_per_s=prefill / prefill_s if prefill_s else 0.0,
             decode_tokens_per_s=decode / decode_s if decode_s > 0 and decode else 0.0,
             prefix_hit_rate=cache.hit_tokens / cache.query_tokens if cache and cache.query_tokens else 0.0,
-            used_pages=self._pool.num_owned,
+            used_pages=self._pages(self._pools.num_owned),
             peak_pages=self._peak_pages,
-            num_pages=self._pool.num_pages,
+            num_pages=self.config.num_pages,
+            groups=tuple(
+                GroupStats(group.layers, group.num_heads, group.num_rows, used, peak)
+                for group, used, peak in zip(self._groups, self._pools.num_owned, self._peak_rows, strict=True)
+            ),
             preemptions=self._scheduler.num_preemptions,
             compilations=self._runner.num_compilations,
             compile_s=self._runner.compile_s,
@@ -361,6 +390,11 @@ class Engine:
         if request_id not in self._tracked:
             raise ValueError(f"request_id: no request {request_id!r}")
         return self._tracked[request_id]
+
+    def _pages(self, rows: Sequence[int]) -> int:
+        """The memory of so many rows of each cache group, in pages of all layers, rounded up."""
+        shares = (len(g.layers) * Fraction(n, g.num_heads) for g, n in zip(self._groups, rows, strict=True))
+        return math.ceil(sum(shares, Fraction(0)) / sum(len(g.layers) for g in self._groups))
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while a step is compiled."""
@@ -373,8 +407,9 @@ class Engine:
         if plan is None:
             return None
         cached = self._prefix_cache.hit_tokens - hits if self._prefix_cache else 0
-        used = self._pool.num_owned
-        self._peak_pages = max(self._peak_pages, used)
+        used = self._pools.num_owned
+        self._peak_rows = tuple(map(max, self._peak_rows, used))
+        self._peak_pages = max(self._peak_pages, self._pages(used))
         return _Launched(self._runner.launch(plan, self._capture_logits), planned_s, cached, used)
 
     def _collect(self, step: _Launched) -> list[RequestId]:
@@ -397,7 +432,8 @@ class Engine:
                 prefill_tokens=sum(row.num_tokens for row in plan.prefill),
                 decode_tokens=len(plan.decode),
                 cached_tokens=step.cached_tokens,
-                used_pages=step.used_pages,
+                used_pages=self._pages(step.used_rows),
+                used_rows=step.used_rows,
             )
         )
         return [request.request_id for request, _ in continued]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.gqa_config import GQAConfig
 from models.layers import Linear, RMSNorm
-from models.metadata import StepMetadata
+from models.metadata import GroupTables, StepMetadata
 from models.mla import AttentionSettings
 from models.windows import HeadWindows, LayerWindow, cache_groups
 from pallas_attn import (
@@ -39,11 +39,13 @@ class GQAStep:
 
     Attributes:
       metadata: where its tokens belong.
+      tables: where the group keeps them.
       plan: how programs share the decode rows' pages; None where nothing follows plans.
       window: what the group's heads see.
     """
 
     metadata: StepMetadata
+    tables: GroupTables
     plan: DecodePlan | None
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
@@ -71,7 +73,8 @@ def plan_step(
       A step for each of the model's `cache_groups`.
     """
     q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
-    steps = [GQAStep(metadata, None, group.window) for group in cache_groups(config)]
+    windows = [group.window for group in cache_groups(config)]
+    steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
     if not metadata.num_decode:
         return tuple(steps)
     return tuple(dataclasses.replace(step, plan=_plan(config, settings, step, q, cache)) for step in steps)
@@ -115,7 +118,7 @@ class GQA(nnx.Module):
         x: Float[Array, "T D"],
         rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
         cache: PagedKV,
-        slots: Int32[Array, "T"],
+        slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: GQAStep,
     ) -> tuple[Float[Array, "T D"], PagedKV]:
         """Attention output of every token, and the cache with the step's keys and values in it."""
@@ -145,7 +148,7 @@ class GQA(nnx.Module):
             out = paged_decode(
                 q[:num_decode, None],
                 cache,
-                metadata.decode_block_tables,
+                step.tables.decode_block_tables,
                 metadata.decode_kv_lens,
                 sm_scale=self.config.sm_scale,
                 window=window,
@@ -158,7 +161,7 @@ class GQA(nnx.Module):
             out = paged_prefill(
                 q[num_decode:],
                 cache,
-                metadata.prefill_block_tables,
+                step.tables.prefill_block_tables,
                 metadata.cu_q_lens,
                 metadata.prefill_kv_lens,
                 sm_scale=self.config.sm_scale,

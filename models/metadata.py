@@ -12,6 +12,25 @@ from jaxtyping import Array, Int32
 @typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class GroupTables:
+    """Where the layers of a cache group keep a step's tokens. All arrays int32.
+
+    Attributes:
+      slots: [T], page·ps + offset of each token's place in the cache, or [T, Hkv], row·ps + offset for each head; -1
+        for padding, which is not cached.
+      decode_block_tables: [Bd, Pd] page ids, or [Bd, Hkv, Pd] row ids.
+      prefill_block_tables: [S, Pp] page ids, or [S, Hkv, Pp] row ids; they hold what is seen of the cached prefix, and
+        this step's slots.
+    """
+
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"]
+    decode_block_tables: Int32[Array, "Bd Pd"] | Int32[Array, "Bd Hkv Pd"]
+    prefill_block_tables: Int32[Array, "S Pp"] | Int32[Array, "S Hkv Pp"]
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StepMetadata:
     """Where a step's tokens belong: T packed tokens, first Bd decode tokens (one a sequence), then the prefill tokens.
 
@@ -20,10 +39,8 @@ class StepMetadata:
 
     Attributes:
       positions: [T], of each token in its sequence. Padding takes 0.
-      slots: [T], page·ps + offset of each token's place in the cache; -1 for padding, which is not cached.
-      decode_block_tables: [Bd, Pd], page ids.
+      groups: tables and slots of each of the model's cache groups; a single one serves all of them.
       decode_kv_lens: [Bd], tokens of each sequence, this step's included; 0 for an idle row.
-      prefill_block_tables: [S, Pp], page ids; they hold the cached prefix and this step's slots.
       cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, from 0 (not from Bd). Prefill tokens at or
         past its last entry are padding.
       prefill_kv_lens: [S], tokens of each sequence, this step's included; 0 for an idle row.
@@ -31,13 +48,15 @@ class StepMetadata:
     """
 
     positions: Int32[Array, "T"]
-    slots: Int32[Array, "T"]
-    decode_block_tables: Int32[Array, "Bd Pd"]
+    groups: tuple[GroupTables, ...]
     decode_kv_lens: Int32[Array, "Bd"]
-    prefill_block_tables: Int32[Array, "S Pp"]
     cu_q_lens: Int32[Array, "S+1"]
     prefill_kv_lens: Int32[Array, "S"]
     logit_rows: Int32[Array, "n"]
+
+    def of_group(self, group: int) -> GroupTables:
+        """The tables and slots of a cache group."""
+        return self.groups[group if len(self.groups) > 1 else 0]
 
     def check(self) -> None:
         """Raises ValueError for more decode rows than tokens, or prefill tokens without a prefill sequence."""

@@ -109,19 +109,19 @@ def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"])
 
 def _decode_rows(metadata: StepMetadata) -> Rows:
     tokens = slice(0, metadata.num_decode)
-    return Rows(tokens, metadata.decode_block_tables, metadata.decode_kv_lens)
+    return Rows(tokens, metadata.of_group(0).decode_block_tables, metadata.decode_kv_lens)
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
     """Decode rows as chunks of one token. An idle row still has its place among the tokens: let it see itself."""
     offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
     kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
-    return Chunks(slice(0, metadata.num_decode), metadata.decode_block_tables, offsets, kv_lens)
+    return Chunks(slice(0, metadata.num_decode), metadata.of_group(0).decode_block_tables, offsets, kv_lens)
 
 
 def _prefill_chunks(metadata: StepMetadata) -> Chunks:
     tokens = slice(metadata.num_decode, metadata.num_tokens)
-    return Chunks(tokens, metadata.prefill_block_tables, metadata.cu_q_lens, metadata.prefill_kv_lens)
+    return Chunks(tokens, metadata.of_group(0).prefill_block_tables, metadata.cu_q_lens, metadata.prefill_kv_lens)
 
 
 def _prefill_rows(metadata: StepMetadata) -> Rows:
@@ -131,7 +131,8 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
     ends = metadata.cu_q_lens[1:]
     sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     kv_lens = jnp.where(index < ends[-1], metadata.positions[tokens] + 1, 0)
-    return Rows(tokens, metadata.prefill_block_tables[jnp.minimum(sequence, ends.shape[0] - 1)], kv_lens)
+    tables = metadata.of_group(0).prefill_block_tables[jnp.minimum(sequence, ends.shape[0] - 1)]
+    return Rows(tokens, tables, kv_lens)
 
 
 def plan_rows(

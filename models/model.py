@@ -6,7 +6,7 @@ Families differ in how they attend and in what they cache for it; each has a mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "T D"],
         rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
         cache: LayerCache,
-        slots: Int32[Array, "T"],
+        slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: AttentionStep,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
@@ -98,11 +98,13 @@ class Decoder(nnx.Module):
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
+        groups = {layer: i for i, group in enumerate(cache_groups(self.config)) for layer in group.layers}
         # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
         apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []
-        for layer, cache, step in zip(self.layers, caches, steps, strict=True):
-            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, metadata.slots, step)
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            slots, step = metadata.of_group(groups[index]).slots, steps[groups[index]]
+            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, slots, step)
             written.append(cache)
         return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
 
@@ -110,20 +112,16 @@ class Decoder(nnx.Module):
         weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
         return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
-    def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> list[AttentionStep]:
-        """One for each layer, those of a cache group the same."""
+    def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
+        """One for each cache group."""
         match self.config, caches[0]:
             case DeepSeekConfig() as config, PagedLatent() as cache:
                 parts = step_parts(metadata, self.settings.mla)
-                steps = (plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype),)
+                return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)]
             case GQAConfig() as config, PagedKV() as cache:
-                steps = plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
+                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
-        of_layer = {
-            layer: step for group, step in zip(cache_groups(self.config), steps, strict=True) for layer in group.layers
-        }
-        return [of_layer[layer] for layer in range(len(self.layers))]
 
     def cache_spec(
         self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
@@ -132,10 +130,15 @@ class Decoder(nnx.Module):
         return cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype, scales)
 
     def allocate_caches(
-        self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
+        self,
+        num_pages: int | Sequence[int],
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        scales: KVScales | None = None,
     ) -> Caches:
-        """Empty caches of all layers; arguments as `cache_spec` takes them."""
-        return allocate_caches(self.config, self.cache_spec(num_pages, page_size, dtype, scales), scales)
+        """Empty caches of all layers; arguments as `cache_spec` takes them, or `num_pages` for each layer."""
+        layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
+        return allocate_caches(self.config, [self.cache_spec(n, page_size, dtype, scales) for n in layers], scales)
 
 
 def _attention(
@@ -160,7 +163,7 @@ def _apply_layer(
     x: Float[Array, "T D"],
     rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
     cache: LayerCache,
-    slots: Int32[Array, "T"],
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,
 ) -> tuple[Float[Array, "T D"], LayerCache]:
     """A layer as a function: jitted, it is lowered once for all that are alike, and its kernels compiled once."""

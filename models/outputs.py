@@ -43,7 +43,8 @@ class StepRecord:
       duration_s: since the step before it ended, or since it was planned if that was later.
       prefill_tokens, decode_tokens: computed.
       cached_tokens: prompt tokens of requests admitted by this step that were not computed, being cached.
-      used_pages: pages that belonged to requests after it was planned.
+      used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
+      used_rows: the same in each cache group, as `GroupStats` counts.
     """
 
     ended_s: float
@@ -52,6 +53,25 @@ class StepRecord:
     decode_tokens: int
     cached_tokens: int
     used_pages: int
+    used_rows: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+    """The pool of one cache group. A row is a page of one KV head where heads have windows of their own, else of all.
+
+    Attributes:
+      layers: of the model, that see alike.
+      num_heads: rows of a page.
+      num_rows: of the pool.
+      used_rows, peak_rows: that belong to requests, and the most there were.
+    """
+
+    layers: tuple[int, ...]
+    num_heads: int
+    num_rows: int
+    used_rows: int
+    peak_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +83,12 @@ class EngineStats:
       prefill_tokens, decode_tokens: computed.
       prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
       prefix_hit_rate: prompt tokens found in the prefix cache, of all that looked there; 0 without any.
-      used_pages, peak_pages, num_pages: pages that belong to requests, the most there were, and the pool's.
+      used_pages, peak_pages, num_pages: pages that belong to requests, the most there were, and all. Where layers or
+        heads differ in what they hold, their part of the memory, in pages of all of them and rounded up.
       preemptions: times a request gave up its pages to an older one.
       compilations, compile_s: step shapes compiled, and the seconds that took.
       cache_bytes: of all layers.
+      groups: of every cache group.
     """
 
     steps: tuple[StepRecord, ...]
@@ -82,3 +104,4 @@ class EngineStats:
     compilations: int
     compile_s: float
     cache_bytes: int
+    groups: tuple[GroupStats, ...] = ()

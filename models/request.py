@@ -60,11 +60,11 @@ class Request:
       salt: Only requests of the same salt share cached prefixes.
       token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
       num_in_flight: Tokens sampled by launched steps and not read back yet.
-      num_computed: Tokens whose K/V is in `pages`, counting what launched steps will write.
+      num_computed: Tokens whose K/V is in its pages, counting what launched steps will write.
       prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
-      num_published: Leading `pages` that have been published to the prefix cache or came from it.
-      pages: Page ids; page i holds the tokens [i·ps, (i+1)·ps).
-      slot: While running, the request's place in device arrays with one entry per running request.
+      num_published: Leading pages that have been published to the prefix cache or came from it.
+      slot: While running, the request's batch slot in the pools, and its place in device arrays with one entry per
+        running request.
       num_cached: Prompt tokens found in the prefix cache at first admission; None before.
       finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (of the output, the
         model or the pool), "abort", or "refused" (could never have run).
@@ -82,7 +82,6 @@ class Request:
     num_computed: int = field(init=False, default=0)
     prefill_end: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
-    pages: list[int] = field(init=False, default_factory=list)
     slot: int | None = field(init=False, default=None)
     num_cached: int | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from models.caches import Caches, KVScales, allocate_caches
-from models.metadata import StepMetadata
+from models.group_sizes import GroupSizes
+from models.metadata import GroupTables, StepMetadata
 from models.model import Decoder, split_model
 from models.sampler import SamplingRows, sample
 from models.step_plan import ScheduledRow, StepPlan
@@ -43,13 +44,14 @@ class RunnerConfig:
     """Sizes the runner allocates and compiles for.
 
     Attributes:
-      num_pages, page_size: of the cache.
+      num_pages, page_size: of every layer's cache, unless `groups` have pages of their own.
       table_pages: pages a sequence can have.
       max_num_seqs: running requests.
       max_prefill_seqs: prefill rows of a step.
       decode_buckets, prefill_buckets: sizes steps are padded to, ascending; the last ones bound a step.
       cache_dtype: of latents or keys and values; None for the model's dtype.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
+      groups: the model's cache groups; None for one, of all layers and with tables of page ids.
     """
 
     num_pages: int
@@ -61,6 +63,17 @@ class RunnerConfig:
     prefill_buckets: tuple[int, ...]
     cache_dtype: DTypeLike | None = None
     kv_scales: KVScales | None = None
+    groups: tuple[GroupSizes, ...] | None = None
+
+    def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Of the tables of so many sequences, for each cache group."""
+        heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
+        return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
+
+    def layer_pages(self, num_layers: int) -> list[int]:
+        """Pages of each layer's cache."""
+        pages = {layer: group.num_pages for group in self.groups or () for layer in group.layers}
+        return [pages.get(layer, self.num_pages) for layer in range(num_layers)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +106,10 @@ class Runner:
     def __init__(self, model: Decoder, config: RunnerConfig):
         self._config = config
         self._model_config = model.config
-        self._spec = model.cache_spec(config.num_pages, config.page_size, config.cache_dtype, config.kv_scales)
+        self._specs = [
+            model.cache_spec(num_pages, config.page_size, config.cache_dtype, config.kv_scales)
+            for num_pages in config.layer_pages(model.config.num_hidden_layers)
+        ]
         self._step, self._weights = split_model(model)
         self._compiled: dict[Bucket, Any] = {}
         self.compile_s = 0.0
@@ -108,12 +124,12 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all layers' caches."""
-        return self._spec.num_bytes * self._model_config.num_hidden_layers
+        return sum(spec.num_bytes for spec in self._specs)
 
     def reset(self) -> None:
         """Allocates empty caches, as at the start or after a step failed with the old ones donated."""
         self._caches = ()  # there may not be room for both
-        self._caches = allocate_caches(self._model_config, self._spec, self._config.kv_scales)
+        self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
         self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
@@ -166,7 +182,8 @@ class PackedStep:
     """A step's metadata. It travels to the device as one int32 array, because every transfer has its own latency.
 
     Attributes:
-      decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones.
+      decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones. Tables here and below
+        are one for each cache group.
       prefill_ids, cu_q_lens, prefill_kv_lens, prefill_tables: tokens and their sequences.
       prefill_slots: where to keep the token sampled at the end of each prefill row; -1 if none is.
       temperature, top_k, top_p, seed: of decode rows, then of prefill rows; floats and seeds by their bits.
@@ -186,17 +203,18 @@ class PackedStep:
     seed: Any
 
     @staticmethod
-    def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, tuple[int, ...]]:
+    def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
+        """Of each field; a tuple of them for fields that every cache group has one of."""
         decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
         rows = (decode + prefill,)
         return {
             "decode_slots": (decode,),
             "decode_kv_lens": (decode,),
-            "decode_tables": (decode, config.table_pages),
+            "decode_tables": config.table_shapes(decode),
             "prefill_ids": (bucket.prefill_tokens,),
             "cu_q_lens": (prefill + 1,),
             "prefill_kv_lens": (prefill,),
-            "prefill_tables": (prefill, config.table_pages),
+            "prefill_tables": config.table_shapes(prefill),
             "prefill_slots": (prefill,),
             "temperature": rows,
             "top_k": rows,
@@ -206,26 +224,34 @@ class PackedStep:
 
     @classmethod
     def size(cls, config: RunnerConfig, bucket: Bucket) -> int:
-        return sum(math.prod(shape) for shape in cls._shapes(config, bucket).values())
+        return sum(map(math.prod, _each(cls._shapes(config, bucket).values())))
 
     @classmethod
     def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
         """The fields of a packed array, as views of it (numpy) or slices (jax)."""
-        fields, offset = {}, 0
-        for name, shape in cls._shapes(config, bucket).items():
-            fields[name] = packed[offset : offset + math.prod(shape)].reshape(shape)
-            offset += math.prod(shape)
-        return cls(**fields)
+        offset = 0
+
+        def take(shape: tuple[Any, ...]) -> Any:
+            nonlocal offset
+            if isinstance(shape[0], tuple):
+                return tuple(map(take, shape))
+            begin, offset = offset, offset + math.prod(shape)
+            return packed[begin:offset].reshape(shape)
+
+        return cls(**{name: take(shape) for name, shape in cls._shapes(config, bucket).items()})
 
     @classmethod
     def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
         packed = np.zeros((cls.size(config, bucket),), np.int32)
         step = cls.of(config, bucket, packed)
-        for ids in (step.decode_slots, step.decode_tables, step.prefill_tables, step.prefill_slots):
+        for ids in (step.decode_slots, *step.decode_tables, *step.prefill_tables, step.prefill_slots):
             ids.fill(PAGE_NONE)
+        num_decode = len(plan.decode)
+        for of_decode, of_prefill, tables in zip(step.decode_tables, step.prefill_tables, plan.tables, strict=True):
+            of_decode[:num_decode] = tables[:num_decode].reshape(-1, *of_decode.shape[1:])
+            of_prefill[: len(plan.prefill)] = tables[num_decode:].reshape(-1, *of_prefill.shape[1:])
         for i, row in enumerate(plan.decode):
             step.decode_slots[i], step.decode_kv_lens[i] = row.slot, row.start + 1
-            step.decode_tables[i, : len(row.request.pages)] = row.request.pages
             step._set_sampling(i, row)
         end = 0
         for i, row in enumerate(plan.prefill):
@@ -233,7 +259,6 @@ class PackedStep:
             end += row.num_tokens
             step.cu_q_lens[i + 1 :] = end
             step.prefill_kv_lens[i] = row.start + row.num_tokens
-            step.prefill_tables[i, : len(row.request.pages)] = row.request.pages
             step.prefill_slots[i] = row.slot if row.samples else PAGE_NONE
             step._set_sampling(bucket.decode_rows + i, row)
         return packed
@@ -257,26 +282,41 @@ class PackedStep:
         )
 
     def metadata(self, page_size: int, logit_rows: Int32[Array, "n"]) -> StepMetadata:
-        """Positions and slots of all tokens, worked out on the device."""
-        num_prefill = self.prefill_ids.shape[0]
-        decode_cu = jnp.arange(self.decode_kv_lens.shape[0] + 1, dtype=jnp.int32)
-        parts = [(self.decode_tables, decode_cu, self.decode_kv_lens, self.decode_slots.shape[0])]
-        parts += [(self.prefill_tables, self.cu_q_lens, self.prefill_kv_lens, num_prefill)]
-        parts = [part for part in parts if part[3]]
-        positions = [token_positions(cu, lens, length=length) for _, cu, lens, length in parts]
-        slots = [
-            slot_mapping(tables, cu, lens, page_size=page_size, length=length) for tables, cu, lens, length in parts
-        ]
+        """Positions, and slots in every cache group, of all tokens, worked out on the device."""
+        parts = self._parts()
+        positions = [token_positions(cu, lens, length=length) for cu, lens, length in parts.values()]
+        groups = []
+        for of_decode, of_prefill in zip(self.decode_tables, self.prefill_tables, strict=True):
+            tables = {"decode": of_decode, "prefill": of_prefill}
+            slots = [
+                slot_mapping(tables[name], cu, lens, page_size=page_size, length=length)
+                for name, (cu, lens, length) in parts.items()
+            ]
+            groups.append(GroupTables(jnp.concatenate(slots), of_decode, of_prefill))
         return StepMetadata(
             positions=jnp.maximum(jnp.concatenate(positions), 0),
-            slots=jnp.concatenate(slots),
-            decode_block_tables=self.decode_tables,
+            groups=tuple(groups),
             decode_kv_lens=self.decode_kv_lens,
-            prefill_block_tables=self.prefill_tables,
             cu_q_lens=self.cu_q_lens,
             prefill_kv_lens=self.prefill_kv_lens,
             logit_rows=logit_rows,
         )
+
+    def _parts(self) -> dict[str, tuple[Any, Any, int]]:
+        """Prefix sums of new tokens, lengths of sequences and number of tokens of the parts that are not empty."""
+        num_decode, num_prefill = self.decode_slots.shape[0], self.prefill_ids.shape[0]
+        decode_cu = jnp.arange(num_decode + 1, dtype=jnp.int32)
+        parts = {
+            "decode": (decode_cu, self.decode_kv_lens, num_decode),
+            "prefill": (self.cu_q_lens, self.prefill_kv_lens, num_prefill),
+        }
+        return {name: part for name, part in parts.items() if part[2]}
+
+
+def _each(shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, ...]]:
+    """Shapes, and those in tuples of shapes."""
+    for shape in shapes:
+        yield from _each(shape) if isinstance(shape[0], tuple) else (shape,)
 
 
 def _run_step(

@@ -6,7 +6,7 @@ from typing import cast
 
 from models.request import FinishReason, Request, RequestRefused
 from models.step_plan import ScheduledRow, StepPlan
-from pallas_attn.cache import OutOfPages, PagePool, PrefixCache
+from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
 
 class Scheduler:
@@ -19,21 +19,22 @@ class Scheduler:
     - The pages of a request that ended or was preempted may still be used by launched steps. They are released at once
       all the same: the device runs steps in the order they were launched, and whoever gets the pages next writes to
       them in a step launched later. For the same reason a page may be matched once the step that fills it was launched.
+    - So may the pages behind a window, which every step recycles before it takes new ones: those that no query of a
+      later step sees. Tokens in flight count as computed, because none is ever taken back.
 
-    Running requests are in order of arrival, and every waiting one arrived after them. When pages run out the youngest
-    running request is preempted: it gives up its pages, waits in front, and is computed again (from what the prefix
-    cache still has) once all its known tokens fit. Tokens of it in flight are still delivered by `retire`, and it
-    is not admitted before. So the oldest request always moves, up to the size of the pool.
+    Running requests are in order of arrival, and every waiting one arrived after them. When pages run out in some cache
+    group the youngest running request is preempted: it gives up its pages, waits in front, and is computed again (from
+    what the prefix cache still has) once there is room in all groups to get through its known tokens. Tokens of it in
+    flight are still delivered by `retire`, and it is not admitted before. A request that has the pools to itself takes
+    prompt chunks as large as they allow. So the oldest request always moves, up to the size of the pools.
     """
 
     def __init__(
         self,
-        pool: PagePool,
+        pools: GroupPools,
         prefix_cache: PrefixCache | None,
         *,
-        page_size: int,
         max_batched_tokens: int,
-        max_num_seqs: int,
         max_prefill_seqs: int | None = None,
         max_model_len: int,
         chunked_prefill: bool,
@@ -42,39 +43,35 @@ class Scheduler:
         """Starts without requests.
 
         Args:
-            pool: Pages for the K/V.
-            prefix_cache: Over `pool` and with the same page size; None disables reuse.
-            page_size: Tokens per page.
+            pools: Rows for the K/V of every cache group; a running request has a batch slot of theirs.
+            prefix_cache: Over `pools`; None disables reuse.
             max_batched_tokens: New tokens per step, decode and prefill together.
-            max_num_seqs: Running requests.
             max_prefill_seqs: Prefill rows per step; None for as many as can run.
             max_model_len: Tokens per sequence, prompt and output together.
-            chunked_prefill: Whether prompts may be spread over steps. What no step holds after a preemption always may.
+            chunked_prefill: Whether prompts may be spread over steps. What no step holds after a preemption, or the
+                pools do not at once, always may.
             eos_token_ids: Tokens that end a sequence unless its request ignores them.
 
         Raises:
-            ValueError: a size is too small, or `page_size` is not that of `prefix_cache`.
+            ValueError: a size is too small.
         """
-        max_prefill_seqs = max_num_seqs if max_prefill_seqs is None else max_prefill_seqs
-        if min(page_size, max_batched_tokens, max_num_seqs, max_prefill_seqs) < 1 or max_model_len < 2:
-            sizes = f"{page_size=}, {max_batched_tokens=}, {max_num_seqs=}, {max_prefill_seqs=}, {max_model_len=}"
+        max_prefill_seqs = pools.max_num_seqs if max_prefill_seqs is None else max_prefill_seqs
+        if min(max_batched_tokens, max_prefill_seqs) < 1 or max_model_len < 2:
+            sizes = f"{max_batched_tokens=}, {max_prefill_seqs=}, {max_model_len=}"
             raise ValueError(f"sizes must be at least 1, and max_model_len at least 2, got {sizes}")
-        if prefix_cache is not None and prefix_cache.page_size != page_size:
-            raise ValueError(f"page_size must be the prefix cache's {prefix_cache.page_size}, got {page_size}")
-        self._pool = pool
+        self._pools = pools
         self._prefix_cache = prefix_cache
-        self._page_size = page_size
         self._max_batched_tokens = max_batched_tokens
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
-        # A sequence may have one token more than the pool holds, because its last token is never computed.
-        self._max_len = min(max_model_len, pool.num_pages * page_size + 1)
+        # A sequence may have one token more than the pools hold, because its last token is never computed.
+        self._max_len = min(max_model_len, pools.max_tokens + 1)
         self._chunked_prefill = chunked_prefill
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int | str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._free_slots = list(reversed(range(pools.max_num_seqs)))
         self._launched: deque[StepPlan] = deque()
         self._num_preemptions = 0
 
@@ -92,6 +89,11 @@ class Scheduler:
         return self._num_preemptions
 
     @property
+    def max_len(self) -> int:
+        """Tokens a sequence can come to: in the model, and in the pools."""
+        return self._max_len
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
@@ -107,8 +109,9 @@ class Scheduler:
         length = len(request.prompt_ids)
         if length >= self._max_model_len:
             raise RequestRefused(f"the prompt has {length} tokens, the model takes at most {self._max_model_len - 1}")
-        if (num_pages := self._num_pages(length)) > self._pool.num_pages:
-            raise RequestRefused(f"the prompt needs {num_pages} pages, the pool has {self._pool.num_pages}")
+        if (pool := self._pools.lacking_pool(length)) is not None:
+            needed, kind = pool.peak_rows(length, step_tokens=1), "pages" if pool.num_heads == 1 else "rows"
+            raise RequestRefused(f"the prompt needs {needed} {kind}, the pool has {pool.num_rows}")
         if length > (limit := self._max_batched_tokens) and not self._chunked_prefill:
             raise RequestRefused(f"the prompt has {length} tokens, a step takes {limit} unless prefill is chunked")
         self._requests[request.request_id] = request
@@ -120,11 +123,13 @@ class Scheduler:
         Returns:
             The plan, or None when there is nothing to do before a launched step is retired or a request is added.
         """
+        self._recycle()
         decode = self._schedule_decode()
         prefill = self._schedule_prefill(self._max_batched_tokens - len(decode))
         if not decode and not prefill:
             return None
-        plan = StepPlan(tuple(decode), tuple(prefill))
+        tables = self._pools.tables([row.slot for row in (*decode, *prefill)])
+        plan = StepPlan(tuple(decode), tuple(prefill), tables)
         self._launched.append(plan)
         for row in prefill:
             self._publish(row.request)
@@ -183,6 +188,11 @@ class Scheduler:
         if self._prefix_cache is not None:
             self._prefix_cache.clear()
 
+    def _recycle(self) -> None:
+        """Takes back what no step from now on reads of the running requests."""
+        slots = [cast(int, request.slot) for request in self._running]
+        self._pools.recycle(slots, [request.num_computed for request in self._running])
+
     def _schedule_decode(self) -> list[ScheduledRow]:
         """At most as many rows as the budget: a request is only admitted if the others leave a token for it."""
         rows = []
@@ -204,7 +214,11 @@ class Scheduler:
             lacking = request.prefill_end - request.num_computed
             num_tokens = min(lacking, budget)
             fits = num_tokens == lacking or self._chunked_prefill or lacking > self._max_batched_tokens
-            if not fits or not self._allocate(request, num_tokens):
+            if not fits:
+                break
+            if request is self._running[0]:  # alone, with nobody to wait for
+                num_tokens = min(num_tokens, self._pools.room(cast(int, request.slot)) - request.num_computed)
+            if num_tokens < 1 or not self._allocate(request, num_tokens):
                 break
             rows.append(self._schedule_row(request, num_tokens))
             budget -= num_tokens
@@ -224,18 +238,17 @@ class Scheduler:
         request = self._waiting[0]
         if request.num_in_flight:
             return None  # what it has to compute is not all known
-        cache = self._prefix_cache
-        hits = [] if cache is None else cache.lookup(request.token_ids, request.salt)
-        num_free_hits = sum(self._pool.refcount(page) == 0 for page in hits)
-        if self._num_pages(len(request.token_ids)) - len(hits) > self._pool.num_free - num_free_hits:
+        cache, known = self._prefix_cache, request.token_ids
+        prefix = None if cache is None else cache.lookup(known, request.salt)
+        step_tokens = self._max_batched_tokens
+        if self._running and not self._pools.has_room(len(known), step_tokens=step_tokens, prefix=prefix):
             return None
-        request.pages = [] if cache is None else cache.match(request.token_ids, request.salt)
-        request.num_computed = len(request.pages) * self._page_size
-        request.num_published = len(request.pages)
-        request.prefill_end = len(request.token_ids)
+        request.slot = self._free_slots.pop()
+        request.num_computed = 0 if cache is None else cache.match(request.slot, known, request.salt)
+        request.num_published = request.num_computed // self._pools.page_size
+        request.prefill_end = len(known)
         if request.num_cached is None:
             request.num_cached = request.num_computed
-        request.slot = self._free_slots.pop()
         self._running.append(self._waiting.popleft())
         return request
 
@@ -248,23 +261,25 @@ class Scheduler:
         return request.is_running
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request the pages it lacks to hold `num_tokens` more, or nothing if they are not there."""
-        lacking = self._num_pages(request.num_computed + num_tokens) - len(request.pages)
+        """Gives a request the rows it lacks to hold `num_tokens` more, or nothing if they are not there."""
+        end = request.num_computed + num_tokens
+        if self._num_pages(end) == self._num_pages(request.num_computed):
+            return True  # in the page it has begun, as most decode rows are
         try:
-            request.pages += self._pool.allocate(lacking)
+            self._pools.allocate(cast(int, request.slot), end)
         except OutOfPages:
             return False
         return True
 
     def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self._pools.page_size)
 
     def _publish(self, request: Request) -> None:
         """Lets others match the full pages whose tokens are known and whose K/V is written by launched steps."""
         num_tokens = min(request.num_computed, len(request.token_ids))
-        num_full = num_tokens // self._page_size
+        num_full = num_tokens // self._pools.page_size
         if self._prefix_cache is not None and num_full > request.num_published:
-            self._prefix_cache.publish(request.token_ids[:num_tokens], request.pages, request.salt)
+            self._prefix_cache.publish(cast(int, request.slot), request.token_ids[:num_tokens], request.salt)
             request.num_published = num_full
 
     def _requeue(self, request: Request) -> None:
@@ -284,8 +299,8 @@ class Scheduler:
         """Takes pages and slot from a running request."""
         self._running.remove(request)
         self._free_slots.append(cast(int, request.slot))
-        self._pool.release(request.pages)
-        request.pages, request.slot = [], None
+        self._pools.release(cast(int, request.slot))
+        request.slot = None
         request.num_computed = request.prefill_end = 0
 
     def _reason_to_finish(self, request: Request) -> FinishReason | None:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from models.caches import Caches, KVScales
-from models.metadata import StepMetadata
+from models.metadata import GroupTables, StepMetadata
 from models.mla import AttentionSettings
 from models.model import Decoder, Step, split_model
 from models.request import SamplingParams
@@ -245,7 +245,7 @@ def _choose(
     """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
     towards each other by half the tolerance."""
     metadata = one_chunk(tokens.shape[0], num_tokens, rows)
-    logits, _ = step(weights, tokens, allocate(metadata.prefill_block_tables.shape[1]), metadata)
+    logits, _ = step(weights, tokens, allocate(metadata.of_group(0).prefill_block_tables.shape[1]), metadata)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     nudged = logits.at[row, following].add(tolerance / 2).at[row, wanted].add(-tolerance / 2)
@@ -256,12 +256,15 @@ def _choose(
 def one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
     """A step of one sequence from its start, its pages in order."""
     positions = jnp.arange(length, dtype=jnp.int32)
-    return StepMetadata(
-        positions=positions,
+    tables = GroupTables(
         slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
         decode_block_tables=jnp.zeros((0, 1), jnp.int32),
-        decode_kv_lens=jnp.zeros(0, jnp.int32),
         prefill_block_tables=jnp.arange(-(-length // PAGE_SIZE), dtype=jnp.int32)[None],
+    )
+    return StepMetadata(
+        positions=positions,
+        groups=(tables,),
+        decode_kv_lens=jnp.zeros(0, jnp.int32),
         cu_q_lens=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
         prefill_kv_lens=num_tokens[None],
         logit_rows=rows,

@@ -205,11 +205,10 @@ def _verify(
     decoded = [
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
     ]
-    in_pool = engine.stats().num_pages * options.page_size + 1  # a sequence's last token is never cached
     return verify(
         model,
         decoded,
-        max_len=min(engine.max_model_len, in_pool),
+        max_len=engine.max_sequence_len,
         cache_dtype=engine.config.cache_dtype,
         kv_scales=engine.config.kv_scales,
     )

@@ -1,12 +1,14 @@
 """Host-side cache management in plain Python: which page holds what, and who may use it."""
 
 from pallas_attn.cache.errors import CacheError, InconsistentCache, OutOfPages, PageError
+from pallas_attn.cache.group_pools import GroupPools
 from pallas_attn.cache.head_page_pool import HeadPagePool
 from pallas_attn.cache.page_pool import PagePool
 from pallas_attn.cache.prefix_cache import PrefixCache
 
 __all__ = [
     "CacheError",
+    "GroupPools",
     "HeadPagePool",
     "InconsistentCache",
     "OutOfPages",

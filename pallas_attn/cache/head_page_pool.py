@@ -1,9 +1,11 @@
 """Rows of a head-wise paged KV cache: which head of which sequence owns them, and which of them nobody reads again."""
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 from numpy.typing import ArrayLike
 
 from pallas_attn.cache.errors import InconsistentCache
@@ -17,19 +19,26 @@ class WindowPerHead(Protocol):
     """What is read of a `pallas_attn.HeadWindow`, whose module imports jax."""
 
     @property
-    def window(self) -> ArrayLike: ...
+    def window(self) -> ArrayLike | Sequence[int]: ...
 
     @property
-    def sink_tokens(self) -> ArrayLike: ...
+    def sink_tokens(self) -> ArrayLike | Sequence[int]: ...
 
 
 class HeadPagePool:
     """Hands out the rows of layers with equal windows to the KV heads of the sequences in a batch.
 
     A row is one page of one KV head, and any head may own any row: what windowed heads give back, full heads can use.
+    (Layers whose heads all see the same need no rows of their own for each: their pool has one head, and a row of it is
+    a page of all heads.)
+
     A sequence is known by its batch slot. Its heads get rows for the same pages at the same time, all or none, and keep
     them until the sequence is released, but for the pages that are *recycled*: those of which a head can see no token
     any more, because they lie behind its sink tokens and outside the window of every query still to come.
+
+    Sequences that begin with the same tokens may share the rows of whole pages: `adopt` gives a new sequence those that
+    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when nobody holds
+    one. Rows are handed out again least recently freed first.
 
     What is still to come, only the caller knows. The oldest query of any later step is the first token whose K/V is not
     final: a token that was computed on trial and can be rejected is computed again, and then sees what it saw before.
@@ -67,12 +76,28 @@ class HeadPagePool:
         self._sink_pages = -(-sink_tokens // page_size)
         self._page_size = page_size
         self._rows = PagePool(num_rows)
-        num_heads = len(self._window)
-        self._tables = np.full((max_num_seqs, num_heads, max_pages_per_seq), PAGE_NONE, np.int32)
+        self._tables = np.full((max_num_seqs, self.num_heads, max_pages_per_seq), PAGE_NONE, np.int32)
         self._num_pages = np.zeros(max_num_seqs, np.int64)  # entries that rows were allocated for
         self._oldest_query = np.zeros(max_num_seqs, np.int64)
         # The first page after a head's sink tokens that is not recycled.
         self._first_page = np.tile(self._sink_pages, (max_num_seqs, 1))
+
+    @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    @property
+    def num_heads(self) -> int:
+        return len(self._window)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._tables.shape[0]
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens that a table has pages for."""
+        return self._tables.shape[2] * self._page_size
 
     @property
     def num_rows(self) -> int:
@@ -87,30 +112,74 @@ class HeadPagePool:
     def num_owned(self) -> int:
         return self._rows.num_owned
 
+    def num_free_of(self, rows: ArrayLike) -> int:
+        """How many of `rows` nobody holds; PAGE_NONE is none of them.
+
+        Raises:
+            PageError: a row is not of this pool.
+        """
+        return sum(self._rows.refcount(row) == 0 for row in np.ravel(rows).tolist() if row != PAGE_NONE)
+
     @property
     def free_fraction(self) -> float:
         """The part of all rows that is free, from 0.0 to 1.0: not rounded to pages of all heads, so that each row that
         comes free shows."""
         return self.num_free / self.num_rows
 
-    def peak_rows(self, num_tokens: int, *, step_tokens: int) -> int:
+    def peak_rows(self, num_tokens: int, *, step_tokens: int, num_cached: int = 0) -> int:
         """Rows that a sequence never exceeds on its way to `num_tokens`, if it is recycled before each `allocate`: in
         each head the pages of its sink tokens, of the window and of a step's new tokens.
 
         Args:
             num_tokens: Tokens of the sequence in the end.
             step_tokens: New tokens of one step at most, including those that may be rejected.
+            num_cached: Tokens of whole pages that it begins with by adopting their rows, which are not counted.
 
         Raises:
-            ValueError: `num_tokens` is negative or `step_tokens` smaller than 1.
+            ValueError: `num_tokens` is negative, `step_tokens` smaller than 1, or `num_cached` not from 0 to
+                `num_tokens`.
         """
-        if num_tokens < 0 or step_tokens < 1:
-            wanted = "num_tokens must not be negative and step_tokens at least 1"
-            raise ValueError(f"{wanted}, got {num_tokens=}, {step_tokens=}")
+        if not 0 <= num_cached <= num_tokens or step_tokens < 1:
+            wanted = "0 <= num_cached <= num_tokens must hold, num_tokens not be negative and step_tokens at least 1"
+            raise ValueError(f"{wanted}, got {num_tokens=}, {step_tokens=}, {num_cached=}")
+        pages, cached = -(-num_tokens // self._page_size), num_cached // self._page_size
         # The first query's window and all queries, one page more than they fill because they may begin anywhere in it.
         span = self._window + step_tokens - 1
-        resident = self._sink_pages + (span + self._page_size - 2) // self._page_size + 1
-        return int(np.minimum(resident, -(-num_tokens // self._page_size)).sum())
+        resident = np.maximum(self._sink_pages - cached, 0) + (span + self._page_size - 2) // self._page_size + 1
+        return int(np.minimum(resident, pages - cached).sum())
+
+    def unseen_pages(
+        self, oldest_query: int | np.ndarray
+    ) -> tuple[Int64[np.ndarray, "Hkv"], Int64[np.ndarray, "... Hkv"]]:
+        """The pages of each head in which no query at `oldest_query` or after it sees a token.
+
+        Args:
+            oldest_query: Position of a query, or of several [...].
+
+        Returns:
+            The first such page, ceil(sink_tokens / ps), and the end of them, floor((oldest_query + 1 - window) / ps),
+            or the first page where there are none.
+        """
+        behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
+        return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
+
+    def allocated_tokens(self, batch_slot: int) -> int:
+        """Tokens that a sequence has room for, those in recycled pages included.
+
+        Raises:
+            ValueError: an unknown batch slot.
+        """
+        self._require_batch_slot(batch_slot)
+        return int(self._num_pages[batch_slot]) * self._page_size
+
+    def room(self, batch_slot: int) -> int:
+        """Tokens up to which `allocate` could make room with the rows that are free now.
+
+        Raises:
+            ValueError: an unknown batch slot.
+        """
+        pages = self.num_free // self.num_heads
+        return min(self.allocated_tokens(batch_slot) + pages * self._page_size, self.table_tokens)
 
     def num_lacking(self, batch_slot: int, num_tokens: int) -> int:
         """Rows that `allocate` would take.
@@ -119,12 +188,11 @@ class HeadPagePool:
             ValueError: as for `allocate`.
         """
         self._require_batch_slot(batch_slot)
-        _, num_heads, max_pages = self._tables.shape
-        if not 0 <= num_tokens <= max_pages * self._page_size:
-            limit = f"the {max_pages * self._page_size} tokens that a table has pages for"
+        if not 0 <= num_tokens <= self.table_tokens:
+            limit = f"the {self.table_tokens} tokens that a table has pages for"
             raise ValueError(f"num_tokens must be from 0 to {limit}, got {num_tokens}")
         pages = -(-num_tokens // self._page_size) - int(self._num_pages[batch_slot])
-        return max(pages, 0) * num_heads
+        return max(pages, 0) * self.num_heads
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
         """Makes room for the first `num_tokens` tokens of a sequence in every head, or in none.
@@ -142,42 +210,91 @@ class HeadPagePool:
         table[:, start : start + len(pages)] = pages.T
         self._num_pages[batch_slot] += len(pages)
 
-    def recycle(self, batch_slot: int, oldest_query: int) -> list[int]:
-        """Takes back the rows of pages that no head needs for a query at `oldest_query` or after it.
+    def adopt(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> None:
+        """Lets a new sequence begin with pages that hold its first tokens already, adding a reference to their rows.
 
-        These are the pages from ceil(sink_tokens / ps) to floor((oldest_query + 1 - window) / ps), exclusive. The page
-        of `oldest_query` itself is never among them.
+        The sequence is then as if it had computed the tokens itself and been recycled up to there.
 
         Args:
-            batch_slot: The sequence's.
-            oldest_query: Position of the oldest query of any step launched from now on: the number of tokens whose K/V
-                is in the cache and which no rejected draft can take back.
-
-        Returns:
-            The rows taken back.
+            batch_slot: Idle.
+            rows: Of its first pages in each head, which may be free if what they hold is still known; PAGE_NONE just
+                where no query after them sees a token.
 
         Raises:
-            ValueError: an unknown batch slot, or an `oldest_query` that there is no room up to or that is smaller than
-                it was said to be before: it may see recycled pages.
+            ValueError: the batch slot is unknown or not idle, or `rows` are of other heads, more pages than a table
+                has, given twice, or absent in other places.
+            PageError: a row is not of this pool.
+        """
+        present = self.check_adoptable(batch_slot, rows)
+        num_pages = rows.shape[1]
+        self._rows.reclaim(present)
+        self._tables[batch_slot, :, :num_pages] = rows
+        self._num_pages[batch_slot] = num_pages
+        self._oldest_query[batch_slot] = num_pages * self._page_size
+        _, self._first_page[batch_slot] = self.unseen_pages(num_pages * self._page_size)
+
+    def check_adoptable(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> list[int]:
+        """The rows of which `adopt` takes a reference, page by page.
+
+        Raises:
+            PageError, ValueError: as `adopt`.
         """
         self._require_batch_slot(batch_slot)
-        room = int(self._num_pages[batch_slot]) * self._page_size
-        if not (said := int(self._oldest_query[batch_slot])) <= oldest_query <= room:
-            limits = f"from {said}, as it was before, to the {room} tokens there is room for"
-            raise ValueError(f"oldest_query must be {limits}, got {oldest_query}")
-        table, start = self._tables[batch_slot], self._first_page[batch_slot]
-        end = np.maximum(start, (oldest_query + 1 - self._window) // self._page_size)
-        recycled = [table[head, start[head] : end[head]] for head in np.flatnonzero(end > start)]
-        rows = [row for entries in recycled for row in entries.tolist()]
+        if self._num_pages[batch_slot]:
+            raise ValueError(f"batch_slot must be idle, {batch_slot} is not")
+        num_heads, num_pages = rows.shape
+        if num_heads != self.num_heads or num_pages > self._tables.shape[2]:
+            raise ValueError(f"rows must be {list(self._tables.shape[1:])} or fewer pages, got {list(rows.shape)}")
+        start, end = self.unseen_pages(num_pages * self._page_size)
+        pages = np.arange(num_pages)
+        unseen = (start[:, None] <= pages) & (pages < end[:, None])
+        for head, page in np.argwhere((rows == PAGE_NONE) != unseen)[:1]:
+            wanted = "absent" if unseen[head, page] else "present"
+            raise ValueError(f"rows[{head}, {page}] must be {wanted}, got {rows[head, page]}")
+        present: list[int] = rows.T[~unseen.T].tolist()
+        if len(set(present)) != len(present):
+            raise ValueError(f"rows must be given once each, got {present}")
+        for row in present:
+            self._rows.refcount(row)
+        return present
+
+    def recycle(self, batch_slots: ArrayLike, oldest_queries: ArrayLike) -> list[int]:
+        """Drops the rows of pages that no head needs for a sequence's queries at `oldest_queries` or after them.
+
+        These are its `unseen_pages`. The page of the query itself is never among them.
+
+        Args:
+            batch_slots: [B], different ones.
+            oldest_queries: [B], position of the oldest query of any step launched from now on: the number of tokens
+                whose K/V is in the cache and which no rejected draft can take back.
+
+        Returns:
+            The rows, sequence by sequence and head by head; free now unless another sequence shares them.
+
+        Raises:
+            ValueError: not two vectors of integers of one length, an unknown batch slot or one twice, or an oldest
+                query that there is no room up to or that is smaller than it was said to be before: it may see recycled
+                pages.
+        """
+        batch_slots = self._known_batch_slots(batch_slots, least=0)
+        oldest = self._known_queries(batch_slots, _integers("oldest_queries", oldest_queries))
+        start, (_, end) = self._first_page[batch_slots], self.unseen_pages(oldest)
+        num_pages = np.maximum(end - start, 0).ravel()
+        # One entry for each page that goes: the sequence and head it is of, and which of their pages it is.
+        which = np.repeat(np.arange(num_pages.size), num_pages)
+        page = start.ravel()[which] + np.arange(which.size) - (np.cumsum(num_pages) - num_pages)[which]
+        sequence, head = np.divmod(which, self.num_heads)
+        entries = (batch_slots[sequence], head, page)
+        rows = self._tables[entries].tolist()
         self._rows.release(rows)
-        for entries in recycled:
-            entries.fill(PAGE_NONE)
-        self._first_page[batch_slot] = end
-        self._oldest_query[batch_slot] = oldest_query
+        self._tables[entries] = PAGE_NONE
+        self._first_page[batch_slots] = np.maximum(start, end)
+        self._oldest_query[batch_slots] = oldest
         return rows
 
     def release(self, batch_slot: int) -> None:
-        """Takes back all rows of a sequence that has ended, was aborted or is preempted.
+        """Drops all rows of a sequence that has ended, was aborted or is preempted; the last of its pages come free
+        first.
 
         Doing it again does nothing, as long as the batch slot has not gone to another sequence.
 
@@ -246,6 +363,14 @@ class HeadPagePool:
             raise ValueError(f"positions[{at}] must be {wanted}, got {positions[at]}")
         return np.where(real[:, None], rows * self._page_size + offset[:, None], PAGE_NONE).astype(np.int32)
 
+    def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
+        """Has `on_reuse(row)` called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
+
+        Raises:
+            ValueError: the pool has a watcher already.
+        """
+        self._rows.watch_reuse(on_reuse)
+
     def check(self) -> None:
         """Verifies every invariant, in O(num_rows + table entries).
 
@@ -261,23 +386,38 @@ class HeadPagePool:
             state = "absent" if wanted[tuple(entry)] else "present"
             batch_slot, head, page = entry.tolist()
             raise InconsistentCache(f"page {page} of head {head} in batch slot {batch_slot} must not be {state}")
-        rows, mentions = np.unique(self._tables[present], return_counts=True)
-        mentioned = dict(zip(rows.tolist(), mentions.tolist(), strict=True))
-        for row in sorted(mentioned.keys() | range(self.num_rows)):
+        rows = self._tables[present].tolist()
+        mentions = Counter(rows)
+        for row in sorted(mentions.keys() | range(self.num_rows)):
             owners = self._rows.refcount(row) if 0 <= row < self.num_rows else 0
-            if not mentioned.get(row, 0) == owners <= 1:
-                raise InconsistentCache(f"row {row} is {mentioned.get(row, 0)}x in tables and owned {owners}x")
+            if mentions[row] != owners:
+                raise InconsistentCache(f"row {row} is {mentions[row]}x in tables and owned {owners}x")
+        places: dict[int, list[int]] = {}
+        for row, (_, *place) in zip(rows, np.argwhere(present).tolist(), strict=True):
+            if places.setdefault(row, place) != place:
+                raise InconsistentCache(f"row {row} is shared between [head, page] {places[row]} and {place}")
 
     def _require_batch_slot(self, batch_slot: int) -> None:
         if not 0 <= batch_slot < len(self._tables):  # an explicit bound, because arrays accept negative indices
             raise ValueError(f"batch_slot must be from 0 to {len(self._tables) - 1}, got {batch_slot}")
 
-    def _known_batch_slots(self, batch_slots: ArrayLike) -> np.ndarray:
+    def _known_batch_slots(self, batch_slots: ArrayLike, least: int = -1) -> np.ndarray:
         known = _integers("batch_slots", batch_slots)
-        for at in np.flatnonzero((known < -1) | (known >= len(self._tables)))[:1]:
-            wanted = f"from -1 to {len(self._tables) - 1}"
+        for at in np.flatnonzero((known < least) | (known >= len(self._tables)))[:1]:
+            wanted = f"from {least} to {len(self._tables) - 1}"
             raise ValueError(f"batch_slots[{at}] must be {wanted}, got {known[at]}")
         return known
+
+    def _known_queries(self, batch_slots: np.ndarray, oldest_queries: np.ndarray) -> np.ndarray:
+        """`oldest_queries`, one for each of different batch slots and not before what was said."""
+        if oldest_queries.shape != batch_slots.shape or len(np.unique(batch_slots)) != len(batch_slots):
+            wanted = f"one for each of different batch_slots {batch_slots.tolist()}"
+            raise ValueError(f"oldest_queries must be {wanted}, got {len(oldest_queries)}")
+        said, room = self._oldest_query[batch_slots], self._num_pages[batch_slots] * self._page_size
+        for at in np.flatnonzero((oldest_queries < said) | (oldest_queries > room))[:1]:
+            limits = f"from {said[at]}, as it was before, to the {room[at]} tokens there is room for"
+            raise ValueError(f"oldest_queries[{at}] must be {limits}, got {oldest_queries[at]}")
+        return oldest_queries
 
 
 def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
@@ -294,7 +434,7 @@ def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
     return widths, sink_tokens
 
 
-def _integers(name: str, values: ArrayLike) -> np.ndarray:
+def _integers(name: str, values: ArrayLike | Sequence[int]) -> np.ndarray:
     vector = np.asarray(values)
     if vector.ndim != 1 or not (np.issubdtype(vector.dtype, np.integer) or not vector.size):
         raise ValueError(f"{name} must be a vector of integers, got shape {vector.shape} of {vector.dtype.name}")

@@ -3,18 +3,29 @@
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from jaxtyping import Int32
+
 from pallas_attn.cache.errors import InconsistentCache, PageError
-from pallas_attn.cache.page_pool import PagePool
+from pallas_attn.cache.group_pools import GroupPools
+from pallas_attn.cache.head_page_pool import PAGE_NONE
+
+type Prefix = tuple[Int32[np.ndarray, "_ pages"], ...]
+"""Rows of the first pages of a sequence, [heads, pages] for each cache group; PAGE_NONE where none is needed."""
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A published page: `tokens` at depth `depth` (in pages, from 1), read after everything up to `parent`."""
+    """A published page: `tokens` at depth `depth` (in pages, from 1), read after everything up to `parent`.
 
-    page: int
+    `rows` holds its row in each *lane*, that is each head of each group in turn, and PAGE_NONE where that row went to
+    somebody else, or was recycled before the page was published.
+    """
+
+    rows: list[int]
     digest: bytes
     parent: "_Node | None"
     salt: str
@@ -31,38 +42,43 @@ class PrefixCache:
     themselves: a digest collision is a miss, never somebody else's K/V. Digests also cover a random seed, so that
     collisions cannot be prepared in advance.
 
-    The cache holds no references. A published page that everybody released is free, and matchable until the pool hands
-    it out again; then it is forgotten together with all pages after it, which no match could reach any more.
+    A page has a row for each head of each cache group. Heads with windows give up theirs one by one, and need not have
+    all of them: a prefix is a hit if every head still has the rows that the first token after it sees, those of its
+    sink tokens and of its window. So a prefix may be one although a shorter one is not.
+
+    The cache holds no references. A published row that everybody released is free, and matchable until its pool hands
+    it out again; then it is forgotten. With it go the pages after it if none of them can be part of a hit any more:
+    where a head sees everything, or sink tokens.
     """
 
     def __init__(
         self,
-        pool: PagePool,
-        page_size: int,
+        pools: GroupPools,
         *,
         digest: Callable[[bytes], bytes] = lambda message: hashlib.sha256(message).digest(),
     ) -> None:
-        """Starts empty, and watches `pool` for reused pages.
+        """Starts empty, and watches `pools` for reused rows.
 
         Args:
-            pool: Where the pages come from; it serves one prefix cache only.
-            page_size: Tokens per page.
+            pools: Where the rows come from; they serve one prefix cache only.
             digest: Hash function of the keys.
 
         Raises:
-            ValueError: `page_size` is smaller than 1, or `pool` is watched already.
+            ValueError: `pools` are watched already.
         """
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, got {page_size}")
-        self._pool = pool
-        self._page_size = page_size
+        self._pools = pools
+        self._page_size = pools.page_size
         self._hash = digest
         self._seed = secrets.token_bytes(32)
         self._by_digest: dict[bytes, _Node] = {}
-        self._by_page: dict[int, _Node] = {}
+        self._by_row: tuple[dict[int, _Node], ...] = tuple({} for _ in pools.pools)
+        # Of each lane: its group, and from which page to which the longest sequence has none in the end.
+        self._groups = [group for group, pool in enumerate(pools.pools) for _ in range(pool.num_heads)]
+        starts, ends = self._unseen_pages(pools.pools[0].table_tokens)
+        self._unseen = list(zip(starts.tolist(), ends.tolist(), strict=True))
         self._query_tokens = 0
         self._hit_tokens = 0
-        pool.watch_reuse(self._forget)
+        pools.watch_reuse(self._forget)
 
     @property
     def page_size(self) -> int:
@@ -70,8 +86,8 @@ class PrefixCache:
 
     @property
     def num_published(self) -> int:
-        """Pages that can be matched, owned or free."""
-        return len(self._by_page)
+        """Pages of which some row can be matched, owned or free."""
+        return len(self._by_digest)
 
     @property
     def query_tokens(self) -> int:
@@ -83,98 +99,136 @@ class PrefixCache:
         """Tokens that all calls of `match` found."""
         return self._hit_tokens
 
-    def is_published(self, page: int) -> bool:
-        return page in self._by_page
+    def is_published(self, row: int, group: int = 0) -> bool:
+        return row in self._by_row[group]
 
-    def lookup(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The pages `match` would return, without a reference to them.
+    def lookup(self, tokens: Sequence[int], salt: str = "") -> Prefix:
+        """The rows that `match` would take, without a reference to them.
 
         Args:
             tokens: Token ids of a prompt.
             salt: Isolates whoever uses another one.
 
         Returns:
-            Page ids of the longest published prefix of full pages that leaves at least one token to compute: that
+            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: that
             token's logits are what the caller is after.
         """
-        pages: list[int] = []
-        node = None
-        for index in range((len(tokens) - 1) // self._page_size):
-            _, node = self._find(node, salt, self._page_tokens(tokens, index))
-            if node is None:
-                break
-            pages.append(node.page)
-        return pages
+        path = [node.rows for node in self._path(tokens, salt)]
+        rows = np.array(path, np.int32).reshape(-1, len(self._groups))  # [pages, lanes]
+        pages = np.arange(len(rows))[:, None]
+        last_absent = np.maximum.accumulate(np.where(rows == PAGE_NONE, pages, -1), axis=0)
+        _, ends = self._unseen_pages((pages[:, 0] + 1) * self._page_size)
+        [hits] = np.nonzero((last_absent < ends).all(axis=1))
+        num_pages = int(hits[-1]) + 1 if len(hits) else 0
+        start, end = self._unseen_pages(num_pages * self._page_size)
+        unseen = (start <= pages[:num_pages]) & (pages[:num_pages] < end)
+        needed = np.where(unseen, np.int32(PAGE_NONE), rows[:num_pages]).T
+        first_lanes = np.cumsum([pool.num_heads for pool in self._pools.pools])[:-1]
+        return tuple(np.split(needed, first_lanes))
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """`lookup`, with a reference to each page that the caller has to release to the pool."""
-        pages = self.lookup(tokens, salt)
-        self._pool.reclaim(pages)
+    def match(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> int:
+        """Lets the sequence of an idle batch slot begin with what `lookup` finds.
+
+        Returns:
+            The number of tokens found, of which the batch slot now holds the rows.
+
+        Raises:
+            ValueError: the batch slot is unknown or not idle.
+        """
+        prefix = self.lookup(tokens, salt)
+        self._pools.adopt(batch_slot, prefix)
+        num_hit = prefix[0].shape[1] * self._page_size
         self._query_tokens += len(tokens)
-        self._hit_tokens += len(pages) * self._page_size
-        return pages
+        self._hit_tokens += num_hit
+        return num_hit
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
+    def publish(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """Makes the full pages of a sequence matchable. Their K/V must have been written, or be certain to be written
         before anything launched later can read it; nobody may write to them from now on.
 
-        Of several pages with the same contents the first published stays the one that is matched. Pages published
-        before cost nothing: the call may be repeated as a sequence grows.
+        Of several rows with the same contents the first published stays the one that is matched; where it is gone,
+        another takes its place. Pages published before cost nothing: the call may be repeated as a sequence grows.
 
         Args:
-            tokens: Token ids whose K/V is in `pages`; those past the last full page are ignored.
-            pages: The sequence's page ids, owned; those past the last full page are ignored.
+            batch_slot: The sequence's. Rows that it has recycled are not published.
+            tokens: Token ids whose K/V is in its rows; those past the last full page are ignored.
             salt: As for `match`.
 
         Raises:
-            ValueError: `pages` are too few to hold `tokens`.
-            PageError: a page is free, foreign, mentioned twice, or published with other contents. Nothing is published.
+            ValueError: an unknown batch slot, or one that has no room for `tokens`.
+            PageError: a row is published with other contents. Nothing is published.
         """
         num_full = len(tokens) // self._page_size
-        if len(pages) < num_full:
-            raise ValueError(f"pages must hold the {num_full} full pages of {len(tokens)} tokens, got {len(pages)}")
-        parent = self._last_published(tokens, pages[:num_full], salt)
+        rows = self._rows_of(batch_slot, num_full)
+        parent = self._last_published(tokens, rows, salt)
         start = parent.depth if parent is not None else 0
-        self._require_publishable(pages[start:num_full])
         fresh: dict[bytes, _Node] = {}
-        for index in range(start, num_full):
+        path: list[tuple[_Node, list[int]]] = []
+        for index, own in enumerate(rows[start:].tolist(), start):
             page_tokens = self._page_tokens(tokens, index)
             digest, node = self._find(parent, salt, page_tokens)
             if node is None:
                 if digest in self._by_digest or digest in fresh:
                     break  # a collision: without this page nobody can reach the next ones either
-                node = fresh[digest] = _Node(pages[index], digest, parent, salt, page_tokens, index + 1)
+                node = fresh[digest] = _Node([PAGE_NONE] * len(own), digest, parent, salt, page_tokens, index + 1)
+            self._require_unpublished_elsewhere(node, own)
+            path.append((node, own))
             parent = node
         for node in fresh.values():
-            self._by_digest[node.digest] = self._by_page[node.page] = node
+            self._by_digest[node.digest] = node
             if node.parent is not None:
                 node.parent.children.add(node)
+        for node, own in path:
+            self._fill(node, own)
+        if path:
+            self._prune(path[-1][0])
 
     def clear(self) -> None:
         """Forgets every page, as when the contents of the cache are lost. References and statistics stay."""
         self._by_digest.clear()
-        self._by_page.clear()
+        for by_row in self._by_row:
+            by_row.clear()
 
     def check(self) -> None:
-        """Verifies every invariant, in O(published pages).
+        """Verifies every invariant, in O(published rows).
 
         Raises:
-            InconsistentCache: naming the page at fault.
+            InconsistentCache: naming the page or row at fault.
         """
-        if len(self._by_digest) != len(self._by_page):
-            raise InconsistentCache(f"{len(self._by_digest)} digests for {len(self._by_page)} pages")
-        for page, node in self._by_page.items():
-            parent = node.parent
-            if node.page != page or self._by_digest.get(node.digest) is not node:
-                raise InconsistentCache(f"page {page} is not found by its digest")
-            if self._digest(parent, node.salt, node.tokens) != node.digest:
-                raise InconsistentCache(f"page {page} is filed under the digest of other contents")
+        for digest, node in self._by_digest.items():
+            parent, page = node.parent, f"page {node.depth} with rows {node.rows}"
+            if node.digest != digest or self._digest(parent, node.salt, node.tokens) != digest:
+                raise InconsistentCache(f"{page} is filed under the digest of other contents")
             if node.depth != (1 if parent is None else parent.depth + 1):
-                raise InconsistentCache(f"page {page} is at depth {node.depth}, its parent disagrees")
-            if parent is not None and (self._by_page.get(parent.page) is not parent or node not in parent.children):
-                raise InconsistentCache(f"page {page} follows a page that is gone")
-            if any(child.parent is not node or child.page not in self._by_page for child in node.children):
-                raise InconsistentCache(f"page {page} is followed by a page that is gone")
+                raise InconsistentCache(f"{page} is at depth {node.depth}, its parent disagrees")
+            if parent is not None and (self._by_digest.get(parent.digest) is not parent or node not in parent.children):
+                raise InconsistentCache(f"{page} follows a page that is gone")
+            if any(child.parent is not node or child.digest not in self._by_digest for child in node.children):
+                raise InconsistentCache(f"{page} is followed by a page that is gone")
+            for lane, row in enumerate(node.rows):
+                if row == PAGE_NONE and self._is_needed_forever(node, lane):
+                    raise InconsistentCache(f"{page} lacks a row without which nothing after it is a hit")
+                if row != PAGE_NONE and self._by_row[self._groups[lane]].get(row) is not node:
+                    raise InconsistentCache(f"{page} is not found by its row {row}")
+            if not node.children and all(row == PAGE_NONE for row in node.rows):
+                raise InconsistentCache(f"{page} is of no use")
+        for group, by_row in enumerate(self._by_row):
+            for row, node in by_row.items():
+                own = [row for lane, row in enumerate(node.rows) if self._groups[lane] == group]
+                if self._by_digest.get(node.digest) is not node or row not in own:
+                    raise InconsistentCache(f"row {row} of group {group} belongs to a page that is gone")
+
+    def _unseen_pages(self, oldest_query: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`HeadPagePool.unseen_pages` of all lanes."""
+        starts, ends = zip(*(pool.unseen_pages(oldest_query) for pool in self._pools.pools), strict=True)
+        return np.concatenate(starts), np.concatenate(ends, axis=-1)
+
+    def _rows_of(self, batch_slot: int, num_pages: int) -> Int32[np.ndarray, "pages lanes"]:
+        """The rows of a sequence's first pages."""
+        if num_pages * self._page_size > (room := self._pools.pools[0].allocated_tokens(batch_slot)):
+            limit = f"the {room} that batch slot {batch_slot} has room for"
+            raise ValueError(f"tokens must be at most {limit}, got {num_pages} pages of them")
+        return np.concatenate([tables[0] for tables in self._pools.tables([batch_slot])]).T[:num_pages]
 
     def _page_tokens(self, tokens: Sequence[int], index: int) -> bytes:
         return array("q", tokens[index * self._page_size : (index + 1) * self._page_size]).tobytes()
@@ -192,33 +246,76 @@ class PrefixCache:
             return digest, node
         return digest, None
 
-    def _last_published(self, tokens: Sequence[int], pages: Sequence[int], salt: str) -> _Node | None:
-        """The node of the last published one of `pages`, so that a growing sequence is not hashed all over again."""
-        for index in reversed(range(len(pages))):
-            node = self._by_page.get(pages[index])
+    def _path(self, tokens: Sequence[int], salt: str) -> Iterator[_Node]:
+        """The published pages that `tokens` begin with, but for their last token."""
+        node = None
+        for index in range((len(tokens) - 1) // self._page_size):
+            _, node = self._find(node, salt, self._page_tokens(tokens, index))
             if node is None:
-                continue
-            if (node.depth, node.salt, node.tokens) != (index + 1, salt, self._page_tokens(tokens, index)):
-                raise PageError(f"cannot publish page {node.page}: it is published with other contents")
-            return node
+                return
+            yield node
+
+    def _nodes_of(self, rows: Sequence[int]) -> Iterator[_Node | None]:
+        """The page of each lane's row, if that is published."""
+        for group, row in zip(self._groups, rows, strict=True):
+            yield self._by_row[group].get(row)
+
+    def _last_published(self, tokens: Sequence[int], rows: np.ndarray, salt: str) -> _Node | None:
+        """The node of the last published one of a sequence's pages, so that it is not hashed all over as it grows."""
+        for index in reversed(range(len(rows))):
+            for node in filter(None, self._nodes_of(rows[index].tolist())):
+                if (node.depth, node.salt, node.tokens) != (index + 1, salt, self._page_tokens(tokens, index)):
+                    raise PageError(f"cannot publish rows {node.rows}: they are published with other contents")
+                return node
         return None
 
-    def _require_publishable(self, pages: Sequence[int]) -> None:
-        if len(set(pages)) != len(pages):
-            raise PageError(f"cannot publish a page twice in one sequence: {list(pages)}")
-        for page in pages:
-            if self._pool.refcount(page) == 0:
-                raise PageError(f"cannot publish page {page}: it is free")
+    def _require_unpublished_elsewhere(self, page: _Node, rows: Sequence[int]) -> None:
+        for node in filter(None, self._nodes_of(rows)):
+            if node is not page:
+                raise PageError(f"cannot publish rows {node.rows}: they are published with other contents")
 
-    def _forget(self, page: int) -> None:
-        """Drops a page that the pool hands out again, and with it all that follows it."""
-        if page not in self._by_page:
+    def _fill(self, node: _Node, rows: Sequence[int]) -> None:
+        """Makes rows those of a page in the lanes where it has none."""
+        for lane, row in enumerate(rows):
+            if row != PAGE_NONE and node.rows[lane] == PAGE_NONE:
+                node.rows[lane] = row
+                self._by_row[self._groups[lane]][row] = node
+
+    def _is_needed_forever(self, node: _Node, lane: int) -> bool:
+        """Whether every prefix that goes on after a page needs its row in a lane."""
+        start, end = self._unseen[lane]
+        return not start <= node.depth - 1 < end
+
+    def _forget(self, group: int, row: int) -> None:
+        """Drops a row that its pool hands out again, and the pages that it leaves of no use."""
+        node = self._by_row[group].pop(row, None)
+        if node is None:
             return
-        node = self._by_page[page]
+        lane = node.rows.index(row, self._groups.index(group))
+        node.rows[lane] = PAGE_NONE
+        if self._is_needed_forever(node, lane):
+            self._drop(node)
+        else:
+            self._prune(node)
+
+    def _drop(self, node: _Node) -> None:
+        """Forgets a page and all that follow it."""
         if node.parent is not None:
             node.parent.children.remove(node)
         doomed = [node]
         while doomed:
-            node = doomed.pop()
-            del self._by_digest[node.digest], self._by_page[node.page]
-            doomed.extend(node.children)
+            page = doomed.pop()
+            del self._by_digest[page.digest]
+            for lane, row in enumerate(page.rows):
+                if row != PAGE_NONE:
+                    del self._by_row[self._groups[lane]][row]
+            doomed.extend(page.children)
+        self._prune(node.parent)
+
+    def _prune(self, node: _Node | None) -> None:
+        """Forgets a page without rows, unless pages after it are found by way of it, and then those before it."""
+        while node is not None and not node.children and all(row == PAGE_NONE for row in node.rows):
+            del self._by_digest[node.digest]
+            if node.parent is not None:
+                node.parent.children.remove(node)
+            node = node.parent

@@ -111,7 +111,7 @@ class World:
         for head, rows in enumerate(sequence.rows):
             unseen = [page for page in sorted(rows) if not self.is_needed(head, page, oldest_query)]
             expected += [rows.pop(page) for page in unseen]
-        assert self.pool.recycle(batch_slot, oldest_query) == expected
+        assert self.pool.recycle([batch_slot], [oldest_query]) == expected
         sequence.oldest_query = oldest_query
         self.give_back(expected)
         if expected:
@@ -178,8 +178,8 @@ class World:
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         for oldest_query in (sequence.oldest_query - 1, room + 1):
-            with pytest.raises(ValueError, match="oldest_query must be"):
-                self.pool.recycle(batch_slot, oldest_query)
+            with pytest.raises(ValueError, match="oldest_queries.* must be"):
+                self.pool.recycle([batch_slot], [oldest_query])
         for position in (-1, room, MAX_PAGES * self.page_size):
             with pytest.raises(ValueError, match="positions"):
                 self.pool.slots([batch_slot], [position])

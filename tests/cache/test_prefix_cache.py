@@ -2,166 +2,159 @@ import hashlib
 
 import pytest
 
-from pallas_attn.cache import InconsistentCache, OutOfPages, PageError, PagePool, PrefixCache
+from pallas_attn import FULL, PAGE_NONE
+from pallas_attn.cache import InconsistentCache, OutOfPages, PageError, PrefixCache
+from tests.cache.prefix_case import PAGE_SIZE, Sequences, present
 
-PAGE_SIZE = 4
 PROMPT = list(range(100, 112))  # three full pages
 
 
-def make_cache(num_pages: int = 8, **options) -> tuple[PagePool, PrefixCache]:
-    pool = PagePool(num_pages)
-    return pool, PrefixCache(pool, PAGE_SIZE, **options)
-
-
-def published(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
-    """Pages of a sequence that computed `tokens` and is still there."""
-    pages = pool.allocate(-(-len(tokens) // PAGE_SIZE))
-    cache.publish(tokens, pages, salt)
-    cache.check()
-    return pages
-
-
-def snapshot(pool: PagePool, cache: PrefixCache) -> tuple:
-    counts = [pool.refcount(page) for page in range(pool.num_pages)]
-    return counts, list(pool._free), set(cache._by_page), cache.query_tokens, cache.hit_tokens
-
-
 def test_nothing_matches_before_it_is_published():
-    pool, cache = make_cache()
-    pages = pool.allocate(3)
-    assert cache.match([*PROMPT, 1]) == []
-    cache.publish(PROMPT[:7], pages)
-    assert cache.match([*PROMPT, 1]) == pages[:1]
-    cache.publish(PROMPT, pages)
-    assert cache.match([*PROMPT, 1]) == pages
+    case = Sequences()
+    slot = case.room(12)
+    assert case.lookup([*PROMPT, 1]) == []
+    case.cache.publish(slot, PROMPT[:7])
+    assert case.lookup([*PROMPT, 1]) == case.pages(slot)[:1]
+    case.cache.publish(slot, PROMPT)
+    assert case.lookup([*PROMPT, 1]) == case.pages(slot)
 
 
 def test_match_retains_and_lookup_does_not():
-    pool, cache = make_cache()
-    pages = published(pool, cache, PROMPT)
-    assert cache.lookup([*PROMPT, 1]) == pages
-    assert [pool.refcount(page) for page in pages] == [1, 1, 1]
-    assert cache.match([*PROMPT[:8], 7, 7, 7, 7, 7]) == pages[:2]
-    assert [pool.refcount(page) for page in pages] == [2, 2, 1]
+    case = Sequences()
+    pages = case.pages(case.published(PROMPT))
+    assert case.lookup([*PROMPT, 1]) == pages
+    assert [case.pool._rows.refcount(page) for page in pages] == [1, 1, 1]
+    assert case.pages(case.match([*PROMPT[:8], 7, 7, 7, 7, 7])) == pages[:2]
+    assert [case.pool._rows.refcount(page) for page in pages] == [2, 2, 1]
+    case.check()
 
 
 @pytest.mark.parametrize(
     ("length", "num_matched"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (11, 2), (12, 2), (13, 3)]
 )
 def test_the_last_token_is_never_matched(length, num_matched):
-    pool, cache = make_cache()
-    pages = published(pool, cache, PROMPT)
-    assert cache.match([*PROMPT, 1][:length]) == pages[:num_matched]
+    case = Sequences()
+    pages = case.pages(case.published(PROMPT))
+    assert case.cache.match(1, [*PROMPT, 1][:length]) == num_matched * PAGE_SIZE
+    assert case.pages(1) == pages[:num_matched]
 
 
 def test_a_page_matches_only_after_the_pages_it_followed():
-    pool, cache = make_cache()
-    published(pool, cache, PROMPT)
-    assert cache.lookup([*PROMPT[4:8], 1]) == []
-    assert cache.lookup([*PROMPT[4:], 1]) == []
-    assert cache.lookup([7, *PROMPT[1:], 1]) == []
+    case = Sequences()
+    case.published(PROMPT)
+    assert case.lookup([*PROMPT[4:8], 1]) == []
+    assert case.lookup([*PROMPT[4:], 1]) == []
+    assert case.lookup([7, *PROMPT[1:], 1]) == []
 
 
 def test_salt_isolates():
-    pool, cache = make_cache()
-    ours = published(pool, cache, PROMPT, salt="ours")
-    assert cache.lookup([*PROMPT, 1], salt="ours") == ours
-    assert cache.lookup([*PROMPT, 1], salt="theirs") == []
-    assert cache.lookup([*PROMPT, 1]) == []
-    theirs = published(pool, cache, PROMPT, salt="theirs")
-    assert cache.lookup([*PROMPT, 1], salt="theirs") == theirs
+    case = Sequences()
+    ours = case.pages(case.published(PROMPT, salt="ours"))
+    assert case.lookup([*PROMPT, 1], salt="ours") == ours
+    assert case.lookup([*PROMPT, 1], salt="theirs") == []
+    assert case.lookup([*PROMPT, 1]) == []
+    theirs = case.pages(case.published(PROMPT, salt="theirs"))
+    assert case.lookup([*PROMPT, 1], salt="theirs") == theirs
     assert set(ours).isdisjoint(theirs)
 
 
 def test_released_pages_stay_matchable_until_they_are_reused():
-    pool, cache = make_cache(num_pages=4)
-    pages = published(pool, cache, PROMPT)
-    pool.release(pages)
-    assert (pool.num_owned, cache.num_published) == (0, 3)
-    assert cache.match([*PROMPT, 1]) == pages
-    assert pool.num_owned == 3
-    pool.release(pages)
+    case = Sequences(num_pages=4)
+    slot = case.published(PROMPT)
+    pages = case.pages(slot)
+    case.pools.release(slot)
+    assert (case.pool.num_owned, case.cache.num_published) == (0, 3)
+    slot = case.match([*PROMPT, 1])
+    assert case.pages(slot) == pages
+    assert case.pool.num_owned == 3
+    case.pools.release(slot)
 
-    pool.allocate(1)  # the page that was never used
-    assert cache.lookup([*PROMPT, 1]) == pages
+    case.room(4)  # the page that was never used
+    assert case.lookup([*PROMPT, 1]) == pages
     for survivors in (2, 1, 0):  # a prefix loses its tail first
-        assert pool.allocate(1) == [pages[survivors]]
-        assert cache.lookup([*PROMPT, 1]) == pages[:survivors]
-        cache.check()
+        assert case.pages(case.room(4)) == [pages[survivors]]
+        assert case.lookup([*PROMPT, 1]) == pages[:survivors]
+        case.check()
 
 
 def test_matching_makes_pages_recently_used():
-    pool, cache = make_cache(num_pages=2)
-    old = published(pool, cache, [1] * 4)
-    new = published(pool, cache, [2] * 4)
-    pool.release(old)
-    pool.release(new)
-    pool.release(cache.match([1] * 5))
-    assert pool.allocate(1) == new
-    assert cache.lookup([1] * 5) == old
+    case = Sequences(num_pages=2)
+    old, new = case.published([1] * 4), case.published([2] * 4)
+    old_pages, new_pages = case.pages(old), case.pages(new)
+    case.pools.release(old)
+    case.pools.release(new)
+    case.pools.release(case.match([1] * 5))
+    assert case.pages(case.room(4)) == new_pages
+    assert case.lookup([1] * 5) == old_pages
 
 
 def test_pages_after_a_reused_page_are_forgotten_even_while_owned():
-    pool, cache = make_cache(num_pages=6)
-    first = published(pool, cache, PROMPT[:4])
-    second = published(pool, cache, PROMPT)  # its first page is a duplicate, the others follow `first`
-    assert cache.lookup([*PROMPT, 1]) == first + second[1:]
-    pool.release(first)
-    assert first[0] in pool.allocate(3)
-    assert cache.num_published == 0
-    cache.check()
+    case = Sequences(num_pages=6)
+    first, second = case.published(PROMPT[:4]), case.published(PROMPT)
+    first_page, own = case.pages(first), case.pages(second)
+    assert case.lookup([*PROMPT, 1]) == first_page + own[1:], "a duplicate's successors follow what it duplicates"
+    case.pools.release(first)
+    assert first_page[0] in case.pages(case.room(12))
+    assert case.cache.num_published == 0
+    case.check()
 
-    cache.publish(PROMPT[:4], second)
-    assert cache.lookup([*PROMPT, 1]) == second[:1], "what followed the lost page does not follow its duplicate"
-    cache.publish(PROMPT, second)
-    assert cache.lookup([*PROMPT, 1]) == second
-    cache.check()
+    case.cache.publish(second, PROMPT[:4])
+    assert case.lookup([*PROMPT, 1]) == own[:1], "what followed the lost page does not follow its duplicate"
+    case.cache.publish(second, PROMPT)
+    assert case.lookup([*PROMPT, 1]) == own
+    case.check()
 
 
 def test_the_first_publisher_wins():
-    pool, cache = make_cache()
-    first = published(pool, cache, PROMPT)
-    second = published(pool, cache, PROMPT)
-    assert cache.lookup([*PROMPT, 1]) == first
-    assert not any(map(cache.is_published, second))
+    case = Sequences()
+    first, second = case.published(PROMPT), case.published(PROMPT)
+    assert case.lookup([*PROMPT, 1]) == case.pages(first)
+    assert not any(map(case.cache.is_published, case.pages(second)))
     extended = [*PROMPT, *range(4)]
-    cache.publish(extended, [*second, *pool.allocate(1)])
-    assert cache.lookup([*extended, 1])[:3] == first
-    assert len(cache.lookup([*extended, 1])) == 4
+    case.pools.allocate(second, 16)
+    case.cache.publish(second, extended)
+    assert case.lookup([*extended, 1]) == [*case.pages(first), case.pages(second)[3]]
+    case.check()
 
 
-def test_publishing_again_costs_only_the_new_pages():
-    hashed: list[bytes] = []
-
+def counting(hashed: list[bytes]):
     def digest(message: bytes) -> bytes:
         hashed.append(message)
         return hashlib.sha256(message).digest()
 
-    pool, cache = make_cache(digest=digest)
-    pages = published(pool, cache, PROMPT)
-    extended, pages = [*PROMPT, *range(4)], pages + pool.allocate(1)
+    return digest
+
+
+def test_publishing_again_costs_only_the_new_pages():
+    hashed: list[bytes] = []
+    case = Sequences(digest=counting(hashed))
+    slot = case.published(PROMPT)
+    extended = [*PROMPT, *range(4)]
+    case.pools.allocate(slot, 16)
     hashed.clear()
-    cache.publish(extended, pages)
+    case.cache.publish(slot, extended)
     assert len(hashed) == 1
-    assert cache.lookup([*extended, 1]) == pages
+    assert case.lookup([*extended, 1]) == case.pages(slot)
 
 
 def test_a_forced_collision_is_a_miss():
-    pool, cache = make_cache(digest=lambda message: b"same")
-    pages = published(pool, cache, [1] * 4)
-    assert cache.lookup([1] * 5) == pages
-    assert cache.lookup([2] * 5) == []
-    assert cache.lookup([1] * 5, salt="other") == []
-    assert cache.lookup([1] * 9) == pages, "the same tokens one page later are another page"
-    second = published(pool, cache, [1] * 8)
-    assert cache.lookup([1] * 9) == pages, "its digest is taken"
-    assert cache.num_published == 1
+    case = Sequences(digest=lambda message: b"same")
+    first = case.published([1] * 4)
+    pages = case.pages(first)
+    assert case.lookup([1] * 5) == pages
+    assert case.lookup([2] * 5) == []
+    assert case.lookup([1] * 5, salt="other") == []
+    assert case.lookup([1] * 9) == pages, "the same tokens one page later are another page"
+    second = case.published([1] * 8)
+    assert case.lookup([1] * 9) == pages, "its digest is taken"
+    assert case.cache.num_published == 1
 
-    pool.release(pages + second)
-    pool.release(pool.allocate(pool.num_free))
-    taken_over = published(pool, cache, [2] * 8)
-    assert cache.lookup([2] * 9) == taken_over[:1]
-    assert cache.lookup([1] * 5) == []
+    case.pools.release(first)
+    case.pools.release(second)
+    case.pools.release(case.room(32))
+    taken_over = case.published([2] * 8)
+    assert case.lookup([2] * 9) == case.pages(taken_over)[:1]
+    assert case.lookup([1] * 5) == []
 
 
 def test_digest_fields_cannot_run_into_each_other():
@@ -171,68 +164,81 @@ def test_digest_fields_cannot_run_into_each_other():
         messages.append(message)
         return b"D"
 
-    pool, cache = make_cache(digest=digest)
-    published(pool, cache, [1] * 4)
+    case = Sequences(digest=digest)
+    case.published([1] * 4)
     messages.clear()
-    cache.lookup([1] * 4 + [2] * 5)  # the second page: no salt, parent "D"
-    cache.lookup([2] * 5, salt="D")  # a first page: salt "D", no parent
+    case.lookup([1] * 4 + [2] * 5)  # the second page: no salt, parent "D"
+    case.lookup([2] * 5, salt="D")  # a first page: salt "D", no parent
     assert len(messages) == len(set(messages)) == 3
 
 
 def test_every_cache_has_a_seed_of_its_own():
     messages: list[bytes] = []
     for _ in range(2):
-        _, cache = make_cache(digest=lambda message: messages.append(message) or b"")
-        cache.lookup([1] * 5)
+        Sequences(digest=lambda message: messages.append(message) or b"").lookup([1] * 5)
     assert len(messages) == len(set(messages)) == 2
 
 
 def test_statistics_count_what_match_found():
-    pool, cache = make_cache()
-    published(pool, cache, PROMPT)
-    cache.lookup([*PROMPT, 1])
-    assert (cache.query_tokens, cache.hit_tokens) == (0, 0)
-    cache.match([*PROMPT, 1])
-    cache.match([7] * 5)
-    assert (cache.query_tokens, cache.hit_tokens) == (18, 12)
+    case = Sequences()
+    case.published(PROMPT)
+    case.lookup([*PROMPT, 1])
+    assert (case.cache.query_tokens, case.cache.hit_tokens) == (0, 0)
+    case.match([*PROMPT, 1])
+    case.match([7] * 5)
+    assert (case.cache.query_tokens, case.cache.hit_tokens) == (18, 12)
 
 
 def test_clear_forgets_contents_and_keeps_owners():
-    pool, cache = make_cache(num_pages=3)
-    pages = published(pool, cache, PROMPT)
-    cache.clear()
-    cache.check()
-    assert cache.lookup([*PROMPT, 1]) == []
-    assert pool.num_owned == 3
-    cache.publish(PROMPT, pages)
-    assert cache.lookup([*PROMPT, 1]) == pages
-    pool.release(pages)
-    cache.clear()
-    assert len(pool.allocate(3)) == 3
+    case = Sequences(num_pages=3)
+    slot = case.published(PROMPT)
+    case.cache.clear()
+    case.check()
+    assert case.lookup([*PROMPT, 1]) == []
+    assert case.pool.num_owned == 3
+    case.cache.publish(slot, PROMPT)
+    assert case.lookup([*PROMPT, 1]) == case.pages(slot)
+    case.pools.release(slot)
+    case.cache.clear()
+    case.room(12)
+
+
+WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
+"""A group in which a head sees everything, one a window and one also sink tokens; and a group of one window."""
 
 
 @pytest.mark.parametrize(
-    ("tokens", "pages", "salt", "error", "message"),
+    ("tokens", "salt", "error", "message"),
     [
-        (PROMPT, [0, 1], "", ValueError, "pages must hold the 3 full pages of 12 tokens, got 2"),
-        ([*PROMPT, 1, 2, 3, 4], [0, 1, 2, 6], "", PageError, "cannot publish page 6: it is free"),
-        ([*PROMPT, 1, 2, 3, 4], [0, 1, 2, 99], "", PageError, "page 99 is not of this pool"),
-        ([*PROMPT, *[1] * 8], [0, 1, 2, 3, 3], "", PageError, r"twice in one sequence: \[3, 3\]"),
-        ([7] * 12, [0, 1, 2], "", PageError, "cannot publish page 2: it is published with other contents"),
-        (PROMPT, [0, 1, 2], "other", PageError, "cannot publish page 2: it is published with other contents"),
-        (PROMPT[8:], [2], "", PageError, "cannot publish page 2: it is published with other contents"),
-        ([*PROMPT, *[1] * 4, *[2**64] * 4], [0, 1, 2, 3, 4], "", OverflowError, "int too big"),
+        ([*PROMPT, *[1] * 20], "", ValueError, "at most the 20 that batch slot 0 has room for, got 8 pages"),
+        ([7] * 12, "", PageError, "they are published with other contents"),
+        (PROMPT, "other", PageError, "they are published with other contents"),
+        ([*PROMPT[:8], *[7] * 4], "", PageError, "they are published with other contents"),
+        ([*PROMPT, *[1] * 4, *[2**64] * 4], "", OverflowError, "int too big"),
     ],
 )
-def test_bad_publications_change_nothing(tokens, pages, salt, error, message):
-    pool, cache = make_cache()
-    assert published(pool, cache, PROMPT) == [0, 1, 2]
-    pool.allocate(2)
-    before = snapshot(pool, cache)
+@pytest.mark.parametrize("groups", [None, WINDOWS])
+def test_bad_publications_change_nothing(groups, tokens, salt, error, message):
+    case = Sequences(groups=groups)
+    slot = case.published(PROMPT)
+    case.pools.allocate(slot, 20)
+    before = case.snapshot()
     with pytest.raises(error, match=message):
-        cache.publish(tokens, pages, salt)
-    assert snapshot(pool, cache) == before
-    cache.check()
+        case.cache.publish(slot, tokens, salt)
+    assert case.snapshot() == before
+    case.check()
+
+
+def test_a_row_is_published_in_one_place():
+    """As it cannot be but by misuse: the rows of a page are in another sequence's table as well."""
+    case = Sequences()
+    case.published(PROMPT)
+    slot = case.room(8)
+    case.pool._tables[slot, 0, 1] = 1
+    before = case.snapshot()
+    with pytest.raises(PageError, match="published with other contents"):
+        case.cache.publish(slot, [5] * 8)
+    assert case.snapshot() == before
 
 
 @pytest.mark.parametrize("num_digests", [0, 1, 2])
@@ -243,56 +249,212 @@ def test_a_digest_that_fails_leaves_everything_as_it_was(num_digests):
         tickets.pop()
         return hashlib.sha256(message).digest()
 
-    pool, cache = make_cache(digest=digest)
-    pages = published(pool, cache, PROMPT) + pool.allocate(3)
-    before = snapshot(pool, cache)
-    for call in (lambda: cache.publish([*PROMPT, *PROMPT], pages), lambda: cache.match([*PROMPT, *PROMPT])):
+    case = Sequences(groups=WINDOWS, digest=digest)
+    slot = case.published(PROMPT)
+    case.pools.allocate(slot, 24)
+    before = case.snapshot()
+    for call in (lambda: case.cache.publish(slot, PROMPT * 2), lambda: case.cache.match(1, PROMPT * 2)):
         tickets[:] = [None] * num_digests
         with pytest.raises(IndexError):
             call()
-        assert snapshot(pool, cache) == before
+        assert case.snapshot() == before
 
 
-def test_a_match_whose_pages_cannot_be_retained_counts_nothing(monkeypatch):
-    pool, cache = make_cache()
-    published(pool, cache, PROMPT)
-    before = snapshot(pool, cache)
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_match_whose_rows_cannot_be_retained_counts_nothing(group, monkeypatch):
+    case = Sequences(groups=WINDOWS)
+    case.published(PROMPT)
+    before = case.snapshot()
 
-    def fail(pages):
-        raise OutOfPages(len(pages), 0)
+    def fail(batch_slot, rows):
+        raise OutOfPages(rows.size, 0)
 
-    monkeypatch.setattr(pool, "reclaim", fail)
+    monkeypatch.setattr(case.pools.pools[group], "check_adoptable", fail)
     with pytest.raises(OutOfPages):
-        cache.match([*PROMPT, 1])
-    assert snapshot(pool, cache) == before
+        case.match([*PROMPT, 1])
+    assert case.snapshot() == before
 
 
-def test_bad_construction_is_refused():
-    pool, _ = make_cache()
-    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
-        PrefixCache(PagePool(1), 0)
+def test_a_batch_slot_in_use_matches_nothing():
+    case = Sequences(groups=WINDOWS)
+    slot = case.published(PROMPT)
+    before = case.snapshot()
+    with pytest.raises(ValueError, match="batch_slot must be idle, 0 is not"):
+        case.cache.match(slot, [*PROMPT, 1])
+    with pytest.raises(ValueError, match="batch_slot must be from 0 to 7, got 8"):
+        case.cache.match(8, [*PROMPT, 1])
+    assert case.snapshot() == before
+
+
+def test_pools_serve_one_cache():
     with pytest.raises(ValueError, match="watched already"):
-        PrefixCache(pool, PAGE_SIZE)
+        PrefixCache(Sequences().pools)
+
+
+# What a head needs of a prefix of n pages is what a token at 4n sees: with a window of 5 the page before it, of 6 two.
+LONG = list(range(200, 232))
+
+
+def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) -> tuple[Sequences, int]:
+    """A full head and others, and a sequence of `num_tokens` published as it grew, and recycled."""
+    case = Sequences(groups=[(num_rows, [(FULL, 0), *heads])])
+    slot = case.room(num_tokens)
+    case.cache.publish(slot, LONG[:num_tokens])
+    case.pools.recycle([slot], [num_tokens])
+    case.check()
+    return case, slot
+
+
+def hit(case: Sequences, tokens: list[int]) -> list[list[int]]:
+    """The pages of which a match takes rows, in each head of the first group."""
+    return present(case.cache.lookup(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "sink_tokens", "pages"),
+    [
+        (1, 0, []),
+        (2, 0, [4]),
+        (5, 0, [4]),
+        (6, 0, [3, 4]),
+        (9, 0, [3, 4]),
+        (10, 0, [2, 3, 4]),
+        (20, 0, [0, 1, 2, 3, 4]),
+        (2, 1, [0, 4]),
+        (2, 5, [0, 1, 4]),
+        (1, 4, [0]),
+        (1, 99, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_hit_takes_what_the_first_new_token_sees(window, sink_tokens, pages):
+    case, _ = windowed((window, sink_tokens))
+    assert hit(case, [*LONG[:20], 1]) == [[0, 1, 2, 3, 4], pages]
+    slot = case.match([*LONG[:20], 1])
+    assert present(case.pools.tables([slot])[0][0]) == [[0, 1, 2, 3, 4], pages]
+    assert case.pools.recycle([slot], [20]) == ([],), "and is as if it had been recycled there"
+    case.check()
+
+
+def test_a_longer_prefix_may_be_a_hit_where_a_shorter_one_is_not():
+    case, _ = windowed((5, 0), num_rows=17)
+    case.room(4)  # takes the row that was never used, and the one freed first: of the last page behind the window
+    assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
+    assert hit(case, LONG[:29]) == [list(range(6)), [5]], "the next needs page 6"
+    case.check()
+
+
+def test_recycled_rows_are_matchable_until_they_are_reused():
+    case, slot = windowed((2, 4), num_rows=16)
+    for num_pages in (1, 4, 7):
+        assert hit(case, [*LONG[: 4 * num_pages], 1]) == [list(range(num_pages)), sorted({0, num_pages - 1})]
+    shared = case.match([*LONG[:16], 1])
+    assert case.pools.recycle([shared], [16]) == ([],)
+    case.pools.release(slot)
+    assert case.pool.num_owned == 4 + 2
+    case.pools.release(case.room(5 * 4))  # five pages of two heads: all that is free
+    assert hit(case, [*LONG, 1]) == [list(range(4)), [0, 3]], "what is still held"
+    assert hit(case, [*LONG[:8], 1]) == [[0], [0]], "with page 1 the window's row went"
+    case.check()
+
+
+@pytest.mark.parametrize("group", [(17, [(FULL, 0)]), (17, [(2, 8)]), (34, [(2, 0), (2, 5)])])
+def test_a_lost_page_that_is_seen_for_good_ends_all_longer_prefixes(group):
+    case = Sequences(groups=[group])
+    first, second = case.published(LONG[:8]), case.published(LONG)
+    case.pools.release(case.room(6 * 4))
+    assert case.cache.num_published == 8
+    case.pools.release(first)
+    case.room(8 * 4)  # what was never used, and page 1, which the second sequence has rows of its own for
+    assert case.cache.num_published == 1
+    assert len(hit(case, [*LONG, 1])[-1]) <= 1
+    case.check()
+    case.cache.publish(second, LONG)
+    assert case.cache.lookup([*LONG, 1])[0].shape[1] == 8
+    case.check()
+
+
+def test_a_row_that_went_is_replaced_by_the_next_publisher():
+    case, slot = windowed((5, 0), num_rows=17)
+    other = case.room(4)
+    case.pools.release(other)
+    assert hit(case, LONG[:29]) == [list(range(6)), [5]]
+    again = case.match(LONG[:29])
+    case.pools.release(slot)
+    case.pools.allocate(again, 28)
+    case.cache.publish(again, LONG[:28])
+    assert hit(case, LONG[:29]) == [list(range(7)), [6]]
+    case.check()
+
+
+def test_groups_have_to_agree_on_a_hit():
+    case = Sequences(groups=[(8, [(FULL, 0)]), (8, [(5, 0)]), (20, [(2, 0), (9, 4)])])
+    slot = case.room(32)
+    case.cache.publish(slot, LONG)
+    case.pools.recycle([slot], [32])
+    assert [present(rows) for rows in case.cache.lookup([*LONG[:28], 1])] == [[list(range(7))], [[6]], [[6], [0, 5, 6]]]
+    assert case.pools.num_owned == (8, 1, 1 + 3)
+    case.pools.release(slot)
+    assert case.pools.num_owned == (0, 0, 0)
+    case.pools.pools[1].allocate(0, 28)  # all but page 7, which was freed last
+    assert [present(rows) for rows in case.cache.lookup([*LONG, 1])] == [[list(range(8))], [[7]], [[7], [0, 6, 7]]]
+    case.pools.pools[1].allocate(0, 32)
+    assert [present(rows) for rows in case.cache.lookup([*LONG, 1])] == [[[]], [[]], [[], []]]
+    assert case.cache.num_published == 7, "the last page that a table has room for is followed by none"
+    case.check()
+
+
+def test_pages_of_windows_alone_are_kept_while_something_follows_them():
+    case = Sequences(groups=[(8, [(5, 0)])])
+    slot = case.room(32)
+    case.cache.publish(slot, LONG)
+    case.pools.recycle([slot], [32])
+    case.room(28)
+    assert case.cache.num_published == 8, "seven of them only lead to the last"
+    assert case.lookup([*LONG, 1]) == [PAGE_NONE] * 7 + [7]
+    case.check()
+    case.pools.release(slot)
+    case.room(4)
+    assert case.cache.num_published == 0
+    case.check()
+
+
+def test_a_recycled_page_is_published_without_its_row():
+    case = Sequences(groups=[(64, [(FULL, 0), (5, 0)])])
+    slot = case.room(32)
+    case.pools.recycle([slot], [32])
+    case.cache.publish(slot, LONG)
+    assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
+    assert hit(case, [*LONG[:28], 1]) == [[], []]
+    case.check()
 
 
 @pytest.mark.parametrize(
     ("break_cache", "message"),
     [
-        (lambda cache: cache._by_page.pop(1), "3 digests for 2 pages"),
-        (
-            lambda cache: cache._by_digest.update({cache._by_page[1].digest: cache._by_page[0]}),
-            "not found by its digest",
-        ),
-        (lambda cache: setattr(cache._by_page[1], "tokens", b""), "filed under the digest of other contents"),
-        (lambda cache: setattr(cache._by_page[1], "depth", 3), "page 1 is at depth 3"),
-        (lambda cache: cache._by_page[0].children.clear(), "page 1 follows a page that is gone"),
-        (lambda cache: cache._by_page[2].children.add(cache._by_page[1]), "page 2 is followed by a page that is gone"),
+        (lambda nodes, cache: setattr(nodes[1], "tokens", b""), "filed under the digest of other contents"),
+        (lambda nodes, cache: setattr(nodes[1], "depth", 3), "is at depth 3"),
+        (lambda nodes, cache: nodes[0].children.clear(), "follows a page that is gone"),
+        (lambda nodes, cache: nodes[2].children.add(nodes[1]), "is followed by a page that is gone"),
+        (lambda nodes, cache: cache._by_digest.pop(nodes[2].digest), "is followed by a page that is gone"),
+        (lambda nodes, cache: cache._by_row[0].pop(nodes[1].rows[0]), "is not found by its row"),
+        (lambda nodes, cache: nodes[1].rows.__setitem__(0, PAGE_NONE), "lacks a row without which"),
+        (lambda nodes, cache: nodes[1].rows.__setitem__(1, PAGE_NONE), "belongs to a page that is gone"),
+        (lambda nodes, cache: cache._by_row[1].update({19: nodes[0]}), "row 19 of group 1 belongs to a page"),
     ],
 )
 def test_check_finds_broken_invariants(break_cache, message):
-    pool, cache = make_cache()
-    published(pool, cache, PROMPT)
-    cache.check()
-    break_cache(cache)
+    case = Sequences(groups=WINDOWS)
+    case.published(PROMPT)
+    break_cache(sorted(case.cache._by_digest.values(), key=lambda node: node.depth), case.cache)
     with pytest.raises(InconsistentCache, match=message):
-        cache.check()
+        case.cache.check()
+
+
+def test_check_finds_pages_of_no_use():
+    case = Sequences(groups=[(8, [(5, 0)])])
+    case.published(PROMPT)
+    leaf = max(case.cache._by_digest.values(), key=lambda node: node.depth)
+    case.cache._by_row[0].clear()
+    leaf.rows[0] = PAGE_NONE
+    with pytest.raises(InconsistentCache, match="is not found by its row|is of no use"):
+        case.cache.check()

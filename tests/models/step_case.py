@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.caches import Caches
-from models.metadata import StepMetadata
+from models.metadata import GroupTables, StepMetadata
 from models.model import Decoder
 from pallas_attn import PagedKV, PagedLatent
 
@@ -78,12 +78,15 @@ def step(
     width = pages.tables.shape[1]
     decode_tables = np.concatenate([pages.tables[[s for s, _ in decode]], np.full((idle_rows, width), 2147480000)])
     total = sum(len(p) for _, p in where)
-    return StepMetadata(
-        positions=_int32(np.concatenate([p for _, p in where])),
+    tables = GroupTables(
         slots=_int32(np.concatenate(slots)),
         decode_block_tables=_int32(decode_tables.reshape(-1, width)),
-        decode_kv_lens=_int32([p + 1 for _, p in decode] + [0] * idle_rows),
         prefill_block_tables=_int32(pages.tables[[s for s, _, _ in prefill]].reshape(-1, width)),
+    )
+    return StepMetadata(
+        positions=_int32(np.concatenate([p for _, p in where])),
+        groups=(tables,),
+        decode_kv_lens=_int32([p + 1 for _, p in decode] + [0] * idle_rows),
         cu_q_lens=_int32(np.cumsum([0] + [stop - start for _, start, stop in prefill])),
         prefill_kv_lens=_int32([stop for _, _, stop in prefill]),
         logit_rows=_int32(np.arange(total) if logit_rows is None else logit_rows),

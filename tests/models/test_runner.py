@@ -23,15 +23,18 @@ SIZES = RunnerConfig(
 )
 
 
-def row(slot, start, num_tokens, pages, *, samples=True, params=SamplingParams(), prompt=tuple(range(20))):
-    request = Request(slot, prompt, params)
-    request.pages = list(pages)
-    return ScheduledRow(request, slot, start, num_tokens, samples)
+def row(slot, start, num_tokens, *, samples=True, params=SamplingParams(), prompt=tuple(range(20))):
+    return ScheduledRow(Request(slot, prompt, params), slot, start, num_tokens, samples)
+
+
+def tables(*pages: list[int]) -> np.ndarray:
+    return np.array([[[*of_row, *[-1] * (SIZES.table_pages - len(of_row))]] for of_row in pages], np.int32)
 
 
 MIXED = StepPlan(
-    decode=(row(2, 9, 1, [5, 1, 7], params=SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=2**32 - 1)),),
-    prefill=(row(0, 4, 5, [3, 9, 2]), row(3, 0, 2, [11], samples=False)),
+    decode=(row(2, 9, 1, params=SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=2**32 - 1)),),
+    prefill=(row(0, 4, 5), row(3, 0, 2, samples=False)),
+    tables=(tables([5, 1, 7], [3, 9, 2], [11]),),
 )
 
 
@@ -52,8 +55,8 @@ def runner() -> Runner:
     ],
 )
 def test_a_step_takes_the_smallest_bucket_that_holds_it(runner, num_decode, prefill, bucket):
-    decode = tuple(row(i, 3, 1, [i]) for i in range(num_decode))
-    plan = StepPlan(decode, tuple(row(i, 0, n, [i]) for i, n in enumerate(prefill)))
+    decode = tuple(row(i, 3, 1) for i in range(num_decode))
+    plan = StepPlan(decode, tuple(row(i, 0, n) for i, n in enumerate(prefill)), ())
     assert runner.bucket_of(plan) == bucket
     assert bucket in runner.buckets()
 
@@ -66,7 +69,8 @@ def test_a_packed_step_unpacks_to_what_was_planned():
     step = PackedStep.of(SIZES, bucket, jnp.asarray(packed))
     np.testing.assert_array_equal(step.decode_slots, [2, -1, -1, -1])
     np.testing.assert_array_equal(step.decode_kv_lens, [10, 0, 0, 0])
-    np.testing.assert_array_equal(step.decode_tables[0], [5, 1, 7, -1, -1, -1])
+    np.testing.assert_array_equal(step.decode_tables[0][0], [5, 1, 7, -1, -1, -1])
+    np.testing.assert_array_equal(step.prefill_tables[0], [[3, 9, 2, -1, -1, -1], [11, *[-1] * 5]])
     np.testing.assert_array_equal(step.prefill_ids[:7], [4, 5, 6, 7, 8, 0, 1])
     np.testing.assert_array_equal(step.cu_q_lens, [0, 5, 7])
     np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
@@ -83,7 +87,8 @@ def test_positions_and_slots_are_those_of_the_plan():
     metadata = step.metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32))
     np.testing.assert_array_equal(metadata.positions, [9, 0, 0, 0, 4, 5, 6, 7, 8, 0, 1, 0])
     decode_slots = [7 * 4 + 1, -1, -1, -1]
-    np.testing.assert_array_equal(metadata.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
+    [group] = metadata.groups
+    np.testing.assert_array_equal(group.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
 
 
 @pytest.mark.parametrize("bucket", [Bucket(4, 0), Bucket(0, 16), Bucket(4, 16)], ids=str)

@@ -1,5 +1,6 @@
-"""The scheduler under a fake engine whose model is a hash of everything in the pages a request is given."""
+"""The scheduler under a fake engine whose model is a hash of everything seen in the pages a request is given."""
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,15 @@ from hypothesis import given, settings
 from models.request import Request, RequestRefused, SamplingParams
 from models.scheduler import Scheduler
 from models.step_plan import StepPlan
-from pallas_attn.cache import OutOfPages, PagePool, PrefixCache
+from pallas_attn import FULL, PAGE_NONE
+from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
+from tests.cache.prefix_case import Heads, make_pools
 
 VOCAB = 7
 EOS = 0
 SALTS = ("", "other")
+PLAIN: list[Heads] = [[(FULL, 0)]]
+"""One cache group, whose heads all see everything."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,33 @@ class Limits:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     lag: int = 1  # steps launched before the oldest is read back
+    groups: list[Heads] = field(default_factory=lambda: PLAIN)
 
     @property
     def max_len(self) -> int:
-        return min(self.max_model_len, self.num_pages * self.page_size + 1)
+        if self.groups == PLAIN:
+            return min(self.max_model_len, self.num_pages * self.page_size + 1)
+        return min(self.max_model_len, self.pools().max_tokens + 1)
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """Of all groups."""
+        return [head for group in self.groups for head in group]
+
+    def pools(self) -> GroupPools:
+        sizes = {"page_size": self.page_size, "max_num_seqs": self.max_num_seqs, "max_pages": self.max_model_len}
+        return make_pools([(self.num_pages * len(heads), heads) for heads in self.groups], **sizes)
 
 
-def next_token(kv: list) -> int:
-    return hash(tuple(kv)) % VOCAB
+def visible(head: tuple[int, int], query: int) -> list[int]:
+    """Positions that a head sees: the definition of windows and sink tokens."""
+    window, sink_tokens = head
+    return [key for key in range(query + 1) if key < sink_tokens or key > query - window]
+
+
+def next_token(views: list[list]) -> int:
+    """From what each head sees."""
+    return hash(tuple(views[0]) if len(views) == 1 else tuple(map(tuple, views))) % VOCAB
 
 
 def kv_of(salt: str, token: int) -> tuple[int, int]:
@@ -50,7 +74,8 @@ def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
     tokens = list(request.prompt_ids)
     end = min(limits.max_len, len(tokens) + request.params.max_tokens)
     while True:
-        token = next_token([kv_of(request.salt, token) for token in tokens])
+        kv = [kv_of(request.salt, token) for token in tokens]
+        token = next_token([[kv[key] for key in visible(head, len(kv) - 1)] for head in limits.heads])
         tokens.append(token)
         stops = token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos)
         if stops or len(tokens) == end:
@@ -60,13 +85,13 @@ def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
 @dataclass
 class FakeEngine:
     limits: Limits
-    pool: PagePool = field(init=False)
+    pools: GroupPools = field(init=False)
     cache: PrefixCache = field(init=False)
     scheduler: Scheduler = field(init=False)
     requests: list[Request] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)  # in order of arrival
     streamed: dict[int | str, list[int]] = field(default_factory=dict)
-    memory: dict[tuple[int, int], object] = field(default_factory=dict)  # (page, offset) -> what is cached there
+    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # what is cached, by group, row and offset
     last_tokens: dict[int, int] = field(default_factory=dict)  # by slot, on the device
     in_flight: deque[tuple[StepPlan, list[int]]] = field(default_factory=deque)
     num_dropped: int = 0
@@ -74,14 +99,12 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.pool = PagePool(limits.num_pages)
-        self.cache = PrefixCache(self.pool, limits.page_size)
+        self.pools = limits.pools()
+        self.cache = PrefixCache(self.pools)
         self.scheduler = Scheduler(
-            self.pool,
+            self.pools,
             self.cache if limits.prefix_caching else None,
-            page_size=limits.page_size,
             max_batched_tokens=limits.max_batched_tokens,
-            max_num_seqs=limits.max_num_seqs,
             max_prefill_seqs=limits.max_prefill_seqs,
             max_model_len=limits.max_model_len,
             chunked_prefill=limits.chunked_prefill,
@@ -125,23 +148,39 @@ class FakeEngine:
 
         All that precedes the new tokens is read before any of them is written: a step shares nothing within itself.
         """
-        ps = self.limits.page_size
-        prefixes = [
-            [self.memory[row.request.pages[t // ps], t % ps] for t in range(row.start)]  # KeyError: never written
-            for row in plan.rows
-        ]
+        cached = [self.read(plan, i, row.start) for i, row in enumerate(plan.rows)]
         samples = []
-        for row, kv in zip(plan.rows, prefixes, strict=True):
+        for i, (row, views) in enumerate(zip(plan.rows, cached, strict=True)):
             request, end = row.request, row.start + row.num_tokens
             tokens = [self.last_tokens[row.slot]] if row in plan.decode else request.token_ids[row.start : end]
             assert len(tokens) == row.num_tokens
             for position, token in enumerate(tokens, start=row.start):
-                kv.append(kv_of(request.salt, token))
-                self.memory[request.pages[position // ps], position % ps] = kv[-1]
+                for (lane, place), view in zip(self.places(plan, i, position), views, strict=True):
+                    view[position] = self.memory[place] = kv_of(request.salt, token)
+                    assert all(key in view for key in visible(lane, position))
             if row.samples:
-                samples.append(next_token(kv))
+                heads = zip(self.limits.heads, views, strict=True)
+                samples.append(next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads]))
                 self.last_tokens[row.slot] = samples[-1]
         return samples
+
+    def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
+        """Each head, and where the K/V of a token is for it: group, row and offset."""
+        page, offset = divmod(position, self.limits.page_size)
+        return [
+            (head, (group, int(plan.tables[group][row, i, page]), offset))
+            for group, heads in enumerate(self.limits.groups)
+            for i, head in enumerate(heads)
+        ]
+
+    def read(self, plan: StepPlan, row: int, start: int) -> list[dict[int, object]]:
+        """What is cached before `start`, by position for each head: all that a token at `start` or after it sees."""
+        views: list[dict[int, object]] = [{} for _ in self.limits.heads]
+        for position in range(start):
+            for (head, place), view in zip(self.places(plan, row, position), views, strict=True):
+                if position in visible(head, start):
+                    view[position] = self.memory[place]  # KeyError: never written
+        return views
 
     def read_back(self) -> None:
         plan, samples = self.in_flight.popleft()
@@ -160,7 +199,7 @@ class FakeEngine:
         self.last_tokens.clear()
         self.in_flight.clear()
         self.scheduler.requeue_all()
-        assert self.pool.num_owned == 0
+        assert not any(self.pools.num_owned)
         self.check()
 
     def run(self) -> None:
@@ -169,7 +208,7 @@ class FakeEngine:
             self.step()
             steps += 1
             assert steps < 2000, "no end in sight"
-        assert self.pool.num_owned == 0
+        assert not any(self.pools.num_owned)
         for request in self.requests:
             assert request.output_ids == self.streamed[request.request_id]
             if request.finish_reason == "refused":
@@ -192,27 +231,33 @@ class FakeEngine:
             request, end = row.request, row.start + row.num_tokens
             assert row.slot == request.slot
             assert row.slot in range(limits.max_num_seqs)
-            assert end <= len(request.pages) * limits.page_size
+            assert end <= self.pools.pools[0].allocated_tokens(row.slot)
             assert row.samples == (end >= request.prefill_end)
             assert request.num_tokens <= min(limits.max_len, len(request.prompt_ids) + request.params.max_tokens)
             if not limits.chunked_prefill and not row.samples:
                 assert len(request.token_ids) > limits.max_batched_tokens
-            for page in request.pages[row.start // limits.page_size :]:
-                assert self.pool.refcount(page) == 1, "what a step writes to, nobody else holds"
+        for i, row in enumerate(rows):
+            for position in range(row.start, row.start + row.num_tokens):
+                for _, (group, place, _) in self.places(plan, i, position):
+                    assert place != PAGE_NONE
+                    assert self.pools.pools[group]._rows.refcount(place) == 1, (
+                        "what a step writes to, nobody else holds"
+                    )
 
     def check(self) -> None:
-        self.pool.check()
+        self.pools.check()
         self.cache.check()
         self.unfinished = [request for request in self.unfinished if request.finish_reason is None]
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert [*running, *waiting] == self.unfinished
-        held = [page for request in running for page in request.pages]
-        assert [self.pool.refcount(page) for page in range(self.pool.num_pages)] == [
-            held.count(page) for page in range(self.pool.num_pages)
-        ]
+        slots = [request.slot for request in running if request.slot is not None]
+        assert len(slots) == len(running)
         for request in self.unfinished:
             assert (request.slot is not None) == (request in running)
-            assert len(request.pages) == -(-request.num_computed // self.limits.page_size)
+        ends = {request.slot: request.num_computed for request in running}
+        for slot, pool in itertools.product(range(self.limits.max_num_seqs), self.pools.pools):
+            pages = -(-ends.get(slot, 0) // self.limits.page_size)
+            assert pool.allocated_tokens(slot) == pages * self.limits.page_size
 
 
 # Prompts whose first eight tokens of output are not EOS.
@@ -296,7 +341,7 @@ def test_a_token_sampled_after_the_end_is_dropped():
     engine.step()
     engine.step()
     assert (request.output_ids, request.finish_reason) == ([stop], "stop")
-    assert (engine.pool.num_owned, len(engine.in_flight)) == (0, 1)
+    assert (engine.pools.num_owned, len(engine.in_flight)) == ((0,), 1)
     assert engine.step() is None
     assert (request.output_ids, engine.num_dropped) == ([stop], 1)
 
@@ -313,6 +358,11 @@ def test_eos_ends_a_sequence_unless_ignored(ignore_eos):
         assert ignore_eos or EOS not in request.output_ids[:-1]
 
 
+def first_page(engine: FakeEngine, request: Request) -> int:
+    assert request.slot is not None
+    return engine.pools.tables([request.slot])[0][0, 0, 0]
+
+
 def test_pages_are_shared_from_the_step_after_they_were_written():
     engine = FakeEngine(Limits(num_pages=20, max_num_seqs=4, max_batched_tokens=20))
     prompt = LASTING[0]
@@ -322,7 +372,7 @@ def test_pages_are_shared_from_the_step_after_they_were_written():
     other_salt = engine.add(prompt, salt="other", max_tokens=4)
     engine.step()
     assert [request.num_cached for request in (*same_step, later, other_salt)] == [0, 0, 2, 0]
-    assert later.pages[0] == same_step[0].pages[0]
+    assert first_page(engine, later) == first_page(engine, same_step[0]) != first_page(engine, same_step[1])
     engine.run()
 
 
@@ -347,7 +397,7 @@ def test_exhaustion_preempts_the_youngest_and_delivers_what_it_had_in_flight():
     assert summary(engine.planned_step().rows) == [(0, 4, 1, True)], "its next page was the youngest's"
     assert engine.scheduler.waiting == (young, third)
     assert engine.scheduler.num_preemptions == 1
-    assert (young.slot, young.pages, young.num_computed) == (None, [], 0)
+    assert (young.slot, young.num_computed) == (None, 0)
     assert len(young.output_ids) == 1, "sampled before it lost its pages"
     engine.run()
     assert engine.cache.hit_tokens == 2, "it lost its last page first, and found the other one again"
@@ -362,7 +412,8 @@ def test_a_request_waits_for_room_for_all_it_knows():
     running = engine.add(LASTING[2], max_tokens=2)
     engine.step()
     waiting = engine.add([*prompt, 1, 2, 3], max_tokens=1)
-    assert len(engine.cache.lookup(waiting.token_ids)) == engine.pool.num_free == 4, "all that is free are its hits"
+    [hits] = engine.cache.lookup(waiting.token_ids)
+    assert hits.size == engine.pools.pools[0].num_free == 4, "all that is free are its hits"
     assert engine.planned_step().prefill == ()
     assert not waiting.is_running
     assert running.finish_reason == "length"
@@ -427,7 +478,7 @@ def test_abort_ends_a_request_wherever_it_is():
         assert not engine.scheduler.abort(request.request_id)
         assert request.finish_reason == "abort"
         engine.check()
-    assert engine.pool.num_owned == 0
+    assert not any(engine.pools.num_owned)
     assert not engine.scheduler.abort("never heard of")
     engine.run()
 
@@ -466,14 +517,14 @@ def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
     """Each allocation in turn fails, whether or not there are pages."""
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
-        allocate, calls = engine.pool.allocate, iter(range(10**6))
+        allocate, calls = engine.pools.allocate, iter(range(10**6))
 
-        def fail_once(n: int, allocate=allocate, calls=calls, failing=failing) -> list[int]:
+        def fail_once(slot: int, n: int, allocate=allocate, calls=calls, failing=failing) -> None:
             if next(calls) == failing:
                 raise OutOfPages(n, 0)
-            return allocate(n)
+            allocate(slot, n)
 
-        monkeypatch.setattr(engine.pool, "allocate", fail_once)
+        monkeypatch.setattr(engine.pools, "allocate", fail_once)
         for prompt in LASTING[:3]:
             engine.add([*prompt, 1, 2], max_tokens=5)
         engine.run()
@@ -481,20 +532,18 @@ def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
 
 
 def test_bad_arguments_are_refused():
-    pool = PagePool(4)
-    sizes: dict[str, Any] = {"page_size": 2, "max_batched_tokens": 8, "max_num_seqs": 3, "max_model_len": 64}
-    sizes["chunked_prefill"] = True
+    pools = Limits().pools()
 
-    def make(cache: PrefixCache | None = None, /, **changed: Any) -> Scheduler:
-        return Scheduler(pool, cache, **(sizes | changed))
+    sizes: dict[str, Any] = {"max_batched_tokens": 8, "max_model_len": 64, "chunked_prefill": True}
 
-    for name in ("page_size", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs"):
+    def make(**changed: int) -> Scheduler:
+        return Scheduler(pools, None, **(sizes | changed))
+
+    for name in ("max_batched_tokens", "max_prefill_seqs"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             make(**{name: 0})
     with pytest.raises(ValueError, match="max_model_len=1"):
         make(max_model_len=1)
-    with pytest.raises(ValueError, match="page_size must be the prefix cache's 4, got 2"):
-        make(PrefixCache(pool, 4))
     scheduler = make()
     scheduler.add(Request("a", (1,)))
     with pytest.raises(ValueError, match="request_id must be new, got 'a' again"):
@@ -593,14 +642,14 @@ def test_long_traffic_meets_everything_at_once(lag, monkeypatch):
     """Also shows that such traffic meets what it is meant to meet."""
     draw = random.Random(lag)
     engine = FakeEngine(Limits(num_pages=10, max_num_seqs=4, lag=lag), sees_progress=False)
-    allocate = engine.pool.allocate
+    allocate = engine.pools.allocate
 
-    def fail_sometimes(n: int) -> list[int]:
+    def fail_sometimes(slot: int, n: int) -> None:
         if draw.random() < 0.02:
             raise OutOfPages(n, 0)
-        return allocate(n)
+        allocate(slot, n)
 
-    monkeypatch.setattr(engine.pool, "allocate", fail_sometimes)
+    monkeypatch.setattr(engine.pools, "allocate", fail_sometimes)
     for _ in range(1000):
         if draw.random() < 0.3 and len(engine.scheduler.waiting) < 5:
             prompt = [1, 2, 3, 4, 5, 6, 1, 2][: draw.randint(0, 8)] + draw.choices((1, 2), k=draw.randint(1, 6))
