@@ -45,7 +45,7 @@ def test_scale_255_is_no_number():
     assert np.isnan(out.astype(np.float32)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_weights_lie_where_the_layout_says(experts: int, groups: int, out_width: int, seed: int):
     rng = np.random.default_rng(seed)
