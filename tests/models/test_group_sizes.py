@@ -1,0 +1,73 @@
+"""How cache groups share the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from models.group_sizes import GroupSizes, group_sizes, make_pools
+from models.presets import GQA_PRESETS
+from models.windows import HeadWindows, LayerWindow
+from pallas_attn import FULL
+from tests.models.engine_case import CONFIG as LATENT
+
+HEADS = HeadWindows((FULL, 40), (0, 4))
+
+
+def sizes(*windows: LayerWindow, num_pages: int = 64, max_model_len: int = 512, **options) -> tuple[GroupSizes, ...]:
+    config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=len(windows), windows=windows)
+    defaults = {"page_size": 8, "step_tokens": 32, "recycling": True}
+    return group_sizes(config, num_pages=num_pages, max_model_len=max_model_len, **(defaults | options))
+
+
+@pytest.mark.parametrize("window", [None, 40, HEADS])
+@pytest.mark.parametrize("recycling", [True, False])
+def test_one_group_has_all_pages(window, recycling):
+    [group] = sizes(window, window, num_pages=77, recycling=recycling)
+    assert (group.layers, group.num_pages) == ((0, 1), 77)
+    assert group.head_wise == isinstance(window, HeadWindows)
+    assert group.num_rows == 77 * (2 if group.head_wise else 1)
+
+
+def test_models_of_latents_have_one_group():
+    common = {"page_size": 8, "max_model_len": 64, "step_tokens": 8, "recycling": True}
+    assert group_sizes(LATENT, num_pages=5, **common) == (GroupSizes((0, 1), HeadWindows((FULL,), (0,)), False, 5),)
+
+
+def test_without_recycling_all_groups_have_as_many_and_pools_know_no_windows():
+    groups = sizes(None, 40, HEADS, num_pages=31, recycling=False)
+    assert [group.num_pages for group in groups] == [31] * 3
+    assert [group.heads.window for group in groups] == [(FULL,), (FULL,), (FULL, FULL)]
+
+
+def test_groups_share_in_proportion_to_what_long_sequences_hold():
+    """A sequence of 512 tokens has 64 pages, or six where the window is 40; a chunk of 32 tokens takes four more."""
+    full, windowed = sizes(None, 40, 40, num_pages=300)
+    assert (full.layers, windowed.layers) == ((0,), (1, 2))
+    sequences = (3 * 300 - 2 * 4) / (64 + 2 * 6)
+    assert (full.num_pages, windowed.num_pages) == (int(64 * sequences), int(6 * sequences + 4))
+    assert full.num_pages + 2 * windowed.num_pages <= 900
+
+
+def test_heads_count_as_their_part_of_a_page():
+    full, mixed = sizes(None, HEADS, num_pages=300)
+    held = (64 + 1 + 6) / 2  # of two heads: one has all pages, the other sink tokens and a window
+    sequences = (2 * 300 - 4 / 2) / (64 + held)
+    assert (full.num_pages, mixed.num_pages) == (int(64 * sequences), int(held * sequences + 4 / 2))
+
+
+def test_memory_for_less_than_a_sequence_is_shared_all_the_same():
+    full, windowed = sizes(None, 40, num_pages=20)
+    assert (full.num_pages, windowed.num_pages) == (int(64 * 40 / 70), int(6 * 40 / 70))
+    assert all(group.num_pages == 1 for group in sizes(None, 8, num_pages=1))
+
+
+def test_tables_are_as_long_as_sequences_can_get():
+    pools = make_pools(sizes(None, num_pages=20), page_size=8, max_num_seqs=2, max_model_len=512)
+    assert pools.table_tokens == 160
+    pools = make_pools(sizes(40, num_pages=20), page_size=8, max_num_seqs=2, max_model_len=510)
+    assert pools.table_tokens == 512
+    pools = make_pools(sizes(HEADS, num_pages=20), page_size=8, max_num_seqs=2, max_model_len=512)
+    assert pools.table_tokens == (40 - 7) * 8, "of 40 rows the window and sink tokens of one head take 7"
+    assert pools.max_num_seqs == 2
