@@ -28,9 +28,9 @@ CONFIG = dataclasses.replace(
     hidden_size=64,
     num_attention_heads=6,
     num_key_value_heads=3,
-    num_hidden_layers=4,
-    # a layer of sink tokens past a page's end, a window of one, and a head that sees all, beside plain layers
-    windows=(HeadWindows((FULL, 9, 1), (0, 3, 10)), None, 7, HeadWindows((8, FULL, 16), (8, 0, 0))),
+    num_hidden_layers=2,
+    # heads that see all beside a window of one, sink tokens past a page's end, and whole pages of either
+    windows=(HeadWindows((FULL, 9, 1), (0, 3, 10)), HeadWindows((8, FULL, 16), (8, 0, 0))),
 )
 SEED = 4
 PROMPT = np.random.default_rng(SEED).integers(0, 64, 45).tolist()
@@ -69,7 +69,7 @@ def test_every_window_shows_in_the_tokens():
     """Else the other tests would not tell one set of windows from another."""
     assert CONFIG.windows is not None
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
-    for layer in (0, 2, 3):
+    for layer in (0, 1):
         windows = tuple(None if i == layer else window for i, window in enumerate(CONFIG.windows))
         logits = gqa_oracle.forward(dataclasses.replace(CONFIG, windows=windows), tensors, PROMPT)
         assert np.abs(logits - expected()[0]).max() > 0.1
@@ -77,7 +77,7 @@ def test_every_window_shows_in_the_tokens():
 
 ENGINES = {
     "chunks of 16": {"page_size": 8, "num_pages": 16, "max_batched_tokens": 16},
-    "chunks of 7, tokens of their own pages": {"page_size": 1, "num_pages": 128, "max_batched_tokens": 7},
+    "chunks of 7, tokens of their own pages": {"page_size": 1, "num_pages": 256, "max_batched_tokens": 7},
 }
 
 
