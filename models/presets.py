@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+
 from models.config import DeepSeekConfig
 from models.gqa_config import GQAConfig
 from models.rope_config import YarnConfig
 
+_tiny = functools.partial(
+    DeepSeekConfig,
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+    max_position_embeddings=2560,
+)
+
+# The latent widths of all published models.
+_wide = functools.partial(
+    DeepSeekConfig,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    max_position_embeddings=163840,
+)
+
+_tiny_heads = functools.partial(
+    GQAConfig,
+    vocab_size=512,
+    hidden_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+
 PRESETS = {
-    "v3-tiny": DeepSeekConfig(
+    "v3-tiny": _tiny(
         model_type="deepseek_v3",
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
         q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        moe_intermediate_size=64,
         n_routed_experts=16,
         n_shared_experts=1,
         num_experts_per_tok=4,
-        first_k_dense_replace=1,
         n_group=4,
         topk_group=2,
         topk_method="noaux_tc",
@@ -31,29 +58,16 @@ PRESETS = {
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
-        max_position_embeddings=2560,
     ),
-    "v2-lite-tiny": DeepSeekConfig(
+    "v2-lite-tiny": _tiny(
         model_type="deepseek_v2",
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
         q_lora_rank=None,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        moe_intermediate_size=64,
         n_routed_experts=8,
         n_shared_experts=2,
         num_experts_per_tok=3,
-        first_k_dense_replace=1,
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
-        max_position_embeddings=2560,
     ),
-    "mla-25m": DeepSeekConfig(
+    "mla-25m": _wide(
         model_type="deepseek_v3",
         vocab_size=4096,
         hidden_size=512,
@@ -61,15 +75,10 @@ PRESETS = {
         num_hidden_layers=4,
         num_attention_heads=8,
         q_lora_rank=384,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
         moe_intermediate_size=192,
         n_routed_experts=8,
         n_shared_experts=1,
         num_experts_per_tok=2,
-        first_k_dense_replace=1,
         n_group=2,
         topk_group=1,
         topk_method="noaux_tc",
@@ -77,9 +86,8 @@ PRESETS = {
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
-        max_position_embeddings=163840,
     ),
-    "v2-lite": DeepSeekConfig(
+    "v2-lite": _wide(
         model_type="deepseek_v2",
         vocab_size=102400,
         hidden_size=2048,
@@ -87,17 +95,11 @@ PRESETS = {
         num_hidden_layers=27,
         num_attention_heads=16,
         q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
         moe_intermediate_size=1408,
         n_routed_experts=64,
         n_shared_experts=2,
         num_experts_per_tok=6,
-        first_k_dense_replace=1,
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
-        max_position_embeddings=163840,
         bos_token_id=100000,
         eos_token_ids=(100001,),
         dtype="bfloat16",
@@ -108,27 +110,17 @@ with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
 """
 
 GQA_PRESETS = {
-    "qwen3-tiny": GQAConfig(
+    "qwen3-tiny": _tiny_heads(
         model_type="qwen3",
-        vocab_size=512,
-        hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
         rope_theta=1e6,
         max_position_embeddings=2560,
     ),
-    "gpt-oss-tiny": GQAConfig(
+    "gpt-oss-tiny": _tiny_heads(
         model_type="gpt_oss",
-        vocab_size=512,
-        hidden_size=128,
         intermediate_size=64,
         num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
         num_local_experts=8,
         num_experts_per_tok=3,
         rope_theta=150000.0,

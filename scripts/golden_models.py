@@ -37,28 +37,30 @@ def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     }
 
 
-# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ. The epsilon is large enough to show
-# whether the norms inside attention keep to their own 1e-6.
+# The epsilon is large enough to show whether the norms inside latent attention keep to their own 1e-6.
 COMMON = {
     "vocab_size": 256,
     "max_position_embeddings": 1280,
     "rms_norm_eps": 5e-3,
     "bos_token_id": 0,
     "eos_token_id": 1,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-}
-
-GQA_COMMON = {name: COMMON[name] for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps")} | {
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "initializer_range": 0.15,
 }
 
+# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ.
+LATENT = COMMON | {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
+
+# A dense layer before two mixtures of experts.
+DENSE_FIRST = LATENT | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+}
+
 # gpt-oss's form. The limit is low enough that gates reach it, and the window shorter than most prompts.
-GPT_OSS = GQA_COMMON | {
+GPT_OSS = COMMON | {
     "max_position_embeddings": 256,
     "hidden_size": 64,
     "intermediate_size": 32,
@@ -89,13 +91,7 @@ GOLDENS = {
     # V2-Lite's form: queries are not compressed, and there is one group of experts
     "v2-greedy": Golden(
         DeepseekV2Config(
-            **COMMON,
-            hidden_size=64,
-            initializer_range=0.15,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
-            first_k_dense_replace=1,
+            **DENSE_FIRST,
             num_attention_heads=4,
             q_lora_rank=None,
             n_routed_experts=12,
@@ -113,9 +109,8 @@ GOLDENS = {
     # V2's form, with plain rope, three heads and no dense layer
     "v2-group": Golden(
         DeepseekV2Config(
-            **COMMON,
+            **LATENT,
             hidden_size=96,
-            initializer_range=0.15,
             intermediate_size=96,
             moe_intermediate_size=24,
             num_hidden_layers=2,
@@ -136,13 +131,7 @@ GOLDENS = {
     # V3's form, in several files
     "v3": Golden(
         DeepseekV3Config(
-            **COMMON,
-            hidden_size=64,
-            initializer_range=0.15,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
-            first_k_dense_replace=1,
+            **DENSE_FIRST,
             num_attention_heads=3,
             num_key_value_heads=3,
             q_lora_rank=48,
@@ -162,9 +151,8 @@ GOLDENS = {
     # V3 as published: fp8 blocks (most of these widths leave a remainder), and a layer that predicts further tokens
     "v3-fp8": Golden(
         DeepseekV3Config(
-            **COMMON,
+            **(LATENT | {"initializer_range": 0.1}),
             hidden_size=160,
-            initializer_range=0.1,
             intermediate_size=272,
             moe_intermediate_size=40,
             num_hidden_layers=2,
@@ -187,7 +175,7 @@ GOLDENS = {
     # Qwen3's form: normed queries and keys, heads wider than their share of the hidden size, plain rope
     "qwen3": Golden(
         Qwen3Config(
-            **GQA_COMMON,
+            **COMMON,
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=3,
@@ -202,7 +190,7 @@ GOLDENS = {
     # Qwen3 as its cards say to stretch it, with tied embeddings and biases, a query head for each KV head
     "qwen3-yarn": Golden(
         Qwen3Config(
-            **(GQA_COMMON | {"max_position_embeddings": 128}),
+            **(COMMON | {"max_position_embeddings": 128}),
             hidden_size=80,
             intermediate_size=112,
             num_hidden_layers=2,
@@ -223,7 +211,7 @@ GOLDENS = {
     # Llama 3's form: its rope, no norms of queries and keys, in several files
     "llama": Golden(
         LlamaConfig(
-            **GQA_COMMON,
+            **COMMON,
             hidden_size=96,
             intermediate_size=128,
             num_hidden_layers=3,
@@ -247,7 +235,7 @@ GOLDENS = {
     # Qwen3 with a window in all layers but the first
     "qwen3-window": Golden(
         Qwen3Config(
-            **GQA_COMMON,
+            **COMMON,
             hidden_size=48,
             intermediate_size=64,
             num_hidden_layers=3,
