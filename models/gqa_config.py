@@ -35,6 +35,8 @@ _EXPLICIT = (
     "rms_norm_eps",
 )
 
+_OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit")
+
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
@@ -175,16 +177,19 @@ class GQAConfig:
         """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         block, eos, packed = (entries.pop(name) for name in ("fp8_block", "eos_token_ids", "mxfp4_experts"))
-        entries |= window_entries(entries.pop("windows"))
-        if self.model_type == "qwen3" and "sliding_window" in entries:
-            entries["use_sliding_window"] = True
+        entries |= window_entries(entries.pop("windows"), by_layer=self.model_type != "llama")
         entries["architectures"] = [FAMILIES[self.model_type]]
         entries["hidden_act"] = "silu"
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
-        if self.model_type == "gpt_oss" and self.rope_scaling is None:
-            entries["rope_scaling"] = {"rope_type": "default"}  # in this family, to say nothing may mean yarn
+        if self.model_type == "gpt_oss":  # where to say nothing means windows and yarn
+            if self.windows is None:
+                entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
+            entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
+        else:
+            entries = {name: entry for name, entry in entries.items() if name not in _OF_EXPERTS}
+            entries["use_sliding_window"] = "sliding_window" in entries
         if block is not None:
             entries["quantization_config"] = quantization_entry(block)
         if packed:

@@ -189,16 +189,18 @@ def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
     return kinds
 
 
-def window_entries(windows: Windows | None) -> dict[str, Any]:
+def window_entries(windows: Windows | None, *, by_layer: bool) -> dict[str, Any]:
     """Entries of a config.json that say these windows.
 
-    In Hugging Face's own, `layer_types` and `sliding_window`, where those can: where some layers have one window for
-    all their heads, and the others none.
+    Args:
+      windows: None for no entries.
+      by_layer: whether Hugging Face's own model of the family has windows. Its entries, `layer_types` and
+        `sliding_window`, are used where they can: where some layers have one window for all heads, the others none.
     """
     if windows is None:
         return {}
     widths = set(windows) - {None}
-    if len(widths) == 1 and isinstance(width := widths.pop(), int):
+    if by_layer and len(widths) == 1 and isinstance(width := widths.pop(), int):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
         return {"sliding_window": width, "layer_types": kinds}
     return {"head_windows": [_layer_entry(window) for window in windows]}

@@ -22,7 +22,8 @@ from models.moe import BiasedMoE
 from models.presets import GQA_PRESETS
 from models.rope_config import YarnConfig
 from models.weights import count_parameters, load_model
-from models.windows import CacheGroup, cache_groups
+from models.windows import CacheGroup, HeadWindows, cache_groups
+from pallas_attn import FULL
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]
@@ -84,6 +85,20 @@ def test_published():
 def test_layers_alternate_where_nothing_is_said():
     entries = {name: value for name, value in PUBLISHED.items() if name != "layer_types"}
     assert read_config(entries) == read_config(PUBLISHED)
+
+
+WRITTEN = {
+    "tiny": TINY,
+    "without windows": dataclasses.replace(TINY, windows=None),
+    "told that no layer has one": dataclasses.replace(TINY, windows=(None,) * 4),
+    "windows of heads": dataclasses.replace(TINY, windows=(HeadWindows((3, FULL), (0, 1)), 8, None, 8)),
+    "plain rope, packed": dataclasses.replace(TINY, rope_scaling=None, mxfp4_experts=True),
+}
+
+
+@pytest.mark.parametrize("config", WRITTEN.values(), ids=WRITTEN)
+def test_survives_being_written_as_json(config: GQAConfig):
+    assert read_config(json.loads(json.dumps(config.to_hf()))) == config
 
 
 def test_old_and_new_keys_describe_the_same_model():

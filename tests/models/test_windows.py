@@ -32,6 +32,12 @@ def test_head_windows_of_a_config_are_read_and_written():
     assert GQAConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def test_a_llama_says_its_windows_as_those_of_heads():
+    config = dataclasses.replace(TINY, model_type="llama", windows=(None, 16, 16))
+    assert config.to_hf()["head_windows"] == [None, 16, 16]
+    assert GQAConfig.from_hf(config.to_hf()) == config
+
+
 def test_sink_tokens_may_be_left_out():
     assert read_head_windows([{"window": [3, None]}]) == (HeadWindows((3, FULL), (0, 0)),)
 
