@@ -1,7 +1,8 @@
-"""Measures the engine end to end: prefill and decode speed by batch size, and what the prefix cache saves.
+"""Measures the engine end to end: prefill and decode speed by batch size, and what prefix cache and windows save.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
     python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--limit-seconds 300]
+    python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
 
 Every number is the median of several runs on a warm engine; compilation is apart. The first token ends the prefill:
 prefill speed is batch x prompt tokens by the time a run with one new token takes, decode speed is batch x (new tokens
@@ -10,6 +11,9 @@ same weights are also timed under transformers' own `generate` (scripts/bench_tr
 
 `v2-lite`, which is of a real size, is measured otherwise (scripts/bench_serving.py): random weights are made on the
 device, in bfloat16, and times are laid beside what the card could do at most.
+
+`--head-windows` measures what windows for some KV heads save (scripts/bench_head_windows.py): contexts that a pool
+holds, their throughput, and waiting times.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from models.weights import load_model, save_random_checkpoint
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import bench_serving
+from scripts import bench_head_windows, bench_serving
 from scripts.bench_device import description
 from scripts.bench_serving import Serving
 
@@ -174,6 +178,27 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
         console.print(bench_serving.latest(result), highlight=False, soft_wrap=True)
 
 
+def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> None:
+    """Measures windows of some KV heads, and writes the report after each case."""
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    config, sizes = bench_head_windows.MODELS[backend], bench_head_windows.SIZES[backend]
+    bench = bench_head_windows.Bench(config, args.dtype, settings_of(args), sizes, tuple(args.windowed))
+    report = description() | {"machine": machine()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for result in bench_head_windows.run(bench, args.limit_seconds):
+        report |= result
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(bench_head_windows.table(report))
+    if args.plot is not None:
+        report["long_decode"] = bench_head_windows.long_decode(bench, max(bench.windowed))
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        bench_head_windows.plot_long_decode(args.plot, bench, report["long_decode"])
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {num_cores()} cores"
+
+
 def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name
@@ -226,24 +251,33 @@ def show(console: Console, result: dict[str, Any]) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", nargs="+", choices=PRESETS, default=["v3-tiny", "mla-25m"])
+    parser.add_argument("--head-windows", action="store_true", help="measure windows of some KV heads instead")
+    parser.add_argument("--windowed", nargs="+", type=int, default=[1, 7], help="KV heads with a window, of 8")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="of --head-windows: rows in use as a context grows"
+    )
     parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; of v2-lite 1 8 64")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768], help="prompt tokens of v2-lite")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 2, for one decode step")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case of v2-lite after this")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of v2-lite bfloat16")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=math.inf, help="begin no case of v2-lite or windows after this"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a large model bfloat16")
     parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
     parser.add_argument(
         "--transformers", metavar="PYTHON", help="a Python with torch and transformers, to time as well"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
-    large = LARGE in args.config
-    if large and len(args.config) > 1:
+    large = LARGE in args.config or (args.head_windows and jax.default_backend() != "cpu")
+    if LARGE in args.config and len(args.config) > 1:
         parser.error(f"--config: {LARGE} is measured on its own")
     args.batch = args.batch or ([1, 8, 64] if large else [1, 8, 32])
     args.dtype = args.dtype or ("bfloat16" if large else "float32")
+    if not all(1 <= count < 8 for count in args.windowed):
+        parser.error("--windowed: expected 1 to 7 of 8 heads")
     if min(*args.batch, *args.contexts, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
         parser.error("--batch, --contexts, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
     return args
@@ -254,9 +288,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # a large model leaves room for little else
     device, console = jax.devices()[0], Console()
     kind = device.device_kind.lower().replace(" ", "_")
-    if LARGE in args.config:
-        out = args.json or RESULTS / f"engine_{LARGE}_{kind}.json"
-        bench_large(args, console, out)
+    if args.head_windows or LARGE in args.config:
+        name, bench = ("head_windows", bench_head_wise) if args.head_windows else (LARGE, bench_large)
+        out = args.json or RESULTS / f"engine_{name}_{kind}.json"
+        bench(args, console, out)
         console.print(f"written to {out}")
         return 0
     work = Workload(args.prompt_tokens, args.new_tokens, args.repeats)
@@ -266,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         show(console, results[-1])
     report = {
         "device": device.device_kind,
-        "machine": f"{platform.machine()}, {num_cores()} cores",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "dtype": args.dtype,
         "workload": dataclasses.asdict(work),

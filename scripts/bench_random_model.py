@@ -12,12 +12,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from models.config import DeepSeekConfig
+from models.config import ModelConfig
 from models.mla import AttentionSettings
 from models.model import Decoder
 
 
-def random_model(config: DeepSeekConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0) -> Decoder:
+def random_model(config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0) -> Decoder:
     """Of weights that keep activations near 1, so that tokens go to experts evenly and nothing overflows."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, settings, dtype)))
 

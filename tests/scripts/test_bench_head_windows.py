@@ -1,0 +1,88 @@
+"""The benchmark of head-wise windows: its arithmetic, and that what it reports adds up."""
+
+import dataclasses
+import json
+
+import pytest
+
+from models.mla import AttentionSettings
+from scripts import bench_engine, bench_head_windows
+from scripts.bench_head_windows import MODELS, SIZES, Sizes
+
+TINY = Sizes(
+    context=128,
+    new_tokens=48,
+    window=16,
+    sink_tokens=2,
+    page_size=4,
+    pool_contexts=3,
+    step_tokens=64,
+    waiting_context=32,
+    waiting_window=8,
+    waiting_batch=2,
+    waiting_tokens=4,
+    repeats=1,
+)
+
+
+def test_arithmetic_is_that_of_32k_contexts_and_4k_windows():
+    for sizes in SIZES.values():
+        assert [round(sizes.allowed(8, windowed), 2) for windowed in (1, 7)] == [1.12, 4.24]
+        assert sizes.context / sizes.window == 8
+    assert SIZES["gpu"].allowed(8, 0) == 1
+    assert dataclasses.replace(TINY, window=1000).allowed(8, 7) == 1
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The report and the picture of a run in miniature."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = dataclasses.replace(
+            MODELS["cpu"], num_hidden_layers=1, hidden_size=32, num_attention_heads=8, head_dim=16, vocab_size=64
+        )
+        patch.setitem(bench_head_windows.MODELS, "cpu", small)
+        patch.setitem(bench_head_windows.SIZES, "cpu", TINY)
+        out, plot = (tmp_path_factory.mktemp("windows") / name for name in ("out.json", "rows.png"))
+        args = ["--head-windows", "--windowed", "7", "--json", str(out), "--plot", str(plot)]
+        assert bench_engine.main(args) == 0
+    return json.loads(out.read_text()), plot
+
+
+def test_recycling_holds_what_arithmetic_allows(files):
+    report, _ = files
+    (case,) = report["cases"]
+    assert case["windowed"] == 7
+    assert case["allowed_ratio"] == pytest.approx(8 / (1 + 7 * 18 / 128))
+    assert case["off"]["contexts"] in (3, 4)  # before they have grown to the end, more may fit
+    assert case["on"]["contexts"] >= 10
+    assert case["on"]["cache_bytes"] == case["off"]["cache_bytes"]
+    assert case["on"]["steps"] < case["off"]["steps"]
+    assert case["contexts_ratio"] == case["on"]["contexts"] / case["off"]["contexts"]
+    assert case["fraction_of_allowed"] == case["contexts_ratio"] / case["allowed_ratio"]
+
+
+def test_waiting_times_are_of_both_kinds_of_tables(files):
+    (case,) = files[0]["cases"]
+    for kind in ("ttft", "between_tokens"):
+        uniform, head_wise = (case[name][f"{kind}_s"]["median"] for name in ("uniform", "head_wise"))
+        assert case[f"{kind}_saved"] == pytest.approx(1 - head_wise / uniform)
+
+
+def test_rows_in_use_do_not_exceed_sink_pages_window_and_the_page_being_written(files):
+    report, plot = files
+    series = report["long_decode"]
+    bench = bench_head_windows.Bench(MODELS["cpu"], "float32", AttentionSettings(), TINY, (7,))
+    assert len(series["on"]) == len(series["off"]) == 128 - 4
+    bounds = [bench_head_windows.most_rows(bench, 7, 4 + step) for step in range(len(series["on"]))]
+    assert all(rows <= bound for rows, bound in zip(series["on"], bounds, strict=True))
+    assert series["off"] == [8 * -(-(4 + step) // 4) for step in range(len(series["off"]))]
+    assert series["on"][-1] < series["off"][-1] / 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("windowed", ["0", "8"])
+def test_heads_that_all_have_windows_or_none_are_refused(windowed, capsys):
+    with pytest.raises(SystemExit) as raised:
+        bench_engine.main(["--head-windows", "--windowed", windowed])
+    assert raised.value.code == 2
+    assert "--windowed: expected 1 to 7 of 8 heads" in capsys.readouterr().err
