@@ -63,7 +63,7 @@ class Sizes:
     waiting_window: int
     waiting_batch: int = 8
     waiting_tokens: int = 64
-    repeats: int = 3
+    repeats: int = 5
 
     @property
     def num_pages(self) -> int:
@@ -179,26 +179,38 @@ def contexts(bench: Bench, windowed: int) -> dict[str, Any]:
     """Contexts that one pool holds and how fast they go, with recycling and without."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
-    requests = round(1.5 * allowed * sizes.pool_contexts)
-    prompts = bench.prompts(requests, sizes.context - sizes.new_tokens)
-    row: dict[str, Any] = {"requests": requests, "allowed_ratio": allowed}
-    for name, recycling in (("off", False), ("on", True)):
-        engine = _engine(model, sizes, round(1.25 * allowed * sizes.pool_contexts), recycling)
-        engine.warmup()
-        _, steps = generate(engine, prompts, [sizes.new_tokens] * requests)
-        run_s = sum(step.duration_s for step in steps)
-        decodes = [step for step in steps if not step.prefill_tokens]
-        row[name] = {
-            "contexts": max(step.decode_tokens for step in steps),
-            "new_tokens_per_s": requests * sizes.new_tokens / run_s,
-            "decode_tokens_per_s": sum(s.decode_tokens for s in decodes) / sum(s.duration_s for s in decodes),
-            "steps": len(steps),
-            "preemptions": engine.stats().preemptions,
-            "cache_bytes": engine.stats().cache_bytes,
-            "run_s": run_s,
-        }
-    ratios = {f"{key}_ratio": row["on"][key] / row["off"][key] for key in ("contexts", "new_tokens_per_s")}
-    return row | ratios | {"fraction_of_allowed": ratios["contexts_ratio"] / allowed}
+    most = round(1.25 * allowed * sizes.pool_contexts)
+    prompts = bench.prompts(round(1.5 * allowed * sizes.pool_contexts), sizes.context - sizes.new_tokens)
+    off, on = (_serve(model, sizes, most, recycling, prompts) for recycling in (False, True))
+    ratios = {f"{key}_ratio": on[key] / off[key] for key in ("contexts", "new_tokens_per_s")}
+    return {
+        "requests": len(prompts),
+        "allowed_ratio": allowed,
+        "fraction_of_allowed": ratios["contexts_ratio"] / allowed,
+        **ratios,
+        "off": off,
+        "on": on,
+    }
+
+
+def _serve(
+    model: Decoder, sizes: Sizes, max_num_seqs: int, recycling: bool, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """How many of these requests decoded at once, and how fast all went."""
+    engine = _engine(model, sizes, max_num_seqs, recycling)
+    engine.warmup()
+    _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
+    run_s = sum(step.duration_s for step in steps)
+    decodes = [step for step in steps if not step.prefill_tokens]
+    return {
+        "contexts": max(step.decode_tokens for step in steps),
+        "new_tokens_per_s": len(prompts) * sizes.new_tokens / run_s,
+        "decode_tokens_per_s": sum(s.decode_tokens for s in decodes) / sum(s.duration_s for s in decodes),
+        "steps": len(steps),
+        "preemptions": engine.stats().preemptions,
+        "cache_bytes": engine.stats().cache_bytes,
+        "run_s": run_s,
+    }
 
 
 def _engine(model: Decoder, sizes: Sizes, max_num_seqs: int, recycling: bool) -> Engine:
@@ -315,8 +327,8 @@ def plot_long_decode(path: Path, bench: Bench, series: dict[str, Any]) -> None:
     tokens = series["prompt_tokens"] + np.arange(len(series["on"]))
     bound = [most_rows(bench, series["windowed"], count) for count in tokens.tolist()]
     axes.plot(tokens, series["off"], color="#E69F00", label="no recycling")
+    axes.plot(tokens, bound, color="#666666", linewidth=6, alpha=0.3, label="sink pages, window and one page")
     axes.plot(tokens, series["on"], color="#0072B2", label="recycling")
-    axes.plot(tokens, bound, color="#666666", linestyle="--", linewidth=0.8, label="sink pages, window, and one page")
     heads, window = bench.config.num_key_value_heads, bench.sizes.window
     axes.set(xlabel="tokens of the context", ylabel="rows in use", xlim=(0, tokens[-1]), ylim=(0, None))
     axes.set_title(f"{series['windowed']} of {heads} KV heads with a window of {window:,} tokens", loc="left")
