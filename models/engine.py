@@ -183,6 +183,7 @@ class Engine:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
             step_tokens=config.max_batched_tokens,
             recycling=config.recycling,
         )

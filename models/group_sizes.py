@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
@@ -46,35 +47,45 @@ def group_sizes(
     num_pages: int,
     page_size: int,
     max_model_len: int,
+    max_num_seqs: int,
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
     """Shares out the memory of `num_pages` in every layer.
 
     Every group gets what the chunk of one step takes beyond what stays, and all else goes to the groups in proportion
-    to what sequences of `max_model_len` hold of them. A model of one group has `num_pages` there, and so has every
-    group of one whose pages are not recycled.
+    to what sequences hold of them that are as long as possible, if `max_num_seqs` of them are to fit. (If they are
+    shorter than the windows, that is as much of every group. Where windows are much shorter than sequences, running
+    fewer but longer ones than this leaves the groups with windows partly unused; were it shared for the longest of all,
+    short sequences would find no room there long before they do elsewhere.)
+
+    A model of one group has `num_pages` there, and so has every group of one whose pages are not recycled.
 
     Args:
       config: of the model.
       num_pages: pages of every layer, if all had as many.
       page_size: tokens of a page.
       max_model_len: tokens of a sequence.
+      max_num_seqs: sequences that run at once.
       step_tokens: new tokens of a sequence in one step at most.
       recycling: whether pages that windows leave behind are given back; without, pools are told of no windows.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
-    held = [_peak_pages(seen, page_size, max_model_len, 1) for seen in heads]
-    chunk = [_peak_pages(seen, page_size, max_model_len, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
     total = num_pages * config.num_hidden_layers
-    sequences = (total - _memory(groups, chunk)) / _memory(groups, held)
-    pages = [c + sequences * h for c, h in zip(chunk, held, strict=True)]
-    if sequences < 1:  # a chunk more than one sequence is too much to ask
-        pages = [h * total / _memory(groups, held) for h in held]
+
+    def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
+        """For sequences of so many pages: how many fit, and what of each group one holds, and a chunk besides."""
+        held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
+        chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
+        return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
+
+    lengths = range(1, -(-max_model_len // page_size) + 1)
+    too_long = bisect.bisect_left(lengths, True, key=lambda pages: share(pages)[0] < max_num_seqs)
+    sequences, held, chunk = share(max(too_long, 1))
     return tuple(
-        GroupSizes(group.layers, seen, isinstance(group.window, HeadWindows), max(int(n), 1))
-        for group, seen, n in zip(groups, heads, pages, strict=True)
+        GroupSizes(group.layers, seen, isinstance(group.window, HeadWindows), max(int(c + sequences * h), 1))
+        for group, seen, c, h in zip(groups, heads, chunk, held, strict=True)
     )
 
 
@@ -89,10 +100,10 @@ def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: in
     return with_tables(max(longest // page_size, 1))
 
 
-def _peak_pages(seen: HeadWindows, page_size: int, num_tokens: int, step_tokens: int) -> Fraction:
+def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
     """Pages that a sequence never exceeds, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
     pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
-    return Fraction(pool.peak_rows(num_tokens, step_tokens=step_tokens), pool.num_heads)
+    return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
 def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:

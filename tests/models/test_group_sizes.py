@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ HEADS = HeadWindows((FULL, 40), (0, 4))
 
 def sizes(*windows: LayerWindow, num_pages: int = 64, max_model_len: int = 512, **options) -> tuple[GroupSizes, ...]:
     config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=len(windows), windows=windows)
-    defaults = {"page_size": 8, "step_tokens": 32, "recycling": True}
+    defaults: dict[str, Any] = {"page_size": 8, "max_num_seqs": 4, "step_tokens": 32, "recycling": True}
     return group_sizes(config, num_pages=num_pages, max_model_len=max_model_len, **(defaults | options))
 
 
@@ -31,7 +32,7 @@ def test_one_group_has_all_pages(window, recycling):
 
 
 def test_models_of_latents_have_one_group():
-    common = {"page_size": 8, "max_model_len": 64, "step_tokens": 8, "recycling": True}
+    common = {"page_size": 8, "max_model_len": 64, "max_num_seqs": 3, "step_tokens": 8, "recycling": True}
     assert group_sizes(LATENT, num_pages=5, **common) == (GroupSizes((0, 1), HeadWindows((FULL,), (0,)), False, 5),)
 
 
@@ -57,10 +58,16 @@ def test_heads_count_as_their_part_of_a_page():
     assert (full.num_pages, mixed.num_pages) == (int(64 * sequences), int(held * sequences + 4 / 2))
 
 
-def test_memory_for_less_than_a_sequence_is_shared_all_the_same():
-    full, windowed = sizes(None, 40, num_pages=20)
-    assert (full.num_pages, windowed.num_pages) == (int(64 * 40 / 70), int(6 * 40 / 70))
-    assert all(group.num_pages == 1 for group in sizes(None, 8, num_pages=1))
+def test_what_cannot_be_long_and_many_is_shared_for_many():
+    """Sixteen sequences of 30 pages, or six where the window is 40, fill the memory but for a chunk; of 31 too much."""
+    full, windowed = sizes(None, 40, num_pages=291, max_num_seqs=16)
+    assert (full.num_pages, windowed.num_pages) == (int(30 * (582 - 4) / 36), int(6 * (582 - 4) / 36) + 4)
+    assert 31 * 16 + 6 * 16 + 4 > 582
+
+
+@pytest.mark.parametrize("num_pages", [1, 7, 64])
+def test_memory_for_less_than_windows_is_shared_alike(num_pages):
+    assert [group.num_pages for group in sizes(None, 40, num_pages=num_pages, max_num_seqs=64)] == [num_pages] * 2
 
 
 def test_tables_are_as_long_as_sequences_can_get():

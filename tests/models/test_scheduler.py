@@ -537,7 +537,7 @@ def test_bad_arguments_are_refused():
 
     sizes: dict[str, Any] = {"max_batched_tokens": 8, "max_model_len": 64, "chunked_prefill": True}
 
-    def make(**changed: int) -> Scheduler:
+    def make(**changed: Any) -> Scheduler:
         return Scheduler(pools, None, **(sizes | changed))
 
     for name in ("max_batched_tokens", "max_prefill_seqs"):
