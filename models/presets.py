@@ -130,5 +130,27 @@ GQA_PRESETS = {
         rms_norm_eps=1e-5,
         attention_bias=True,
     ),
+    "gpt-oss-20b": GQAConfig(
+        model_type="gpt_oss",
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        rope_theta=150000.0,
+        rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False),
+        windows=(128, None) * 12,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        eos_token_ids=(200002,),
+        dtype="bfloat16",
+    ),
 }
-"""Name to configuration of models with grouped-query attention, for demonstrations and tests."""
+"""Name to configuration of models with grouped-query attention: small ones for demonstrations and tests, and
+`gpt-oss-20b` the real one, its experts unpacked.
+"""

@@ -1,5 +1,5 @@
-"""Steps of the engine on Hopper: layers of DeepSeek-V2-Lite's widths, one dense and two of experts,
-and whatever is chosen there by itself.
+"""Steps of the engine on Hopper, and whatever is chosen there by itself: layers of DeepSeek-V2-Lite's widths, one dense
+and two of experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.config import ModelConfig
+from models.group_sizes import group_sizes
 from models.mla import AttentionSettings
 from models.model import Decoder, split_model
-from models.presets import PRESETS
+from models.presets import GQA_PRESETS, PRESETS
 from models.runner import Bucket, PackedStep, RunnerConfig, _run_step
-from pallas_attn import PagedLatent
+from models.windows import HeadWindows
+from pallas_attn import FULL
 from tests.aot.case import Case, shape
 
-CONFIG = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
+V2_LITE = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
+GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-20b"], num_hidden_layers=2, windows=(128, None))
+HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
+
 SIZES = RunnerConfig(
     num_pages=32768,
     page_size=64,
@@ -28,24 +34,34 @@ SIZES = RunnerConfig(
     decode_buckets=(64,),
     prefill_buckets=(2048,),
 )
-MODEL = nnx.eval_shape(lambda: Decoder(CONFIG, AttentionSettings(), jnp.bfloat16))
 
 
-def step(bucket: Bucket) -> Case:
+def step(config: ModelConfig, bucket: Bucket) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
-    spec = MODEL.cache_spec(SIZES.num_pages, SIZES.page_size)
+    model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))
+    lengths = {"max_model_len": SIZES.table_pages * SIZES.page_size, "step_tokens": SIZES.prefill_buckets[-1]}
+    groups = group_sizes(config, num_pages=SIZES.num_pages, page_size=SIZES.page_size, recycling=True, **lengths)
+    sizes = dataclasses.replace(SIZES, groups=groups)
+    pages = sizes.layer_pages(config.num_hidden_layers)
     arguments = {
-        "weights": jax.tree.leaves(nnx.state(MODEL)),
-        "caches": tuple(jax.eval_shape(lambda: PagedLatent.allocate(spec)) for _ in range(CONFIG.num_hidden_layers)),
-        "last_tokens": shape(SIZES.max_num_seqs, dtype=jnp.int32),
-        "packed": shape(PackedStep.size(SIZES, bucket), dtype=jnp.int32),
+        "weights": jax.tree.leaves(nnx.state(model)),
+        "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
+        "last_tokens": shape(sizes.max_num_seqs, dtype=jnp.int32),
+        "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
     }
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
-        run, _ = split_model(MODEL)
-        return _run_step(run, SIZES, bucket, weights, caches, last_tokens, packed)
+        run, _ = split_model(model)
+        return _run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
     return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20)
 
 
-ENGINE = {"engine-decode": step(Bucket(64, 0)), "engine-mixed": step(Bucket(64, 2048))}
+DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
+ENGINE = {
+    "engine-decode": step(V2_LITE, DECODE),
+    "engine-mixed": step(V2_LITE, MIXED),
+    "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
+    "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
+    "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
+}

@@ -122,16 +122,36 @@ def ragged_attention() -> Case:
 
 def routed_experts(tokens: int) -> Case:
     """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
-    experts, chosen, width, hidden = 64, 6, 2048, 1408
+    count, width, hidden = 64, 2048, 1408
+    return experts_case(tokens, 6, lambda: moe.Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
+
+
+def biased_experts(tokens: int) -> Case:
+    """The experts of gpt-oss-20b: 32, of which every token takes 4; their width leaves half a tile."""
+    count, width = 32, 2880
+
+    def make() -> moe.Experts:
+        weights = bf16(count, width, 2 * width), bf16(count, width, width)
+        return moe.Experts(*weights, bf16(count, 2 * width), bf16(count, width), moe.ClampedSwiglu(1.702, 7.0))
+
+    return experts_case(tokens, 4, make)
+
+
+def bf16(*dims: int) -> jax.Array:
+    return jnp.zeros(dims, jnp.bfloat16)
+
+
+def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Case:
+    experts = jax.eval_shape(make)
+    _, hidden, width = experts.down.shape
     arguments = {
         "x": shape(tokens, width),
-        "experts": ints(tokens, chosen),
-        "weights": shape(tokens, chosen, dtype=jnp.float32),
-        "gate_up": shape(experts, width, 2 * hidden),
-        "down": shape(experts, hidden, width),
+        "chosen": ints(tokens, top_k),
+        "weights": shape(tokens, top_k, dtype=jnp.float32),
+        "experts": experts,
     }
-    # Not `experts` times the rows, which is what jax.lax.ragged_dot takes.
-    return Case(moe.routed_experts, arguments, temporaries=MIB + tokens * chosen * 4 * (width + 2 * hidden))
+    # Not all experts times the rows, which is what jax.lax.ragged_dot takes.
+    return Case(moe.routed_experts, arguments, temporaries=MIB + tokens * top_k * 4 * (width + 2 * hidden))
 
 
 PORTABLE = {
@@ -149,4 +169,5 @@ PORTABLE = {
     **latent_cases(),
     "xla-ragged-attention": ragged_attention(),
     **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 64, 171, 1024)},
+    **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (64, 1024)},
 }

@@ -79,6 +79,7 @@ def test_published():
     assert config.rope_scaling == YarnConfig(32.0, 4096, truncate=False)
     assert cache_groups(config) == (CacheGroup(128, tuple(range(0, 24, 2))), CacheGroup(None, tuple(range(1, 24, 2))))
     assert count_parameters(config) == 20_914_757_184
+    assert config == dataclasses.replace(GQA_PRESETS["gpt-oss-20b"], mxfp4_experts=True)
     assert read_config(json.loads(json.dumps(config.to_hf()))) == config
 
 
