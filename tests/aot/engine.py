@@ -39,8 +39,15 @@ SIZES = RunnerConfig(
 def step(config: ModelConfig, bucket: Bucket) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
     model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))
-    lengths = {"max_model_len": SIZES.table_pages * SIZES.page_size, "step_tokens": SIZES.prefill_buckets[-1]}
-    groups = group_sizes(config, num_pages=SIZES.num_pages, page_size=SIZES.page_size, recycling=True, **lengths)
+    groups = group_sizes(
+        config,
+        num_pages=SIZES.num_pages,
+        page_size=SIZES.page_size,
+        max_model_len=SIZES.table_pages * SIZES.page_size,
+        max_num_seqs=SIZES.max_num_seqs,
+        step_tokens=SIZES.prefill_buckets[-1],
+        recycling=True,
+    )
     sizes = dataclasses.replace(SIZES, groups=groups)
     pages = sizes.layer_pages(config.num_hidden_layers)
     arguments = {
