@@ -428,6 +428,15 @@ def test_a_recycled_page_is_published_without_its_row():
     case.check()
 
 
+def test_pages_without_any_row_are_not_published():
+    case = Sequences(groups=[(8, [(1, 0)])])
+    slot = case.room(32)
+    case.pools.recycle([slot], [32])
+    case.cache.publish(slot, LONG)
+    assert case.cache.num_published == 0
+    case.check()
+
+
 @pytest.mark.parametrize(
     ("break_cache", "message"),
     [

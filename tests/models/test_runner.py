@@ -1,5 +1,6 @@
 """The runner: what travels to the device, how steps are padded, and that caches stay where they are."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.group_sizes import GroupSizes
 from models.request import Request, SamplingParams
 from models.runner import Bucket, PackedStep, Runner, RunnerConfig
 from models.step_plan import ScheduledRow, StepPlan
+from models.windows import HeadWindows
+from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, model
 
 SIZES = RunnerConfig(
@@ -89,6 +93,34 @@ def test_positions_and_slots_are_those_of_the_plan():
     decode_slots = [7 * 4 + 1, -1, -1, -1]
     [group] = metadata.groups
     np.testing.assert_array_equal(group.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
+
+
+def test_every_cache_group_has_tables_and_slots_of_its_own():
+    heads = HeadWindows((FULL, 4), (0, 0))
+    groups = (GroupSizes((0, 2), HeadWindows((FULL,), (0,)), False, 24), GroupSizes((1,), heads, True, 16))
+    sizes, bucket = dataclasses.replace(SIZES, groups=groups), Bucket(4, 8)
+    assert sizes.layer_pages(3) == [24, 16, 24]
+    rows = np.full((3, 2, SIZES.table_pages), -1, np.int32)
+    rows[0, :, :3] = [[20, 3, 9], [-1, 7, 30]]
+    rows[1, :, :3] = [[1, 2, 4], [-1, 11, 12]]
+    rows[2, :, 0] = [5, 6]
+    plan = dataclasses.replace(MIXED, tables=(*MIXED.tables, rows))
+    packed = PackedStep.pack(sizes, bucket, plan)
+    assert packed.shape == (PackedStep.size(sizes, bucket),)
+    step = PackedStep.of(sizes, bucket, jnp.asarray(packed))
+    plain, head_wise = step.metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32)).groups
+    [alone] = (
+        PackedStep.of(SIZES, bucket, jnp.asarray(PackedStep.pack(SIZES, bucket, MIXED)))
+        .metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32))
+        .groups
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, alone)
+    np.testing.assert_array_equal(head_wise.decode_block_tables[:1], rows[:1])
+    assert bool(jnp.all(head_wise.decode_block_tables[1:] == -1))
+    np.testing.assert_array_equal(head_wise.prefill_block_tables, rows[1:])
+    decoded = [[9 * 4 + 1, 30 * 4 + 1], *[[-1, -1]] * 3]
+    prefilled = [*([2 * 4 + i, 11 * 4 + i] for i in range(4)), [4 * 4, 12 * 4], [5 * 4, 6 * 4], [5 * 4 + 1, 6 * 4 + 1]]
+    np.testing.assert_array_equal(head_wise.slots, [*decoded, *prefilled, [-1, -1]])
 
 
 @pytest.mark.parametrize("bucket", [Bucket(4, 0), Bucket(0, 16), Bucket(4, 16)], ids=str)
