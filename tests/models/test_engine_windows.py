@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,27 @@ def test_tokens_are_those_of_a_plain_run_whatever_the_cache_does(name):
     assert stats.used_pages == 0
     assert stats.peak_pages <= stats.num_pages
     assert (stats.preemptions > 0) == (name == "short of pages")
+    under_test._pools.check()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_come_and_go_get_their_own_tokens(name, seed):
+    draw, under_test = random.Random(seed), engine(name)
+    arrived: dict[int | str, int] = {}
+    while len(arrived) < 25 or under_test.has_unfinished:
+        if len(arrived) < 25 and draw.random() < 0.3:
+            prompt = draw.randrange(len(PROMPTS))
+            salt = draw.choice(["", "", "pepper"])
+            arrived[under_test.add_request(PROMPTS[prompt], PARAMS[prompt], salt=salt)] = prompt
+        if arrived and draw.random() < 0.02:
+            under_test.abort(draw.choice([*arrived]))
+        under_test.step()
+    for request_id, prompt in arrived.items():
+        output = under_test.output(request_id)
+        assert output.finish_reason in ("length", "abort")
+        assert tuple(output.output_ids) == plain()[prompt][: len(output.output_ids)]
+    assert under_test.stats().used_pages == 0
     under_test._pools.check()
 
 
