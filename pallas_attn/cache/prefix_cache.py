@@ -115,16 +115,12 @@ class PrefixCache:
         """
         path = [node.rows for node in self._path(tokens, salt)]
         rows = np.array(path, np.int32).reshape(-1, len(self._groups))  # [pages, lanes]
+        rows = rows[: self._longest_hit(rows)]
+        start, end = self._unseen_pages(len(rows) * self._page_size)
         pages = np.arange(len(rows))[:, None]
-        last_absent = np.maximum.accumulate(np.where(rows == PAGE_NONE, pages, -1), axis=0)
-        _, ends = self._unseen_pages((pages[:, 0] + 1) * self._page_size)
-        [hits] = np.nonzero((last_absent < ends).all(axis=1))
-        num_pages = int(hits[-1]) + 1 if len(hits) else 0
-        start, end = self._unseen_pages(num_pages * self._page_size)
-        unseen = (start <= pages[:num_pages]) & (pages[:num_pages] < end)
-        needed = np.where(unseen, np.int32(PAGE_NONE), rows[:num_pages]).T
+        seen = np.where((start <= pages) & (pages < end), np.int32(PAGE_NONE), rows)
         first_lanes = np.cumsum([pool.num_heads for pool in self._pools.pools])[:-1]
-        return tuple(np.split(needed, first_lanes))
+        return tuple(np.split(seen.T, first_lanes))
 
     def match(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> int:
         """Lets the sequence of an idle batch slot begin with what `lookup` finds.
@@ -217,6 +213,15 @@ class PrefixCache:
                 own = [row for lane, row in enumerate(node.rows) if self._groups[lane] == group]
                 if self._by_digest.get(node.digest) is not node or row not in own:
                     raise InconsistentCache(f"row {row} of group {group} belongs to a page that is gone")
+
+    def _longest_hit(self, rows: Int32[np.ndarray, "pages lanes"]) -> int:
+        """How many of these pages, from the first, a hit can have at most."""
+        pages = np.arange(len(rows))
+        # What is absent lies behind every sink token: a page that is needed for good takes those after it along.
+        last_absent = np.maximum.accumulate(np.where(rows == PAGE_NONE, pages[:, None], -1), axis=0)
+        _, ends = self._unseen_pages((pages + 1) * self._page_size)
+        [hits] = np.nonzero((last_absent < ends).all(axis=1))
+        return int(hits[-1]) + 1 if len(hits) else 0
 
     def _unseen_pages(self, oldest_query: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`HeadPagePool.unseen_pages` of all lanes."""
