@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from models.config import with_windows
 from models.gqa_config import GQAConfig
@@ -30,6 +32,23 @@ def test_head_windows_of_a_config_are_read_and_written():
     assert config.windows == (None, 16, SPLIT)
     assert config.to_hf()["head_windows"] == ENTRIES
     assert GQAConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+WIDTHS = st.integers(1, 40) | st.just(FULL)
+LAYERS = st.none() | WIDTHS | st.tuples(st.tuples(WIDTHS, WIDTHS), st.tuples(*[st.integers(0, 40)] * 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["qwen3-tiny", "gpt-oss-tiny"]), st.none() | st.tuples(*[LAYERS] * 4))
+def test_any_windows_survive_being_written(name: str, drawn: tuple | None):
+    windows = drawn and tuple(HeadWindows(*layer) if isinstance(layer, tuple) else layer for layer in drawn)
+    config = dataclasses.replace(GQA_PRESETS[name], num_hidden_layers=4, windows=windows)
+    assert GQAConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    groups = cache_groups(config)
+    assert sorted(layer for group in groups for layer in group.layers) == [0, 1, 2, 3]
+    assert [group.layers[0] for group in groups] == sorted(group.layers[0] for group in groups)
+    for group in groups:
+        assert {(windows or [None] * 4)[layer] for layer in group.layers} == {group.window}
 
 
 def test_a_llama_says_its_windows_as_those_of_heads():
