@@ -19,8 +19,7 @@ class GroupSizes:
 
     Attributes:
       layers: of the model.
-      heads: what is seen of the pages that have rows of their own: one entry for each KV head if those have windows of
-        their own, else one for all.
+      heads: what its pool is told to be seen: by each KV head if they have windows of their own, else by all as one.
       head_wise: whether they have, so that tables are of row ids.
       num_pages: of each layer.
     """
@@ -53,11 +52,12 @@ def group_sizes(
 ) -> tuple[GroupSizes, ...]:
     """Shares out the memory of `num_pages` in every layer.
 
-    Every group gets what the chunk of one step takes beyond what stays, and all else goes to the groups in proportion
-    to what sequences hold of them that are as long as possible, if `max_num_seqs` of them are to fit. (If they are
-    shorter than the windows, that is as much of every group. Where windows are much shorter than sequences, running
-    fewer but longer ones than this leaves the groups with windows partly unused; were it shared for the longest of all,
-    short sequences would find no room there long before they do elsewhere.)
+    Every group gets what the chunk of one step takes beyond what stays. All else is shared in proportion to what a
+    sequence holds of each group that is as long as `max_num_seqs` of them can be at once, and as the model takes.
+
+    Were it shared for the longest sequences alone, the groups with windows would hold as few of them as the others, and
+    short ones would run out of room there with the others nearly empty. As it is, fewer and longer sequences than
+    expected leave some of the groups with windows unused: `max_num_seqs` should be what is meant to run.
 
     A model of one group has `num_pages` there, and so has every group of one whose pages are not recycled.
 
