@@ -1,11 +1,15 @@
 """Mixtures of experts: the routers of DeepSeek-V2, V3 and gpt-oss, and expert layers computed expert by expert.
 
-Rows are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply the groups:
+Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
+the groups, and one for few rows:
 
 - `hopper_groups`: jax's own Mosaic GPU ragged matrix product, for 16-bit weights on Hopper.
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
+- `row_by_row`: each row with its own expert, on a GPU where rows are no more than half of the experts. Next to none is
+  then read twice; and jax's ragged product walks all experts in each of its programs, which takes it 167 us for the 6
+  rows of a token where the weights take 16 (DeepSeek-V2-Lite on an H200).
 """
 
 from __future__ import annotations
@@ -146,12 +150,36 @@ def routed_experts(
 ) -> Float[Array, "T D"]:
     """Sum over each token's chosen experts of weight · expert(x)."""
     num_tokens, top_k = chosen.shape
+    if are_few(num_tokens * top_k, experts):
+        y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
+        return _weighted_sum(y, weights, x.dtype)
     order = jnp.argsort(chosen.reshape(-1))
     group_sizes = jnp.bincount(chosen.reshape(-1), length=experts.gate_up.shape[0])
     multiply = hopper_groups if hopper_takes(experts) else block_groups
     y = multiply(x[order // top_k], experts, group_sizes)
-    y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
-    return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
+    return _weighted_sum(y[jnp.argsort(order)], weights, x.dtype)
+
+
+def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:
+    y = y.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
+
+
+def are_few(num_rows: int, experts: Experts) -> bool:
+    """Whether the call is compiled for a GPU, and so few rows are best multiplied one by one."""
+    return capability().platform == "gpu" and 2 * num_rows <= experts.gate_up.shape[0]
+
+
+def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it. XLA reads the weights where they are, in the loop that sums."""
+
+    def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
+        products = x[:, :, None].astype(jnp.float32) * weight[expert].astype(jnp.float32)
+        y = jnp.sum(products, axis=1).astype(x.dtype)
+        return y if bias is None else y + bias[expert]
+
+    hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
+    return multiply(hidden, experts.down, experts.down_bias)
 
 
 def hopper_takes(experts: Experts) -> bool:

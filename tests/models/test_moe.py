@@ -177,3 +177,19 @@ def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int]
     gate_up, down = (jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", version))
     assert moe.hopper_takes(moe.Experts(gate_up, down)) == takes
+
+
+def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
+    """On a GPU, where rows are no more than half of the experts."""
+    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
+    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
+    assert [rows for rows in range(6) if moe.are_few(rows, experts)] == [0, 1, 2]
+    x, chosen = jnp.asarray(rng.standard_normal((1, 24)), jnp.float32), jnp.asarray([[3, 1]], jnp.int32)
+    weights = jnp.asarray([[0.25, 0.75]], jnp.float32)
+    few = moe.routed_experts(x, chosen, weights, experts)
+    monkeypatch.setattr(moe, "are_few", lambda *_: False)
+    np.testing.assert_allclose(few, moe.routed_experts(x, chosen, weights, experts), atol=1e-5)
+
+
+def test_rows_are_not_few_on_a_cpu(rng):
+    assert not moe.are_few(1, moe.Experts(*draw_experts(rng, 24, 12)))

@@ -95,6 +95,7 @@ class Inputs(NamedTuple):
         part of a key is the value, too.
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       window: a `HeadWindow` or None.
+      q_lens: int32 [B], or None where all queries are real.
       drafts: [query_blocks, B, width], the draft keys that a column's query sees, as bits; None if causal.
       sinks: [head_blocks, Hkv, width] or None.
     """

@@ -61,7 +61,8 @@ class Piece:
     def of(static: Static, x: Inputs, mem: Memory, block: Any, row: Any, start: Any, stop: Any) -> Piece:
         batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
         walk = PageWalk(x.plan.sink_pages[row], x.plan.first_page[row], stop)
-        kv_len, q_len = x.kv_lens[batch], x.q_lens[batch]
+        kv_len = x.kv_lens[batch]
+        q_len = jnp.int32(static.columns.queries) if x.q_lens is None else x.q_lens[batch]
         if x.window is None:
             window, sink_tokens = static.window, 0
         else:

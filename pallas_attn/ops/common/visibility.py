@@ -18,6 +18,11 @@ def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWind
     return HeadWindow(width, jnp.zeros_like(width))
 
 
+def real_queries(q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int) -> Int32[Array, "B"]:
+    """Of each sequence: as many as there are where nothing is said of them."""
+    return jnp.full_like(kv_lens, num_queries) if q_lens is None else q_lens
+
+
 def in_window(
     key: Int32[Array, "*#shape"],
     query: Int32[Array, "*#shape"],

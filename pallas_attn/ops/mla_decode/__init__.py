@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks, dispatch
@@ -89,8 +88,8 @@ def mla_decode(
     checks.check_latent(cache, dims)
     dims.check("block_tables", block_tables, "B P", checks.INT)
     dims.check("kv_lens", kv_lens, "B", checks.INT)
-    q_lens = jnp.full_like(kv_lens, dims["Q"]) if q_lens is None else q_lens
-    dims.check("q_lens", q_lens, "B", checks.INT)
+    if q_lens is not None:
+        dims.check("q_lens", q_lens, "B", checks.INT)
     if draft_mask is not None:
         dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
     checks.check_positive("sm_scale", sm_scale)

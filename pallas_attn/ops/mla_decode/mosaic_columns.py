@@ -28,6 +28,7 @@ from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, Mosai
 from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
 from pallas_attn.ops.common.mosaic_merge import OUTPUT_BYTES, Columns
+from pallas_attn.ops.common.visibility import real_queries
 from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.types import DecodePlan, PagedLatent
 
@@ -39,7 +40,7 @@ def decode(
     block_tables: Int32[Array, "B P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     draft_mask: Bool[Array, "B Q Q"] | None,
     plan: DecodePlan | None,
@@ -55,7 +56,7 @@ def decode(
     if plan is None:
         plan = plan_decode(
             kv_lens,
-            q_lens=q_lens,
+            q_lens=real_queries(q_lens, kv_lens, q_latent.shape[1]),
             page_size=cache.page_size,
             num_q_heads=q_latent.shape[2],
             num_kv_heads=1,

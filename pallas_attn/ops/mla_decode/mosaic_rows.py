@@ -37,8 +37,9 @@ No wait can last. Below, "waits for x" means that x was asked for, and is not it
   pair is waited for.
 - ready[0]: warpgroup 0 arrives after its scores, for which it waits for copies only. ready[1]: warpgroup 1 arrives
   after its scores and its product with P0, for which it waits for copies and for ready[0] of the same pair.
-- both[SUMS]: both warpgroups, after the same number of pairs. both[Q_FREE]: like free. A query is copied after the
-  first pair of its piece, for which halves are free once the pairs before are done, whatever becomes of their results.
+- both[SUMS]: both warpgroups, after the same number of pairs. both[Q_FREE]: like free. The first piece's query is
+  copied at once, another after the first pair of its piece, for which halves are free once the pairs before are done,
+  whatever becomes of their results.
 - What a warpgroup leaves is overwritten after it waited for something that the other one does after reading it: m0
   after m1 of the same pair, and so is P0, as ready[1] comes after the product that reads it; m1 and P1 after ready[0]
   of the next pair, before which warpgroup 0 sees the ends of all its products. Notes have room for twice the pairs.
@@ -99,7 +100,9 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mem.q[half].at[0], place)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            consumer.release_query()
         else:
+            consumer.release_query()
             place[...] = normalised
         if half == 0:
             lse = m * static.sm_scale + jnp.log2(jnp.where(seen, l, 1.0)) * (1 / LOG2E)
@@ -107,6 +110,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
 
     @pl.when(~alone)
     def _keep() -> None:
+        consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
         place = block * (partials.acc.shape[0] // results.lse.shape[0]) + piece.number
         acc = jnp.where(over_tokens(real, state.acc.shape), state.acc, 0.0)

@@ -67,7 +67,7 @@ class Consumer:
     def run(self, finish: Callable[[Consumer, Piece, State], None]) -> None:
         """All pieces; `finish` takes what each comes to."""
         mem, static = self.mem, self.static
-        plgpu.barrier_arrive(mem.both.at[Q_FREE])
+        self.release_query()
         for slot in range(2 * static.pairs):
             self.release(slot)
 
@@ -79,9 +79,12 @@ class Consumer:
                 mosaic.filled(0.0, (ROWS, static.widths[self.half]), mosaic.TILE),
             )
             finish(self, piece, (self.all_odd if self.half else self.all_even)(piece, empty))
-            plgpu.barrier_arrive(mem.both.at[Q_FREE])
 
         for_each_piece(static, self.x.plan, work)
+
+    def release_query(self) -> None:
+        """Lets it be overwritten."""
+        plgpu.barrier_arrive(self.mem.both.at[Q_FREE])
 
     def release(self, slot: Any) -> None:
         """Lets the half that this warpgroup reads values from be overwritten."""
@@ -213,7 +216,7 @@ class Consumer:
 
     def bits(self, piece: Piece, pair: Any, tile: int, token: Any) -> Any:
         """Which bit of what a row sees tells of each token of a tile."""
-        note, oldest_query = self.note(pair, tile), self.x.kv_lens[piece.row] - self.x.q_lens[piece.row]
+        note, oldest_query = self.note(pair, tile), piece.oldest_query(self.static, self.x)
         position = token + note[1]
         for j in range(1, self.static.pages):
             first = j * self.static.page_tokens
@@ -229,6 +232,11 @@ class Consumer:
 
     def seen(self, piece: Piece) -> Any:
         """[ROWS]: what each row sees."""
+        if self.x.seen is None:
+            row = self.block * ROWS + mosaic.token_iota(ROWS)
+            newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts, which it does not see
+            bits = lax.shift_right_logical(jnp.full_like(row, self.static.drafts), jnp.maximum(newer, 0))
+            return jnp.where(newer >= 0, bits | jnp.int32(-(2**REAL)), 0)
         return mosaic.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
 
     def clear(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
@@ -238,7 +246,8 @@ class Consumer:
     def clear_unseen(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
         """Makes values that no row sees 0, whatever they are: 0 · NaN is NaN."""
         bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
-        any_row = self.x.seen_by_any[piece.row]
+        every = jnp.int32(self.static.drafts - 2**REAL)
+        any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[piece.row]
         alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
         columns = self.static.row_bytes // 2  # in few registers
         for i in range(0, self.static.widths[self.half], columns):

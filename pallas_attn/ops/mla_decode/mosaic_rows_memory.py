@@ -46,6 +46,7 @@ class Static:
     """What the kernel is compiled for, beside shapes and dtypes.
 
     Attributes:
+      queries, heads: of which rows are made, query by query.
       pairs: of tiles in shared memory.
       cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
       sm_scale: multiplies the scores.
@@ -53,6 +54,8 @@ class Static:
 
     latent_dim: int
     rope_dim: int
+    queries: int
+    heads: int
     page_size: int
     pairs: int
     cluster: int
@@ -73,6 +76,11 @@ class Static:
     def pages(self) -> int:
         """Pages, or parts of one, that make up a tile."""
         return max(1, TOKENS // self.page_size)
+
+    @property
+    def drafts(self) -> int:
+        """A bit for each of them."""
+        return (1 << self.queries) - 1
 
     @property
     def page_tokens(self) -> int:
@@ -125,8 +133,10 @@ class Inputs(NamedTuple):
     Attributes:
       q_latent, q_rope: [B, blocks·ROWS, L or R].
       pages: [N, ps, L + R].
-      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit REAL for all older ones.
-      seen_by_any: int32 [B], by some row of the sequence.
+      q_lens: int32 [B], or None where all queries are real.
+      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit REAL for all older ones. None where
+        all queries are real, and each sees what is older than itself.
+      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
     """
 
     q_latent: Any
@@ -211,6 +221,10 @@ class Piece(NamedTuple):
     stop: Any
     number: Any
     pair: Any
+
+    def oldest_query(self, static: Static, x: Inputs) -> Any:
+        """Its position."""
+        return x.kv_lens[self.row] - (static.queries if x.q_lens is None else x.q_lens[self.row])
 
     def num_pairs(self, static: Static) -> Any:
         tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page

@@ -42,14 +42,15 @@ class Producer:
             plgpu.barrier_wait(self.mem.free.at[i])
 
     def work(self, piece: Piece) -> None:
-        """One piece: its query comes after the first tiles, for which there is room earlier."""
+        """One piece: its query comes after the first tiles, for which there is room earlier, but for the first's."""
 
         def load(i: Any, pages: Any) -> Any:
             following = self.locate_pair(piece, i + 1)
             self.load_pair(piece, i, pages)
-            pl.when(i == 0)(lambda: self.load_query(piece))
+            pl.when((i == 0) & (piece.pair > 0))(lambda: self.load_query(piece))
             return following
 
+        pl.when(piece.pair == 0)(lambda: self.load_query(piece))
         lax.fori_loop(0, piece.num_pairs(self.static), load, self.locate_pair(piece, jnp.int32(0)))
 
     def load_query(self, piece: Piece) -> None:
@@ -103,7 +104,7 @@ class Producer:
         notes = self.mem.notes.at[static.notes_slot(piece.pair + i), tile]
         first, part = static.page_and_part(2 * i + tile)
         first_token = (piece.start + first) * static.page_size + part * TOKENS
-        seen_by_all = first_token + TOKENS <= self.x.kv_lens[piece.row] - self.x.q_lens[piece.row]
+        seen_by_all = first_token + TOKENS <= piece.oldest_query(static, self.x)
         for j, page in enumerate(pages):
             seen_by_all &= page >= 0
             notes[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, NOWHERE)

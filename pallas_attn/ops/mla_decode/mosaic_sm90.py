@@ -13,6 +13,7 @@ import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
+from pallas_attn.ops.common.visibility import real_queries
 from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
@@ -26,7 +27,7 @@ def mla_decode(
     block_tables: Int32[Array, "B P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     draft_mask: Bool[Array, "B Q Q"] | None,
     plan: DecodePlan | None,
@@ -77,7 +78,7 @@ def _decode_rows(
     block_tables: Int32[Array, "B P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     draft_mask: Bool[Array, "B Q Q"] | None,
     plan: DecodePlan | None,
@@ -92,7 +93,7 @@ def _decode_rows(
     if plan is None:
         plan = plan_decode(
             kv_lens,
-            q_lens=q_lens,
+            q_lens=real_queries(q_lens, kv_lens, q_latent.shape[1]),
             page_size=page_size,
             num_q_heads=num_heads,
             num_kv_heads=1,
@@ -103,7 +104,8 @@ def _decode_rows(
         x = x.reshape(batch, rows, *x.shape[3:])
         return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
 
-    seen = _seen(q_lens, num_queries, draft_mask)
+    given = q_lens is not None or draft_mask is not None
+    seen = _seen(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
     inputs = Inputs(
         q_latent=as_rows(q_latent),
         q_rope=as_rows(q_rope),
@@ -112,12 +114,14 @@ def _decode_rows(
         kv_lens=kv_lens,
         q_lens=q_lens,
         plan=plan,
-        seen=as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
-        seen_by_any=lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
+        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
+        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
     )
     static = Static(
         latent_dim=latent_dim,
         rope_dim=q_rope.shape[-1],
+        queries=num_queries,
+        heads=num_heads,
         page_size=page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import oracle
-from pallas_attn.ops.common.visibility import draft_visible
+from pallas_attn.ops.common.visibility import draft_visible, real_queries
 from pallas_attn.types import DecodePlan, PagedKV, PagedLatent
 
 
@@ -18,13 +18,14 @@ def mla_decode(
     block_tables: Int32[Array, "B P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     draft_mask: Bool[Array, "B Q Q"] | None,
     plan: DecodePlan | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     del plan  # nothing here is split
+    q_lens = real_queries(q_lens, kv_lens, q_latent.shape[1])
     pages = cache.pages[:, None]  # one KV head
     k, _, exists = oracle.gather_kv(PagedKV(pages, pages), block_tables)
     key = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32)[None], (k.shape[0], k.shape[2]))

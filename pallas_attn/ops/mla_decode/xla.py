@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common.online_softmax import Tile, attend_rows
 from pallas_attn.ops.common.page_tiles import Lanes, PageTiles
-from pallas_attn.ops.common.visibility import draft_visible, head_windows
+from pallas_attn.ops.common.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.types import DecodePlan, PagedLatent
 
@@ -20,7 +20,7 @@ def mla_decode(
     block_tables: Int32[Array, "B P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     draft_mask: Bool[Array, "B Q Q"] | None,
     plan: DecodePlan | None,
@@ -29,6 +29,7 @@ def mla_decode(
     del plan  # every row's walk is its own
     batch, num_queries, num_heads, latent_dim = q_latent.shape
     num_pages, page_size, width = cache.pages.shape
+    q_lens = real_queries(q_lens, kv_lens, num_queries)
     settings = config.xla_config(batch, width)
     tiles = PageTiles(
         block_tables,

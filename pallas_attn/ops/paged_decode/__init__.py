@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks, dispatch
@@ -139,9 +138,8 @@ def _validated(
     checks.check_heads(dims["Hq"], dims["Hkv"])
     dims.check("block_tables", block_tables, "B P" if block_tables.ndim == 2 else "B Hkv P", checks.INT)
     dims.check("kv_lens", kv_lens, "B", checks.INT)
-    if q_lens is None:
-        q_lens = jnp.full_like(kv_lens, dims["Q"])
-    dims.check("q_lens", q_lens, "B", checks.INT)
+    if q_lens is not None:
+        dims.check("q_lens", q_lens, "B", checks.INT)
     checks.check_window(window, dims["Hkv"])
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", checks.F32)

@@ -22,6 +22,7 @@ from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
 from pallas_attn.ops.common.mosaic_merge import Columns
 from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE
+from pallas_attn.ops.common.visibility import real_queries
 from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
@@ -33,7 +34,7 @@ def paged_decode(
     block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     window: int | HeadWindow | None,
     sinks: Float[Array, "Hq"] | None,
@@ -51,7 +52,7 @@ def paged_decode(
     if plan is None:
         plan = plan_decode(
             kv_lens,
-            q_lens=q_lens,
+            q_lens=real_queries(q_lens, kv_lens, q.shape[1]),
             window=window,
             page_size=page_size,
             num_q_heads=num_heads,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import oracle
-from pallas_attn.ops.common.visibility import draft_visible, head_windows, in_window
+from pallas_attn.ops.common.visibility import draft_visible, head_windows, in_window, real_queries
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 
 
@@ -17,7 +17,7 @@ def paged_decode(
     block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     window: int | HeadWindow | None,
     sinks: Float[Array, "Hq"] | None,
@@ -27,6 +27,7 @@ def paged_decode(
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     del plan  # nothing here is split
+    q_lens = real_queries(q_lens, kv_lens, q.shape[1])
     k, v, exists = oracle.gather_kv(kv, block_tables)
     key = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32)[None], (k.shape[0], k.shape[2]))
     index = jnp.arange(q.shape[1], dtype=jnp.int32)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_attn.ops.common.merge import apply_sinks
 from pallas_attn.ops.common.online_softmax import Tile, attend_rows
 from pallas_attn.ops.common.page_tiles import Lanes, PageTiles, load_kv
-from pallas_attn.ops.common.visibility import draft_visible, head_windows
+from pallas_attn.ops.common.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 
@@ -20,7 +20,7 @@ def paged_decode(
     block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
     kv_lens: Int32[Array, "B"],
     *,
-    q_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
     sm_scale: float,
     window: int | HeadWindow | None,
     sinks: Float[Array, "Hq"] | None,
@@ -32,6 +32,7 @@ def paged_decode(
     del plan  # every row's walk is its own
     batch, num_queries, _, head_dim = q.shape
     num_pages, num_kv_heads, page_size, _ = kv.k.shape
+    q_lens = real_queries(q_lens, kv_lens, num_queries)
     lanes = Lanes.of(num_kv_heads, window, block_tables.ndim)
     settings = config.xla_config(batch * lanes.rows_per_sequence, lanes.heads, head_dim)
     tiles = PageTiles(
