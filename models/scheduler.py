@@ -60,6 +60,7 @@ class Scheduler:
             sizes = f"{max_batched_tokens=}, {max_prefill_seqs=}, {max_model_len=}"
             raise ValueError(f"sizes must be at least 1, and max_model_len at least 2, got {sizes}")
         self._pools = pools
+        self._page_size = pools.page_size
         self._prefix_cache = prefix_cache
         self._max_batched_tokens = max_batched_tokens
         self._max_prefill_seqs = max_prefill_seqs
@@ -245,7 +246,7 @@ class Scheduler:
             return None
         request.slot = self._free_slots.pop()
         request.num_computed = 0 if cache is None else cache.match(request.slot, known, request.salt)
-        request.num_published = request.num_computed // self._pools.page_size
+        request.num_published = request.num_computed // self._page_size
         request.prefill_end = len(known)
         if request.num_cached is None:
             request.num_cached = request.num_computed
@@ -263,7 +264,7 @@ class Scheduler:
     def _allocate(self, request: Request, num_tokens: int) -> bool:
         """Gives a request the rows it lacks to hold `num_tokens` more, or nothing if they are not there."""
         end = request.num_computed + num_tokens
-        if self._num_pages(end) == self._num_pages(request.num_computed):
+        if num_tokens <= -request.num_computed % self._page_size:
             return True  # in the page it has begun, as most decode rows are
         try:
             self._pools.allocate(cast(int, request.slot), end)
@@ -271,13 +272,10 @@ class Scheduler:
             return False
         return True
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pools.page_size)
-
     def _publish(self, request: Request) -> None:
         """Lets others match the full pages whose tokens are known and whose K/V is written by launched steps."""
         num_tokens = min(request.num_computed, len(request.token_ids))
-        num_full = num_tokens // self._pools.page_size
+        num_full = num_tokens // self._page_size
         if self._prefix_cache is not None and num_full > request.num_published:
             self._prefix_cache.publish(cast(int, request.slot), request.token_ids[:num_tokens], request.salt)
             request.num_published = num_full

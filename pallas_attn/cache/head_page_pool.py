@@ -336,6 +336,15 @@ class HeadPagePool:
         tables[batch_slots < 0] = PAGE_NONE
         return tables
 
+    def rows(self, batch_slot: int) -> Int32[np.ndarray, "Hkv pages"]:
+        """The rows of a sequence by page, PAGE_NONE where one is recycled; a copy.
+
+        Raises:
+            ValueError: an unknown batch slot.
+        """
+        self._require_batch_slot(batch_slot)
+        return self._tables[batch_slot, :, : self._num_pages[batch_slot]].copy()
+
     def slots(self, batch_slots: ArrayLike, positions: ArrayLike) -> Int32[np.ndarray, "T Hkv"]:
         """Where `write_kv` puts each new token of a step.
 

@@ -230,10 +230,11 @@ class PrefixCache:
 
     def _rows_of(self, batch_slot: int, num_pages: int) -> Int32[np.ndarray, "pages lanes"]:
         """The rows of a sequence's first pages."""
-        if num_pages * self._page_size > (room := self._pools.pools[0].allocated_tokens(batch_slot)):
-            limit = f"the {room} that batch slot {batch_slot} has room for"
+        rows = np.concatenate([pool.rows(batch_slot) for pool in self._pools.pools])
+        if num_pages > rows.shape[1]:
+            limit = f"the {rows.shape[1] * self._page_size} that batch slot {batch_slot} has room for"
             raise ValueError(f"tokens must be at most {limit}, got {num_pages} pages of them")
-        return np.concatenate([tables[0] for tables in self._pools.tables([batch_slot])]).T[:num_pages]
+        return rows.T[:num_pages]
 
     def _page_tokens(self, tokens: Sequence[int], index: int) -> bytes:
         return array("q", tokens[index * self._page_size : (index + 1) * self._page_size]).tobytes()
