@@ -20,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -174,7 +175,9 @@ def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array,
     """Each row's expert applied to it. XLA reads the weights where they are, in the loop that sums."""
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
-        products = x[:, :, None].astype(jnp.float32) * weight[expert].astype(jnp.float32)
+        # Left alone, XLA sums some layers' along neighbours in rows it turned, at a fifth of the speed.
+        weight = with_layout_constraint(weight[expert], Layout(major_to_minor=(0, 1, 2)))
+        products = x[:, :, None].astype(jnp.float32) * weight.astype(jnp.float32)
         y = jnp.sum(products, axis=1).astype(x.dtype)
         return y if bias is None else y + bias[expert]
 
