@@ -48,6 +48,7 @@ from pallas_attn.ops.common.mosaic_config import reduction_bytes
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
 from pallas_attn.ops.common.mosaic_merge import Output, Partials, merge_pieces
 from pallas_attn.ops.common.mosaic_pages import Piece
+from pallas_attn.ops.common.mosaic_share import Span, for_each_span, num_states
 
 
 def attend(
@@ -67,13 +68,13 @@ def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     columns, plan = static.columns, x.plan
     rows, num_programs = plan.num_pages.shape[0], plan.program_row.shape[0] - 1
-    cuts = rows * pl.cdiv(x.block_tables.shape[-1], plan.piece_pages) if plan.piece_pages else num_programs
+    states = num_states(plan, rows, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(
             out_type,
             jax.ShapeDtypeStruct((columns.blocks, rows, columns.width), jnp.float32),
-            Partials.types(columns, rows + cuts, x.value_dim),
+            Partials.types(columns, states, x.value_dim),
         ),
         grid=(num_programs, columns.blocks),
         grid_names=("program", "block"),
@@ -88,36 +89,22 @@ def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str
 
 def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *memory: Ref) -> None:
     """Works off the pieces of one program."""
-    program, block = lax.axis_index("program"), lax.axis_index("block")
-    mem, plan, columns = Memory(*memory), x.plan, static.columns
-    end_row, end_page = plan.program_row[program + 1], plan.program_page[program + 1]
+    block, mem, columns = lax.axis_index("block"), Memory(*memory), static.columns
 
-    def work(at: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """One piece, from row and page `at` on; returns where the next begins."""
-        row, page, number = at
-        num_pages = plan.num_pages[row]
-        stop = jnp.where(row == end_row, end_page, num_pages)
-        if plan.piece_pages:
-            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
-        piece = Piece.of(static, x, mem, block, row, page, stop)
+    def work(span: Span, carry: Any) -> Any:
+        piece = Piece.of(static, x, mem, block, span.row, span.start, span.stop)
         state = piece.attend()
-        alone = (page == 0) & (stop == num_pages)
 
-        @pl.when(alone)
+        @pl.when(span.is_all)
         def _finish() -> None:
             sink = columns.sink(x.sinks, block, piece.head)
-            Output(out, lse, mem.out).write(columns, block, row, state, sink)
+            Output(out, lse, mem.out).write(columns, block, span.row, state, sink)
 
-        @pl.when(~alone)
+        @pl.when(~span.is_all)
         def _keep() -> None:
-            partials.write(columns, block, number, state)
+            partials.write(columns, block, span.number, state)
 
-        done = stop == num_pages
-        return jnp.where(done, plan.next_row[row], row), jnp.where(done, 0, stop), number + 1
+        return carry
 
-    def is_ours(at: tuple[Any, Any, Any]) -> Any:
-        row, page, _ = at
-        return (row < end_row) | ((row == end_row) & (page < end_page))
-
-    lax.while_loop(is_ours, work, (plan.program_row[program], plan.program_page[program], plan.program_piece[program]))
+    for_each_span(x.plan, work)
     plgpu.wait_smem_to_gmem(0)

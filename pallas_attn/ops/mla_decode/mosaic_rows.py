@@ -59,6 +59,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
 from pallas_attn.ops.common.mosaic_merge import Partials
+from pallas_attn.ops.common.mosaic_share import num_states
 from pallas_attn.ops.mla_decode.mosaic_rows_consumer import Consumer, State
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS, SUMS, Inputs, Memory, Piece, Static
 from pallas_attn.ops.mla_decode.mosaic_rows_producer import Producer
@@ -83,11 +84,9 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
     real = consumer.seen(piece) < 0
     m = jnp.where(real, state.m, -jnp.inf)
     l = jnp.where(real, state.l + mosaic.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
-    num_pages = consumer.x.plan.num_pages[piece.row]
-    alone = (piece.start == 0) & (piece.stop == num_pages)
     columns = pl.ds(half * static.widths[0], static.widths[half])
 
-    @pl.when(alone)
+    @pl.when(piece.is_all)
     def _write() -> None:
         seen = l != 0
         inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
@@ -108,7 +107,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
             lse = m * static.sm_scale + jnp.log2(jnp.where(seen, l, 1.0)) * (1 / LOG2E)
             results.lse[block, piece.row] = jnp.where(seen, lse, -jnp.inf)
 
-    @pl.when(~alone)
+    @pl.when(~piece.is_all)
     def _keep() -> None:
         consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
@@ -146,8 +145,7 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, num_programs = rows // ROWS, x.plan.program_row.shape[0] - 1
-    cuts = batch * pl.cdiv(x.block_tables.shape[1], x.plan.piece_pages) if x.plan.piece_pages else num_programs
-    states = blocks * (batch + cuts)
+    states = blocks * num_states(x.plan, batch, x.block_tables.shape[1])
     return plgpu.kernel(
         functools.partial(kernel, static),
         out_type=Results(

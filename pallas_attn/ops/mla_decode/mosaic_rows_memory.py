@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import PER_TOKEN
+from pallas_attn.ops.common.mosaic_share import Span, for_each_span
 from pallas_attn.types import DecodePlan
 
 ROWS = 64
@@ -213,6 +214,7 @@ class Piece(NamedTuple):
     Attributes:
       row: of the plan, a sequence.
       number: of its state, where the row is in several pieces.
+      is_all: whether it is all of the row.
       pair: how many pairs of tiles the program took before.
     """
 
@@ -220,6 +222,7 @@ class Piece(NamedTuple):
     start: Any
     stop: Any
     number: Any
+    is_all: Any
     pair: Any
 
     def oldest_query(self, static: Static, x: Inputs) -> Any:
@@ -233,27 +236,13 @@ class Piece(NamedTuple):
 
 def for_each_piece(static: Static, plan: DecodePlan, work: Callable[[Piece], None]) -> None:
     """Works off the pieces of this program."""
-    program = lax.axis_index("program")
-    end_row, end_page = plan.program_row[program + 1], plan.program_page[program + 1]
 
-    def step(at: tuple[Any, ...]) -> tuple[Any, ...]:
-        row, page, number, pair = at
-        num_pages = plan.num_pages[row]
-        stop = jnp.where(row == end_row, end_page, num_pages)
-        if plan.piece_pages:
-            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
-        piece = Piece(row, page, stop, number, pair)
+    def step(span: Span, pair: Any) -> Any:
+        piece = Piece(*span, pair)
         work(piece)
-        done = stop == num_pages
-        after = jnp.where(done, plan.next_row[row], row), jnp.where(done, 0, stop)
-        return *after, number + 1, pair + piece.num_pairs(static)
+        return pair + piece.num_pairs(static)
 
-    def is_ours(at: tuple[Any, ...]) -> Any:
-        row, page, *_ = at
-        return (row < end_row) | ((row == end_row) & (page < end_page))
-
-    begin = plan.program_row[program], plan.program_page[program], plan.program_piece[program], jnp.int32(0)
-    lax.while_loop(is_ours, step, begin)
+    for_each_span(plan, step, jnp.int32(0))
 
 
 def unknown_zero() -> Any:
