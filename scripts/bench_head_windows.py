@@ -9,8 +9,8 @@ In every layer some KV heads see everything and the others their sink tokens and
   token, time between tokens.
 - Rows in use over one long decode, for a picture.
 
-On a CPU all sizes are a sixteenth of those on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), so that
-their ratios are the same.
+On a CPU sizes are a sixteenth of those on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), a quarter
+where waiting is measured, so that their ratios are the same.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ SIZES = {
         page_size=4,
         pool_contexts=9,
         step_tokens=512,
-        waiting_context=512,
-        waiting_window=64,
+        waiting_context=2048,
+        waiting_window=256,
         serving_repeats=3,
     ),
     "gpu": Sizes(
@@ -101,6 +101,7 @@ SIZES = {
         step_tokens=8192,
         waiting_context=8192,
         waiting_window=1024,
+        waiting_batch=32,
     ),
 }
 """By jax's name of the backend."""
@@ -182,7 +183,7 @@ def contexts(bench: Bench, windowed: int) -> dict[str, Any]:
     """Contexts that one pool holds and how fast they go, with recycling and without, in turn: runs of median time."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
-    most = round(1.25 * allowed * sizes.pool_contexts)
+    most = round(1.1 * allowed * sizes.pool_contexts)
     prompts = bench.prompts(round(1.5 * allowed * sizes.pool_contexts), sizes.context - sizes.new_tokens)
     engines = {name: _engine(model, sizes, most, recycling) for name, recycling in (("off", False), ("on", True))}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
