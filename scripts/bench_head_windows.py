@@ -204,9 +204,7 @@ def contexts(bench: Bench, windowed: int) -> dict[str, Any]:
 
 
 def _serve(engine: Engine, sizes: Sizes, prompts: list[list[int]]) -> dict[str, Any]:
-    """How many of these requests decoded at once, and how fast: all in all, and in steps that only decode nearly as many
-    as fit.
-    """
+    """How many of these requests decoded at once, and how fast they did: in all, and while nearly as many decoded."""
     preempted = engine.stats().preemptions
     _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
     run_s = sum(step.duration_s for step in steps)
