@@ -106,8 +106,8 @@ class Static:
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
         if self.pages > 1:
-            return (224, 56) if self.widths[0] > 128 else (200, 104)
-        return (232, 40) if self.widths[0] > 128 else (200, 104)
+            return (224, 56) if self.widths[0] > 128 else (192, 120)
+        return (232, 40) if self.widths[0] > 128 else (192, 120)
 
     def columns(self, part: int) -> Any:
         """Of a part, in what the cache holds for a token."""
