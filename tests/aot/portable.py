@@ -151,7 +151,9 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
         "experts": experts,
     }
     # Not all experts times the rows, which is what jax.lax.ragged_dot takes.
-    return Case(moe.routed_experts, arguments, temporaries=MIB + tokens * top_k * 4 * (width + 2 * hidden))
+    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden)
+    many = 2 * tokens * top_k > experts.gate_up.shape[0]  # few rows are left to XLA, which must not copy the weights
+    return Case(moe.routed_experts, arguments, kernels=many, tensor_cores=many, temporaries=temporaries)
 
 
 PORTABLE = {

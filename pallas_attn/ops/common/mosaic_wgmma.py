@@ -7,7 +7,7 @@ Here all registers are made sure of before the first product starts. The interpr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -220,7 +220,7 @@ def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: i
 
 
 def add_values(
-    total: Sequence[ir.Value], lefts: Sequence[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
+    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
 ) -> list[ir.Value]:
     """Registers of total + p @ v, for what each instruction takes of p: `words` or a descriptor of `left_steps`."""
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
@@ -229,16 +229,14 @@ def add_values(
     return list(total)
 
 
-def words(p: Any) -> list[list[ir.Value]]:
+def words(p: Any) -> Iterator[list[ir.Value]]:
     """Registers of a left operand, of each instruction."""
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    return [
-        [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
-        for i in range(0, p.shape[1], DEPTH)
-    ]
+    for i in range(0, p.shape[1], DEPTH):
+        yield [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
 
 
-def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterator[ir.Value]:
     """Descriptors of what each instruction takes of a left operand in shared memory."""
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
@@ -255,10 +253,11 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
     return base, step, chunk
 
 
-def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> list[ir.Value]:
-    offsets = [i * chunk + j * step for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)]
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Iterator[ir.Value]:
     wide = ir.IntegerType.get_signless(64)
-    return [arith.addi(base, mgpu.c(mma_utils.encode_addr(offset), wide)) for offset in offsets]
+    for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH):
+        # Where it is asked for, right before its instruction: made all at once, they take registers from sums.
+        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), wide))
 
 
 def _instruction(

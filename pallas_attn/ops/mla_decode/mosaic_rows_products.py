@@ -72,7 +72,7 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
             lefts = mosaic_wgmma.words(p)
         else:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
-            lefts = [[a] for a in mosaic_wgmma.left_steps(p, keys, row_bytes)]
+            lefts = ([a] for a in mosaic_wgmma.left_steps(p, keys, row_bytes))
         sums = mosaic_wgmma.add_values(list(total.registers.flat), lefts, v, row_bytes)
         mosaic_wgmma.commit()
         return mosaic_wgmma.fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
