@@ -7,8 +7,8 @@ the groups, and one for few rows:
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `row_by_row`: each row with its own expert, on a GPU where rows are no more than half of the experts: if they are chosen
-  evenly, it reads a quarter more than each expert once. jax's ragged product takes 167 us for the 6 rows of a token
+- `row_by_row`: each row with its own expert, on a GPU where rows are no more than half of the experts. Chosen evenly,
+  that reads at most a quarter more than each expert once. jax's ragged product takes 167 us for the 6 rows of a token,
   whose weights take 8 or 16 (DeepSeek-V2-Lite on an H200).
 """
 

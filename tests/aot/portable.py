@@ -170,6 +170,6 @@ PORTABLE = {
     "xla-write-kv-fp8-groups-decode": write(FP8_GROUPS, SEQUENCES),
     **latent_cases(),
     "xla-ragged-attention": ragged_attention(),
-    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 64, 171, 1024)},
-    **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (64, 1024)},
+    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 64, 171, 1024)},
+    **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (4, 64, 1024)},
 }

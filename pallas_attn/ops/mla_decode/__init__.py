@@ -82,19 +82,7 @@ def mla_decode(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    dims = checks.Dims()
-    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
-    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
-    checks.check_latent(cache, dims)
-    dims.check("block_tables", block_tables, "B P", checks.INT)
-    dims.check("kv_lens", kv_lens, "B", checks.INT)
-    if q_lens is not None:
-        dims.check("q_lens", q_lens, "B", checks.INT)
-    if draft_mask is not None:
-        dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
-    checks.check_positive("sm_scale", sm_scale)
-    if plan is not None:
-        checks.check_plan(plan, rows=dims["B"], page_size=dims["ps"])
+    _check(q_latent, q_rope, cache, block_tables, kv_lens, q_lens, sm_scale, draft_mask, plan)
     out, lse = dispatch.run(
         "mla_decode",
         IMPLEMENTATIONS,
@@ -111,6 +99,23 @@ def mla_decode(
         out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
     )
     return (out, lse) if return_lse else out
+
+
+def _check(q_latent, q_rope, cache, block_tables, kv_lens, q_lens, sm_scale, draft_mask, plan) -> None:
+    """Raises ValueError unless the arguments fit each other."""
+    dims = checks.Dims()
+    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
+    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
+    checks.check_latent(cache, dims)
+    dims.check("block_tables", block_tables, "B P", checks.INT)
+    dims.check("kv_lens", kv_lens, "B", checks.INT)
+    if q_lens is not None:
+        dims.check("q_lens", q_lens, "B", checks.INT)
+    if draft_mask is not None:
+        dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
+    checks.check_positive("sm_scale", sm_scale)
+    if plan is not None:
+        checks.check_plan(plan, rows=dims["B"], page_size=dims["ps"])
 
 
 def mla_decode_programs(

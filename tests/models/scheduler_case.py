@@ -1,0 +1,268 @@
+"""A fake engine for the scheduler, whose model is a hash of everything seen in the pages a request is given."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+from models.request import Request, RequestRefused, SamplingParams
+from models.scheduler import Scheduler
+from models.step_plan import StepPlan
+from pallas_attn import FULL, PAGE_NONE
+from pallas_attn.cache import GroupPools, PrefixCache
+from tests.cache.prefix_case import Heads, make_pools
+
+VOCAB = 7
+EOS = 0
+SALTS = ("", "other")
+PLAIN: list[Heads] = [[(FULL, 0)]]
+"""One cache group, whose heads all see everything."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    num_pages: int = 8
+    page_size: int = 2
+    max_batched_tokens: int = 8
+    max_num_seqs: int = 3
+    max_prefill_seqs: int | None = None
+    max_model_len: int = 64
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    lag: int = 1  # steps launched before the oldest is read back
+    groups: list[Heads] = field(default_factory=lambda: PLAIN)
+
+    @property
+    def max_len(self) -> int:
+        if self.groups == PLAIN:
+            return min(self.max_model_len, self.num_pages * self.page_size + 1)
+        return min(self.max_model_len, self.pools().max_tokens + 1)
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """Of all groups."""
+        return [head for group in self.groups for head in group]
+
+    def pools(self) -> GroupPools:
+        sizes = {"page_size": self.page_size, "max_num_seqs": self.max_num_seqs, "max_pages": self.max_model_len}
+        return make_pools([(self.num_pages * len(heads), heads) for heads in self.groups], **sizes)
+
+
+def visible(head: tuple[int, int], query: int) -> list[int]:
+    """Positions that a head sees: the definition of windows and sink tokens."""
+    window, sink_tokens = head
+    return [key for key in range(query + 1) if key < sink_tokens or key > query - window]
+
+
+def next_token(views: list[list]) -> int:
+    """From what each head sees."""
+    return hash(tuple(views[0]) if len(views) == 1 else tuple(map(tuple, views))) % VOCAB
+
+
+def kv_of(salt: str, token: int) -> tuple[int, int]:
+    """What the fake model caches. The salt is part of it, so that sharing across salts changes the output."""
+    return SALTS.index(salt), token
+
+
+def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
+    """What the request has to generate: one token after the other, with nothing around it."""
+    tokens = list(request.prompt_ids)
+    end = min(limits.max_len, len(tokens) + request.params.max_tokens)
+    while True:
+        kv = [kv_of(request.salt, token) for token in tokens]
+        token = next_token([[kv[key] for key in visible(head, len(kv) - 1)] for head in limits.heads])
+        tokens.append(token)
+        stops = token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos)
+        if stops or len(tokens) == end:
+            return tokens[len(request.prompt_ids) :], "stop" if stops else "length"
+
+
+@dataclass
+class FakeEngine:
+    limits: Limits
+    pools: GroupPools = field(init=False)
+    cache: PrefixCache = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    requests: list[Request] = field(default_factory=list)
+    unfinished: list[Request] = field(default_factory=list)  # in order of arrival
+    streamed: dict[int | str, list[int]] = field(default_factory=dict)
+    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # what is cached, by group, row and offset
+    last_tokens: dict[int, int] = field(default_factory=dict)  # by slot, on the device
+    in_flight: deque[tuple[StepPlan, list[int]]] = field(default_factory=deque)
+    num_dropped: int = 0
+    sees_progress: bool = True
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.pools = limits.pools()
+        self.cache = PrefixCache(self.pools)
+        self.scheduler = Scheduler(
+            self.pools,
+            self.cache if limits.prefix_caching else None,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_prefill_seqs=limits.max_prefill_seqs,
+            max_model_len=limits.max_model_len,
+            chunked_prefill=limits.chunked_prefill,
+            eos_token_ids=(EOS,),
+        )
+
+    def add(self, prompt: list[int], salt: str = "", **params) -> Request:
+        request = Request(len(self.requests), tuple(prompt), SamplingParams(**params), salt)
+        self.requests.append(request)
+        self.streamed[request.request_id] = []
+        try:
+            self.scheduler.add(request)
+            self.unfinished.append(request)
+        except RequestRefused:
+            request.finish_reason = "refused"
+        return request
+
+    def step(self) -> StepPlan | None:
+        """Launches a step, then reads back the one `lag` before it, so that the device never waits."""
+        oldest = self.unfinished[0] if self.unfinished else None
+        oldest_waits_for_a_token = oldest is not None and oldest.num_in_flight > 0
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.in_flight.append((plan, self.launch(plan)))
+        scheduled = () if plan is None else [row.request for row in plan.rows]
+        if self.sees_progress and oldest is not None:
+            assert oldest in scheduled or oldest_waits_for_a_token, "the oldest request moves"
+        self.check()
+        while self.in_flight and (len(self.in_flight) > self.limits.lag or plan is None):
+            self.read_back()
+        return plan
+
+    def planned_step(self) -> StepPlan:
+        plan = self.step()
+        assert plan is not None
+        return plan
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        """What the device does, at once: programs run in the order they are launched.
+
+        All that precedes the new tokens is read before any of them is written: a step shares nothing within itself.
+        """
+        cached = [self.read(plan, i, row.start) for i, row in enumerate(plan.rows)]
+        samples = []
+        for i, (row, views) in enumerate(zip(plan.rows, cached, strict=True)):
+            request, end = row.request, row.start + row.num_tokens
+            tokens = [self.last_tokens[row.slot]] if row in plan.decode else request.token_ids[row.start : end]
+            assert len(tokens) == row.num_tokens
+            for position, token in enumerate(tokens, start=row.start):
+                for (lane, place), view in zip(self.places(plan, i, position), views, strict=True):
+                    view[position] = self.memory[place] = kv_of(request.salt, token)
+                    assert all(key in view for key in visible(lane, position))
+            if row.samples:
+                heads = zip(self.limits.heads, views, strict=True)
+                samples.append(next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads]))
+                self.last_tokens[row.slot] = samples[-1]
+        return samples
+
+    def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
+        """Each head, and where the K/V of a token is for it: group, row and offset."""
+        page, offset = divmod(position, self.limits.page_size)
+        return [
+            (head, (group, int(plan.tables[group][row, i, page]), offset))
+            for group, heads in enumerate(self.limits.groups)
+            for i, head in enumerate(heads)
+        ]
+
+    def read(self, plan: StepPlan, row: int, start: int) -> list[dict[int, object]]:
+        """What is cached before `start`, by position for each head: all that a token at `start` or after it sees."""
+        views: list[dict[int, object]] = [{} for _ in self.limits.heads]
+        for position in range(start):
+            for (head, place), view in zip(self.places(plan, row, position), views, strict=True):
+                if position in visible(head, start):
+                    view[position] = self.memory[place]  # KeyError: never written
+        return views
+
+    def read_back(self) -> None:
+        plan, samples = self.in_flight.popleft()
+        before = {row.request: row.request.output_ids for row in plan.rows}
+        continued = self.scheduler.retire(plan, samples)
+        self.num_dropped += len(samples) - len(continued)
+        for request, token in continued:
+            assert request.output_ids == [*before[request], token]
+            self.streamed[request.request_id].append(token)
+        self.check()
+
+    def fail(self) -> None:
+        """A step raises after its caches were donated: what they held is gone, and so is what was not read back."""
+        self.scheduler.schedule()
+        self.memory = dict.fromkeys(self.memory, "garbage")
+        self.last_tokens.clear()
+        self.in_flight.clear()
+        self.scheduler.requeue_all()
+        assert not any(self.pools.num_owned)
+        self.check()
+
+    def run(self) -> None:
+        steps = 0
+        while self.scheduler.has_unfinished or self.in_flight:
+            self.step()
+            steps += 1
+            assert steps < 2000, "no end in sight"
+        assert not any(self.pools.num_owned)
+        for request in self.requests:
+            assert request.output_ids == self.streamed[request.request_id]
+            if request.finish_reason == "refused":
+                assert not request.output_ids
+                continue
+            output, reason = plain_output(request, self.limits)
+            if request.finish_reason == "abort":
+                assert request.output_ids == output[: len(request.output_ids)]
+            else:
+                assert (request.output_ids, request.finish_reason) == (output, reason)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        limits, rows = self.limits, plan.rows
+        assert 0 < plan.num_tokens <= limits.max_batched_tokens
+        assert len({row.slot for row in rows}) == len({row.request for row in rows}) == len(rows)
+        assert all(row.num_tokens == 1 and row.samples for row in plan.decode)
+        assert sum(not row.samples for row in plan.prefill) <= 1
+        assert limits.max_prefill_seqs is None or len(plan.prefill) <= limits.max_prefill_seqs
+        for row in rows:
+            request, end = row.request, row.start + row.num_tokens
+            assert row.slot == request.slot
+            assert row.slot in range(limits.max_num_seqs)
+            assert end <= self.pools.pools[0].allocated_tokens(row.slot)
+            assert row.samples == (end >= request.prefill_end)
+            assert request.num_tokens <= min(limits.max_len, len(request.prompt_ids) + request.params.max_tokens)
+            if not limits.chunked_prefill and not row.samples:
+                too_large = limits.groups != PLAIN and request is self.scheduler.running[0]
+                assert too_large or len(request.token_ids) > limits.max_batched_tokens
+        for i, row in enumerate(rows):
+            for position in range(row.start, row.start + row.num_tokens):
+                for _, (group, place, _) in self.places(plan, i, position):
+                    assert place != PAGE_NONE
+                    assert self.pools.pools[group]._rows.refcount(place) == 1, (
+                        "what a step writes to, nobody else holds"
+                    )
+
+    def check(self) -> None:
+        self.pools.check()
+        self.cache.check()
+        self.unfinished = [request for request in self.unfinished if request.finish_reason is None]
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert [*running, *waiting] == self.unfinished
+        slots = [request.slot for request in running if request.slot is not None]
+        assert len(slots) == len(running)
+        for request in self.unfinished:
+            assert (request.slot is not None) == (request in running)
+        ends = {request.slot: request.num_computed for request in running}
+        for slot, pool in itertools.product(range(self.limits.max_num_seqs), self.pools.pools):
+            pages = -(-ends.get(slot, 0) // self.limits.page_size)
+            assert pool.allocated_tokens(slot) == pages * self.limits.page_size
+
+
+# Prompts whose first eight tokens of output are not EOS.
+LASTING = [
+    prompt
+    for prompt in ([first, second, 3, 4] for first in range(1, VOCAB) for second in range(1, VOCAB))
+    if EOS not in plain_output(Request("", tuple(prompt), SamplingParams(max_tokens=8, ignore_eos=True)), Limits())[0]
+]
+
+
+def summary(rows) -> list[tuple[int, int, int, bool]]:
+    """Of which request, from where, how many tokens, and whether one is sampled."""
+    return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in rows]

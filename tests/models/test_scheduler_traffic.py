@@ -1,0 +1,105 @@
+"""The scheduler under random traffic."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from pallas_attn import FULL
+from pallas_attn.cache import OutOfPages
+from tests.models.scheduler_case import PLAIN, SALTS, FakeEngine, Limits
+
+prompts = st.builds(
+    lambda shared, tail: [1, 2, 3, 4, 5, 6, 1, 2, 3, 4][:shared] + tail,
+    st.integers(0, 10),
+    st.lists(st.integers(1, 2), min_size=1, max_size=6),
+)
+params = st.fixed_dictionaries({"max_tokens": st.integers(1, 12), "ignore_eos": st.booleans()})
+additions = st.tuples(st.just("add"), prompts, st.sampled_from(["", *SALTS]), params)
+actions = st.one_of(
+    additions,
+    additions,
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("fail")),
+)
+limits = st.builds(
+    Limits,
+    num_pages=st.integers(5, 14),
+    page_size=st.integers(1, 3),
+    max_batched_tokens=st.integers(2, 16),
+    max_num_seqs=st.integers(1, 4),
+    max_prefill_seqs=st.none() | st.integers(1, 2),
+    max_model_len=st.integers(12, 30),
+    chunked_prefill=st.booleans(),
+    prefix_caching=st.booleans(),
+    lag=st.integers(0, 2),
+    groups=st.sampled_from(
+        [PLAIN, PLAIN, [[(3, 0)]], [[(FULL, 0), (3, 2)]], [[(FULL, 0)], [(4, 0)], [(2, 3), (1, 0)]]]
+    ),
+)
+
+
+traffic = given(limits=limits, actions=st.lists(actions, min_size=8, max_size=30))
+
+
+def run_traffic(limits: Limits, actions: list[tuple]) -> None:
+    """Every request must get its own tokens: `FakeEngine` checks that, and everything else, as it goes."""
+    engine = FakeEngine(limits)
+    for name, *arguments in actions:
+        match name:
+            case "add":
+                prompt, salt, params = arguments
+                engine.add(prompt, salt, **params)
+            case "step":
+                for _ in range(*arguments):
+                    engine.step()
+            case "abort":
+                engine.scheduler.abort(*arguments)
+                engine.check()
+            case "fail":
+                engine.fail()
+    engine.run()
+
+
+@traffic
+@settings(max_examples=150, deadline=None)
+def test_any_traffic(limits, actions):
+    run_traffic(limits, actions)
+
+
+@pytest.mark.slow
+@traffic
+@settings(max_examples=3000, deadline=None)
+def test_any_traffic_for_long(limits, actions):
+    run_traffic(limits, actions)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_long_traffic_meets_everything_at_once(lag, monkeypatch):
+    """Also shows that such traffic meets what it is meant to meet."""
+    draw = random.Random(lag)
+    engine = FakeEngine(Limits(num_pages=10, max_num_seqs=4, lag=lag), sees_progress=False)
+    allocate = engine.pools.allocate
+
+    def fail_sometimes(slot: int, n: int) -> None:
+        if draw.random() < 0.02:
+            raise OutOfPages(n, 0)
+        allocate(slot, n)
+
+    monkeypatch.setattr(engine.pools, "allocate", fail_sometimes)
+    for _ in range(1000):
+        if draw.random() < 0.3 and len(engine.scheduler.waiting) < 5:
+            prompt = [1, 2, 3, 4, 5, 6, 1, 2][: draw.randint(0, 8)] + draw.choices((1, 2), k=draw.randint(1, 6))
+            engine.add(prompt, draw.choice(SALTS), max_tokens=draw.randint(1, 12), ignore_eos=draw.random() < 0.7)
+        if draw.random() < 0.02 and engine.requests:
+            engine.scheduler.abort(draw.choice(engine.requests).request_id)
+        if draw.random() < 0.01:
+            engine.fail()
+        engine.step()
+    engine.run()
+    assert engine.scheduler.num_preemptions > 20
+    assert engine.cache.hit_tokens > 100
+    assert (engine.num_dropped > 0) == (lag > 0)
+    assert {request.finish_reason for request in engine.requests} == {"stop", "length", "abort"}
