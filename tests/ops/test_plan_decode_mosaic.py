@@ -59,6 +59,18 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
         check(mode, 132, **given)
 
 
+@pytest.mark.parametrize("idle", [0, 2])
+def test_interpreted_without_cuts(idle: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows so alike that none is cut: fewer than programs, and several of each."""
+    lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
+    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}
+    for num_programs in (49, 12):
+        plan = plan_decode(**given, num_programs=num_programs, implementation="xla")
+        assert np.diff(plan.piece_offsets).max() == 1
+        with harness.interpreting(capsys):
+            check("balanced", num_programs, **given)
+
+
 def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), 5, 1, 1000)
     with harness.interpreting(capsys):
@@ -74,6 +86,8 @@ def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.Cap
 )
 def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
     rng = harness.fresh_rng()
+    alike = jnp.asarray(rng.integers(8000, 8100, batch), jnp.int32)
+    check(mode, num_programs, kv_lens=alike, page_size=PS, num_q_heads=kv_heads, num_kv_heads=kv_heads)
     for longest in (64, 131_072):
         check(mode, num_programs, **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1))
 

@@ -1,26 +1,34 @@
-"""The arithmetic of `plan_decode`: rows laid end to end, each as long as it costs, and programs at equal distances."""
+"""The arithmetic of `plan_decode`: rows laid end to end, each as long as it costs, and programs at equal distances, or
+at every so many rows where that is nearly as even.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
+
+UNEVENNESS = 16
+"""Whole rows may make the largest share larger by one in so many, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
     """What rows cost and where they are cut.
 
-    In `balanced` mode a row costs its pages and a constant, and is cut where a program starts beyond the constant. In
-    `fixed` mode it is cut at multiples of `piece_pages`, whoever takes them, and each piece costs 1.
+    In `balanced` mode a row costs its pages and a constant, and is cut where a program starts beyond the constant,
+    unless rows are so alike that none need be cut. In `fixed` mode it is cut at multiples of `piece_pages`, whoever
+    takes them, and each piece costs 1.
 
     Attributes:
       overhead: the constant, in pages; 0 in `fixed` mode.
+      cut: what a program may take beyond an equal share if then no row is cut, in pages; 0 in `fixed` mode.
       piece_pages: pages of a piece; 0 in `balanced` mode.
     """
 
     overhead: int
+    cut: int
     piece_pages: int
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
@@ -33,17 +41,37 @@ class Sharing:
         """What a program takes, at least a row's overhead and a page."""
         return jnp.maximum((total + (num_programs - 1)) // num_programs, self.overhead + 1)
 
+    def alike(self, first: Int32[Array, ""], share: Int32[Array, ""], num_rows: int) -> Int32[Array, ""]:
+        """How many whole rows come closest to a share if all cost what the first one does."""
+        first = jnp.maximum(first, 1)
+        return jnp.clip((share + first // 2) // first, 1, num_rows)
+
+    def first_row(
+        self, program: Int32[Array, "n"], each: Int32[Array, ""], num_programs: int, num_rows: int
+    ) -> Int32[Array, "n"]:
+        """The row that programs start with if each takes so many, and the last one all that are left."""
+        return jnp.where(program < num_programs, jnp.minimum(program * each, num_rows), num_rows)
+
+    def is_uneven(self, taken: Int32[Array, "n"], share: Int32[Array, ""]) -> Bool[Array, "n"]:
+        """Whether a program would take so much that cutting rows costs less."""
+        return taken > share + jnp.minimum(share // UNEVENNESS, self.cut)
+
     def start(self, program: Int32[Array, "n"], share: Int32[Array, ""], total: Int32[Array, ""]) -> Int32[Array, "n"]:
         """Where programs start among the rows; the first one without work, and all after it, at or past the end."""
         return jnp.minimum(program, (total + (share - 1)) // share) * share
 
     def pieces(
-        self, begin: Int32[Array, "rows"], end: Int32[Array, "rows"], share: Int32[Array, ""]
+        self,
+        begin: Int32[Array, "rows"],
+        end: Int32[Array, "rows"],
+        share: Int32[Array, ""],
+        are_cut: Bool[Array, "..."],
     ) -> Int32[Array, "rows"]:
         """Of rows that lie between these places. A piece begins with each busy row and with each cut."""
         if self.piece_pages:
             return end - begin
-        return jnp.where(end > begin, 1 + (end - 1) // share - (begin + self.overhead) // share, 0)
+        cuts = (end - 1) // share - (begin + self.overhead) // share
+        return jnp.where(end > begin, 1 + jnp.where(are_cut, cuts, 0), 0)
 
     def page(self, into: Int32[Array, "n"]) -> Int32[Array, "n"]:
         """The page that lies so far into a row. Its first follows the overhead: who starts in that starts the row."""

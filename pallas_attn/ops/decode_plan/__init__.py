@@ -45,9 +45,9 @@ def plan_decode(
     """Plans a decode step once for all layers of equal windows; jittable, without a look at the host.
 
     A row (one KV head of one sequence) costs its visible pages and a constant. In `balanced` mode every program gets an
-    equal share of the total cost, and rows are cut where a share ends. In `fixed` mode a row is cut at fixed token
-    counts, wherever it stands in whatever batch, so that its result never depends on its neighbours; programs then
-    share whole pieces.
+    equal share of the total cost, and rows are cut where a share ends; or none is, where as many whole rows for each
+    make nearly equal shares. In `fixed` mode a row is cut at fixed token counts, wherever it stands in whatever batch,
+    so that its result never depends on its neighbours; programs then share whole pieces.
 
     Args:
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
@@ -77,9 +77,10 @@ def plan_decode(
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
     if mode == "fixed":
-        sharing = Sharing(overhead=0, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
+        sharing = Sharing(overhead=0, cut=0, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
     else:
-        sharing = Sharing(overhead=plan_config(page_size).row_overhead_pages, piece_pages=0)
+        costs = plan_config(page_size)
+        sharing = Sharing(overhead=costs.row_overhead_pages, cut=costs.cut_pages, piece_pages=0)
     return dispatch.run(
         "plan_decode",
         IMPLEMENTATIONS,

@@ -11,6 +11,11 @@ ROW_OVERHEAD_TOKENS = 64
 measured.
 """
 
+CUT_TOKENS = 512
+"""What cutting rows costs each program, likewise: a state written where its share begins and one where it ends, and a
+kernel that reads them all again.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
@@ -18,13 +23,16 @@ class PlanConfig:
 
     Attributes:
       row_overhead_pages: what starting a row costs a program, in pages.
+      cut_pages: what it costs it that rows are cut.
     """
 
     row_overhead_pages: int
+    cut_pages: int
 
     def __post_init__(self) -> None:
-        if self.row_overhead_pages < 0:
-            raise ValueError(f"{self.row_overhead_pages=} must be at least 0")
+        for name, pages in dataclasses.asdict(self).items():
+            if pages < 0:
+                raise ValueError(f"{name}: expected at least 0, got {pages}")
 
 
 def plan_config(page_size: int) -> PlanConfig:
@@ -33,4 +41,4 @@ def plan_config(page_size: int) -> PlanConfig:
 
 def heuristic_costs(page_size: int) -> PlanConfig:
     """Where nothing was measured."""
-    return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size))
+    return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size), CUT_TOKENS // page_size)

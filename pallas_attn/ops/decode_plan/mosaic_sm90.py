@@ -5,6 +5,7 @@ every place among the rows is then found by bisection:
 
     rows      walk, cost       -> ends: where each row ends          (prefix sums)
     total     -> share
+    programs  whole rows       -> are_cut
     rows      pieces, next row -> piece_ends                         (prefix sums)
     programs  start            -> row, page, piece
 
@@ -88,11 +89,13 @@ class Memory(NamedTuple):
     Attributes:
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each row; rows past the last add nothing.
       sums: [2, chunk], of a scan on its way.
+      are_cut: [1], 1 if rows are.
     """
 
     ends: Any
     piece_ends: Any
     sums: Any
+    are_cut: Any
 
 
 def plan_decode(
@@ -125,6 +128,7 @@ def plan_decode(
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
+            plgpu.SMEM((1,), jnp.int32),
         ],
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
@@ -159,11 +163,13 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
 
     total = _each_chunk(static.rows, lay_out, jnp.int32(0))
     share = sharing.share(total, static.programs)
+    each = sharing.alike(mem.ends[0], share, static.rows)
+    _compare(static, mem, each, share)
 
     def cut(first: Any, before: Any) -> Any:
         row = LANES.iota(_chunk(static.rows)) + first
         end = LANES.take(mem.ends, row)
-        pieces = sharing.pieces(_before(mem.ends, row), end, share)
+        pieces = sharing.pieces(_before(mem.ends, row), end, share, _are_cut(mem, row))
         _write(plan.next_row, row, static.rows, _find(static, mem, end))
         after = _append(mem.piece_ends, first, pieces, mem.sums, before)
         _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
@@ -175,6 +181,7 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
     def start(first: Any, _: None) -> None:
         program = LANES.iota(_chunk(static.programs + 1)) + first
         place = jnp.minimum(sharing.start(program, share, total), total)
+        place = jnp.where(_are_cut(mem, program), place, _whole(static, mem, program, each))
         row = _find(static, mem, place)
         begin = _before(mem.ends, row)
         into, first_piece = place - begin, _before(mem.piece_ends, row)
@@ -198,6 +205,31 @@ def _walk(static: Static, x: Inputs, row: Any) -> Any:
         window, sink_tokens = LANES.take(x.window.window, head), LANES.take(x.window.sink_tokens, head)
     end = jnp.where(q_len > 0, kv_len, 0)
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
+
+
+def _whole(static: Static, mem: Memory, program: Any, each: Any) -> Any:
+    """Where programs start if each takes so many rows."""
+    return _before(mem.ends, static.sharing.first_row(program, each, static.programs, static.rows))
+
+
+def _compare(static: Static, mem: Memory, each: Any, share: Any) -> None:
+    """Notes whether so many rows each would be too uneven."""
+    mem.are_cut[0] = 1 if static.sharing.piece_pages else 0
+    plgpu.commit_smem()
+
+    def note(first: Any, _: None) -> None:
+        program = jnp.minimum(LANES.iota(_chunk(static.programs)) + first, static.programs - 1)
+        begin, end = (_whole(static, mem, program + i, each) for i in range(2))
+        uneven = jnp.where(static.sharing.is_uneven(end - begin, share), 0, -1)
+        LANES.put(mem.are_cut, uneven, LANES.filled(jnp.int32(1), program.shape[0]))  # all write the same
+
+    _each_chunk(static.programs, note, None)
+    plgpu.commit_smem()
+
+
+def _are_cut(mem: Memory, like: Any) -> Any:
+    """Whether rows are cut, for each of so many."""
+    return LANES.filled(mem.are_cut[0], like.shape[0]) == 1
 
 
 def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:

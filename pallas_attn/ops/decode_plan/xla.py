@@ -30,9 +30,12 @@ def plan_decode(
     offsets = _prefix_sums(sharing.cost(num_pages))
     total = offsets[-1]
     share = sharing.share(total, num_programs)
-    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
     program = jnp.arange(num_programs + 1, dtype=jnp.int32)
-    start = sharing.start(program, share, total)
+    rows = num_pages.shape[0]
+    whole = offsets[sharing.first_row(program, sharing.alike(offsets[1], share, rows), num_programs, rows)]
+    are_cut = sharing.is_uneven(jnp.diff(whole), share).any() | bool(sharing.piece_pages)
+    start = jnp.where(are_cut, sharing.start(program, share, total), whole)
+    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share, are_cut))
     row = jnp.searchsorted(offsets[1:], start, side="right", method="compare_all").astype(jnp.int32)  # one kernel
     begin = offsets[row]
     into = jnp.maximum(jnp.minimum(start, total) - begin, 0)
