@@ -20,8 +20,8 @@ from models.mla import AttentionSettings
 from models.tokenizer import load_tokenizer
 from scripts.command_line import Parser, UsageError, as_usage_error, check_writable, exit_status
 from scripts.decode_model import load, name_of, read_config
-from scripts.decode_options import KV_DTYPES, RANDOM_MODELS
-from scripts.decode_prompts import encode_texts, read_ids
+from scripts.decode_prompts import read_prompts
+from scripts.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
 
 PROG = "calibrate"
 
@@ -77,8 +77,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
       UsageError: options that are wrong by themselves or together, or a file that cannot be written.
     """
     options = _parser().parse_args(argv)
-    if options.prompt is not None and options.model is None:
-        raise UsageError("--prompt needs a --model with a tokenizer; a random model takes --prompt-ids")
+    check_prompts(options)
     if options.tokens < 1:
         raise UsageError(f"--tokens: expected at least 1, got {options.tokens}")
     check_writable("--out", options.out)
@@ -86,31 +85,15 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROG,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
-    model.add_argument("--random", choices=RANDOM_MODELS, help="a model with random weights, as run_decode makes it")
-    parser.add_argument(
-        "--head-windows", type=Path, metavar="FILE", help="what each KV head sees, as run_decode takes it"
-    )
+    parser = Parser(PROG, description=DESCRIPTION, epilog=EPILOG)
+    add_model(parser.add_mutually_exclusive_group(required=True))
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="texts, in the model's chat template if it has one"
-    )
-    prompts.add_argument("--prompt-ids", type=Path, metavar="FILE", help="a JSON list of lists of token ids")
+    add_prompts(prompts)
     prompts.add_argument("--tokens", type=int, default=512, metavar="N", help="so many random ones (default: 512)")
+    add_computation(parser)
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of the model, as it will be served (default: the checkpoint's)",
+        "--kv-dtype", choices=("int8", "fp8"), default="int8", help="of the cache that scales are for (default: int8)"
     )
-    parser.add_argument("--kv-dtype", choices=("int8", "fp8"), default="int8", help="of the cache (default: int8)")
     parser.add_argument(
         "--scales",
         choices=("head", "channel"),
@@ -130,13 +113,9 @@ def _parser() -> Parser:
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
-    if options.prompt_ids is not None:
-        return read_ids(options.prompt_ids)
-    if options.prompt is not None:
-        tokenizer = load_tokenizer(options.model)
-        if tokenizer is None:
-            raise UsageError(f"--prompt: {options.model} has no tokenizer.json; give token ids with --prompt-ids")
-        return encode_texts(options.prompt, tokenizer)
+    given = read_prompts(options, None if options.prompt is None else load_tokenizer(options.model))
+    if given is not None:
+        return given
     drawn = np.random.default_rng(0).integers(config.vocab_size, size=options.tokens).tolist()
     longest = config.max_position_embeddings
     return [drawn[start : start + longest] for start in range(0, len(drawn), longest)]

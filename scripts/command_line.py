@@ -18,7 +18,20 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print its usage and exit."""
+    """Raises UsageError where argparse would print its usage and exit, and takes no flag cut short.
+
+    Args:
+      description, epilog: printed line by line as they are.
+    """
+
+    def __init__(self, prog: str, *, description: str, epilog: str):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from models.request import SamplingParams
 from scripts.command_line import Parser, UsageError, check_writable
+from scripts.model_options import KV_DTYPES, RANDOM_MODELS, add_computation, add_model, add_prompts, check_prompts
 
 PROG = "run_decode"
-RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
-
-KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
-"""What --kv-dtype takes, and the dtype it means."""
 
 DESCRIPTION = """\
 Decodes a batch of prompts with continuous batching over a paged cache: prompts are computed in chunks beside
@@ -47,10 +44,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
       UsageError: options that are wrong by themselves or together, or files that cannot be written.
     """
-    parser = _parser()
-    options = parser.parse_args(argv)
-    if options.prompt is not None and options.model is None:
-        raise UsageError("--prompt needs a --model with a tokenizer; a random model takes --prompt-ids")
+    options = _parser().parse_args(argv)
+    check_prompts(options)
     if options.model is None and options.random is None:
         options.random = RANDOM_MODELS[0]
     try:
@@ -73,37 +68,15 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROG,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_inputs(parser)
+    parser = Parser(PROG, description=DESCRIPTION, epilog=EPILOG)
+    model = parser.add_argument_group("model", f"default: --random {RANDOM_MODELS[0]}")
+    add_model(model.add_mutually_exclusive_group())
+    add_prompts(parser.add_argument_group("prompts", "a request each").add_mutually_exclusive_group())
     _add_sampling(parser.add_argument_group("sampling"))
     _add_engine(parser.add_argument_group("engine"))
     _add_attention(parser.add_argument_group("computation"))
     _add_outputs(parser.add_argument_group("results"))
     return parser
-
-
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
-    model.add_argument(
-        "--random", choices=RANDOM_MODELS, help=f"a small model with random weights (default: {RANDOM_MODELS[0]})"
-    )
-    prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--prompt",
-        nargs="+",
-        metavar="TEXT",
-        help="texts, a request each, put into the model's chat template if there is one",
-    )
-    prompts.add_argument(
-        "--prompt-ids", type=Path, metavar="FILE", help="a JSON list of lists of token ids, one list a request"
-    )
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -165,11 +138,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_attention(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of weights, activations and cache (default: the checkpoint's; float32 for a random model)",
-    )
+    add_computation(group)
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
@@ -181,14 +150,6 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="static scales of an int8 or fp8 cache: safetensors of k_scale and v_scale, [layers, KV heads] or [layers,"
         " KV heads, head width] (default: a scale for every token and head, taken when it is written)",
-    )
-    group.add_argument(
-        "--head-windows",
-        type=Path,
-        metavar="FILE",
-        help="what each KV head sees, in place of what the model says: a JSON list with an entry a layer, null for"
-        ' everything, a number of newest tokens, or {"window": [...], "sink_tokens": [...]}, one each per KV head, null'
-        " for everything",
     )
     group.add_argument(
         "--implementation",

@@ -1,7 +1,8 @@
-"""The prompts of run_decode as token ids: texts, a file of ids, or a demonstration."""
+"""Prompts as token ids: the texts of --prompt, the file of --prompt-ids, or a demonstration."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,24 @@ def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
 def demo_texts() -> list[str]:
     """Questions after a shared preface."""
     return [f"{_PREFACE}\n\n{question}" for question in _QUESTIONS]
+
+
+def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]] | None:
+    """The prompts that --prompt or --prompt-ids give; None where neither is given.
+
+    Args:
+      tokenizer: of the model; None where it has none, or no text is given.
+
+    Raises:
+      UsageError: as `encode_texts` and `read_ids`; or texts for a model without a tokenizer.
+    """
+    if options.prompt_ids is not None:
+        return read_ids(options.prompt_ids)
+    if options.prompt is None:
+        return None
+    if tokenizer is None:
+        raise UsageError(f"--prompt: {options.model} has no tokenizer.json; give token ids with --prompt-ids")
+    return encode_texts(options.prompt, tokenizer)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

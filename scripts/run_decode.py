@@ -28,7 +28,7 @@ from scripts.decode_model import dtype_of, load, name_of, read_config
 from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
 from scripts.decode_progress import Display
-from scripts.decode_prompts import demo_ids, demo_texts, encode_texts, read_ids
+from scripts.decode_prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode_report import Report, device_name, differences
 
 DIFFERENT = 1
@@ -84,13 +84,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
-    if options.prompt_ids is not None:
-        return read_ids(options.prompt_ids)
-    if options.prompt is None and tokenizer is None:
-        return demo_ids(config.vocab_size, options.page_size)
+    given = read_prompts(options, tokenizer)
+    if given is not None:
+        return given
     if tokenizer is None:
-        raise UsageError(f"--prompt: {options.model} has no tokenizer.json; give token ids with --prompt-ids")
-    return encode_texts(demo_texts() if options.prompt is None else options.prompt, tokenizer)
+        return demo_ids(config.vocab_size, options.page_size)
+    return encode_texts(demo_texts(), tokenizer)
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
