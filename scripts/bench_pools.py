@@ -153,19 +153,6 @@ class Pools:
         self._kept = None
 
 
-def slots_of_runs(calls: int, tokens: int, run: int, *, page_size: int, num_pages: int) -> list[Array]:
-    """Where each call writes its tokens: `run` consecutive ones in pages of their own, from the start of a page or, if
-    they fit one, from anywhere in it.
-    """
-    rng = np.random.default_rng(0)
-    runs, pages = -(-tokens // run), -(-run // page_size)
-    first = rng.permutation(num_pages)[: calls * runs * pages].reshape(calls, runs, pages)
-    place = np.arange(run)
-    slots = first[:, :, place // page_size] * page_size + place % page_size
-    slots += rng.integers(0, max(1, page_size - run + 1), (calls, runs, 1))
-    return [jnp.asarray(call, jnp.int32) for call in slots.reshape(calls, -1)[:, :tokens]]
-
-
 def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:
     """A block table for each call, of pages that no other call reads, from anywhere in the pool."""
     ids = rng.permutation(num_pages)[: calls * math.prod(shape)].astype(np.int32)

@@ -110,17 +110,17 @@ def test_no_two_gathers_read_the_same_page(monkeypatch):
 
 
 def test_latent_slots_are_written_once():
-    case = bench_write_latent.WriteLatentCase(20, 10, "f32", 16, 8, 4, 2**16)
+    case = bench_write_latent.WriteLatentCase(20, 10, "f32", 16, 8, page_size=4, pool_bytes=2**16)
     calls = np.stack(case.slots)
     assert calls.shape == (case.calls, 20)
     assert len(np.unique(calls)) == calls.size
     assert calls.min() >= 0
-    assert calls.max() < case.pool_pages * 4
+    assert calls.max() < case.pool.num_pages * 4
 
 
 def test_latents_go_to_the_pool_in_place():
     """A copy of the pool would be timed along with the write."""
-    case = bench_write_latent.WriteLatentCase(8, 4, "f32", 16, 8, 16, 2**20)
+    case = bench_write_latent.WriteLatentCase(8, 4, "f32", 16, 8, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 
     def compile_chain(call, owns, *, carried):

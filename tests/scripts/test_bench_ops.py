@@ -361,7 +361,7 @@ def test_slots_are_written_once(tokens, run):
     assert calls.shape == (case.calls, tokens)
     assert len(np.unique(calls)) == calls.size
     assert calls.min() >= 0
-    assert calls.max() < case.pool_pages * 16
+    assert calls.max() < case.pool.num_pages * 16
     for i in range(1, tokens):
         if i % run and i % 16:
             np.testing.assert_array_equal(calls[:, i], calls[:, i - 1] + 1)
