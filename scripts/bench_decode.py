@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_attn import HeadWindow, paged_decode
-from scripts import bench_flashinfer, bench_torch
+from scripts import bench_flash_attention, bench_flashinfer, bench_torch
 from scripts.bench_case import Bench, by_name, noting_configs
 from scripts.bench_decode_case import DecodeCase, DecodeInputs, inputs
 from scripts.bench_device import multiprocessors
@@ -105,6 +105,9 @@ GRIDS = {name: _ordered(grid) for name, grid in GRIDS.items()}
 
 BENCH = Bench(
     grids=GRIDS,
-    contenders=by_name(ours) | bench_flashinfer.CONTENDERS | bench_torch.CONTENDERS,
+    contenders=by_name(ours)
+    | bench_flashinfer.CONTENDERS
+    | bench_flash_attention.DECODE_CONTENDERS
+    | bench_torch.CONTENDERS,
     inputs=inputs,
 )

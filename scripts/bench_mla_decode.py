@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from pallas_attn import mla_decode, mla_decode_programs
-from scripts import bench_flashinfer_mla
+from scripts import bench_flash_attention, bench_flash_mla, bench_flashinfer_mla
 from scripts.bench_case import Bench, by_name
 from scripts.bench_mla_case import MlaCase, MlaInputs, inputs
 from scripts.bench_pools import chain_of
@@ -61,6 +61,9 @@ BENCH = Bench(
         "models": [MlaCase(shape) for shape in cases.MLA_DECODE.values()],
         "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
-    contenders=by_name(ours) | bench_flashinfer_mla.CONTENDERS,
+    contenders=by_name(ours)
+    | bench_flashinfer_mla.CONTENDERS
+    | bench_flash_mla.CONTENDERS
+    | bench_flash_attention.MLA_CONTENDERS,
     inputs=inputs,
 )

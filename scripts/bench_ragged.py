@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_attn import ragged_attention
-from scripts import bench_flashinfer_chunk, bench_torch_chunk
+from scripts import bench_flash_attention, bench_flashinfer_chunk, bench_torch_chunk
 from scripts.bench_case import Bench, by_name
 from scripts.bench_chunk_case import LENGTHS, Ragged, RaggedCase
 from scripts.bench_timing import Stopwatch, Timing
@@ -39,6 +39,9 @@ BENCH = Bench(
         "batches": [RaggedCase(Ragged(sequences, 8192 // sequences, 0, *HEADS[1])) for sequences in (1, 4, 16, 64)],
         "small": [RaggedCase(Ragged(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },
-    contenders=by_name(ours) | bench_torch_chunk.CONTENDERS | bench_flashinfer_chunk.RAGGED_CONTENDERS,
+    contenders=by_name(ours)
+    | bench_torch_chunk.CONTENDERS
+    | bench_flashinfer_chunk.RAGGED_CONTENDERS
+    | bench_flash_attention.RAGGED_CONTENDERS,
     inputs=RaggedCase.inputs,
 )
