@@ -18,6 +18,7 @@ from models.gqa_config import GQAConfig
 from models.layers import Linear, RMSNorm
 from models.metadata import GroupTables, StepMetadata
 from models.mla import AttentionSettings
+from models.rope import CosSin
 from models.windows import HeadWindows, LayerWindow, cache_groups
 from pallas_attn import (
     DecodePlan,
@@ -116,7 +117,7 @@ class GQA(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+        rope: CosSin,
         cache: PagedKV,
         slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: GQAStep,

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from models.config import DeepSeekConfig
 from models.layers import Linear, RMSNorm
 from models.metadata import StepMetadata
-from models.rope import rotate
+from models.rope import CosSin, rotate
 from pallas_attn import (
     DecodePlan,
     PagedLatent,
@@ -194,7 +194,7 @@ class MLA(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+        rope: CosSin,
         cache: PagedLatent,
         slots: Int32[Array, "T"],
         parts: list[Part],
@@ -212,7 +212,7 @@ class MLA(nnx.Module):
         return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), cache
 
     def _queries(
-        self, x: Float[Array, "T D"], rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
+        self, x: Float[Array, "T D"], rope: CosSin
     ) -> tuple[Float[Array, "T Hq nope"], Float[Array, "T Hq R"]]:
         full_rank = self.config.q_lora_rank is None
         q = self.q_proj(x) if full_rank else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -220,9 +220,7 @@ class MLA(nnx.Module):
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rotate(q_rope, *rope)
 
-    def _latent(
-        self, x: Float[Array, "T D"], rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
-    ) -> Float[Array, "T LR"]:
+    def _latent(self, x: Float[Array, "T D"], rope: CosSin) -> Float[Array, "T LR"]:
         latent, key = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_layernorm(latent), rotate(key, *rope)], axis=-1)
 

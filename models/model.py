@@ -23,7 +23,7 @@ from models.layers import MLP, Linear, RMSNorm
 from models.metadata import StepMetadata
 from models.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
 from models.moe import BiasedMoE, MoE
-from models.rope import rope_table
+from models.rope import CosSin, rope_table
 from models.windows import cache_groups
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
@@ -46,7 +46,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+        rope: CosSin,
         cache: LayerCache,
         slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: AttentionStep,
@@ -161,7 +161,7 @@ def _apply_layer(
     graph: Any,
     state: Any,
     x: Float[Array, "T D"],
-    rope: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+    rope: CosSin,
     cache: LayerCache,
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,

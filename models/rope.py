@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.config import ModelConfig
 from models.rope_config import RopeScaling, YarnConfig
 
+type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
+"""Cosines and sines of each token's angles."""
+
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     """Angle per position, in radians, of each rotated pair: [R / 2]."""
@@ -52,9 +55,7 @@ def _kept_by_yarn(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
     return 1 - np.clip((np.arange(width // 2) - low) / span, 0, 1)
 
 
-def rope_table(
-    config: ModelConfig, positions: Int32[Array, "T"]
-) -> tuple[Float32[Array, "T half"], Float32[Array, "T half"]]:
+def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
     """Cosines and sines of each token's angles, YaRN's temperature included."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(config))[None, :]
     scale = config.rope_scaling.rotary_scale if config.rope_scaling else 1.0
