@@ -223,7 +223,7 @@ REFUSED = {
     ),
     "a single pair": (call(rope=angles(1)), "two pairs of columns or more that are rotated in neox style, got one"),
     "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "alike in stretches of 1, are 255"),
-    "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 tokens of a head, got 2147483648"),
+    "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 rows, got 2147483648"),
 }
 
 

@@ -139,8 +139,8 @@ def test_refuses_a_cpu_that_does_not_interpret(op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "sizes", "reason"),
     [
-        ("write_latent", {"num_pages": 2**25}, "takes pools of less than 2**31 tokens, got 2147483648"),
-        ("gather_latent", {"num_pages": 2**25}, "takes pools of less than 2**31 tokens, got 2147483648"),
+        ("write_latent", {"num_pages": 2**25}, "takes pools of less than 2**31 rows, got 2147483648"),
+        ("gather_latent", {"num_pages": 2**25}, "takes pools of less than 2**31 rows, got 2147483648"),
         ("gather_latent", {"sequences": MAX_SEQUENCES + 1}, "takes up to 1024 sequences, got 1025"),
     ],
 )

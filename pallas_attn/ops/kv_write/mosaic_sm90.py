@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common import mosaic, mosaic_limits
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_heads import HeadTile
 from pallas_attn.ops.common.mosaic_quantised import scale_layout
@@ -182,8 +182,7 @@ class Static:
     def of(kv: PagedKV, slots: Array, rope: Rope | None, q_rows: int) -> Static:
         num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
         rows = num_pages * num_kv_heads * page_size
-        if rows >= 2**31:
-            raise NotImplementedError(f"takes pools of less than 2**31 tokens of a head, got {rows}")
+        mosaic_limits.require_int32_rows(rows)
         scales, rotation = scale_layout(kv), "none" if rope is None else rope.style
         half = 0 if rope is None else rope.cos.shape[1]
         if rotation == "neox" and half == 1:

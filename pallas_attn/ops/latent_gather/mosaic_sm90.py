@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common import mosaic, mosaic_limits
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_copy import copy_layout, copy_rows, like
 from pallas_attn.ops.common.mosaic_rows import RowLayout
@@ -43,8 +43,7 @@ def gather_latent(
 ) -> Float[Array, "length LR"]:
     mosaic.require_hopper()
     num_pages, page_size, width = cache.pages.shape
-    if num_pages * page_size >= 2**31:
-        raise NotImplementedError(f"takes pools of less than 2**31 tokens, got {num_pages * page_size}")
+    mosaic_limits.require_int32_rows(num_pages * page_size)
     if kv_lens.shape[0] > MAX_SEQUENCES:
         raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {kv_lens.shape[0]}")
     layout = copy_layout(width, cache.pages.dtype)

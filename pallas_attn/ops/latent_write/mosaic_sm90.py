@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common import mosaic, mosaic_limits
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_copy import copy_layout, copy_rows
 from pallas_attn.ops.common.mosaic_rows import RowLayout
@@ -29,8 +29,7 @@ from pallas_attn.types import PagedLatent
 def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
     mosaic.require_hopper()
     num_pages, page_size, width = cache.pages.shape
-    if num_pages * page_size >= 2**31:
-        raise NotImplementedError(f"takes pools of less than 2**31 tokens, got {num_pages * page_size}")
+    mosaic_limits.require_int32_rows(num_pages * page_size)
     if not slots.shape[0]:
         return cache
     layout = copy_layout(width, latent.dtype)

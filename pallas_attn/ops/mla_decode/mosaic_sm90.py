@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
-from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common import mosaic, mosaic_limits
 from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
 from pallas_attn.ops.common.visibility import real_queries
 from pallas_attn.ops.decode_plan import plan_decode
@@ -148,20 +148,13 @@ def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "
 def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
     """Raises NotImplementedError for what the kernels do not take."""
     mosaic.require_hopper()
+    mosaic_limits.require_dtypes(q_latent, cache.pages)
+    mosaic_limits.require_page_size(cache.page_size)
     num_queries, latent_dim, rope_dim = q_latent.shape[1], q_latent.shape[-1], q_rope.shape[-1]
-    page_size = cache.page_size
-    if q_latent.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q_latent.dtype.name}")
-    if cache.pages.dtype != q_latent.dtype:
-        raise NotImplementedError(
-            f"takes queries and a cache of one dtype, got {q_latent.dtype.name} over {cache.pages.dtype.name}"
-        )
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
         raise NotImplementedError(
             "takes latents of 128 to 512 columns, a multiple of 64, and 32 or 64 rotated ones, "
             f"got {latent_dim} and {rope_dim}"
         )
-    if page_size not in (16, 32, 64, 128):
-        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
     if num_queries > NO_DRAFT:
         raise NotImplementedError(f"takes at most {NO_DRAFT} queries, got {num_queries}")

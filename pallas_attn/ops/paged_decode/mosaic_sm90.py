@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_quantised
+from pallas_attn.ops.common import mosaic, mosaic_limits, mosaic_quantised
 from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
 from pallas_attn.ops.common.mosaic_merge import Columns
@@ -120,19 +120,10 @@ def _sizes(
 def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None, limit: int) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
-    num_queries, num_heads, head_dim = q.shape[1:]
-    num_kv_heads, page_size = kv.k.shape[1:3]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
-    if kv.k_scale is None and kv.k.dtype != q.dtype:
-        raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
-        )
-    if head_dim not in (64, 128, 256):
-        raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
-    if page_size not in (16, 32, 64, 128):
-        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
-    group = num_heads // num_kv_heads
+    mosaic_limits.require_dtypes(q, kv.k)
+    mosaic_limits.require_head_dim(q.shape[3])
+    mosaic_limits.require_page_size(kv.page_size)
+    num_queries, group = q.shape[1], q.shape[2] // kv.k.shape[1]
     if group > limit and Columns(group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
     if draft_mask is not None and num_queries > 31:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_quantised, mosaic_wgmma
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_quantised, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
     ALIGNMENT,
@@ -102,17 +102,9 @@ def paged_prefill(
 def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
-    head_dim, page_size = q.shape[2], kv.k.shape[2]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
-    if kv.k_scale is None and kv.k.dtype != q.dtype:
-        raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
-        )
-    if head_dim not in (64, 128, 256):
-        raise NotImplementedError(f"takes heads of width 64, 128 or 256, got {head_dim}")
-    if page_size not in (16, 32, 64, 128):
-        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {page_size}")
+    mosaic_limits.require_dtypes(q, kv.k)
+    mosaic_limits.require_head_dim(q.shape[2])
+    mosaic_limits.require_page_size(kv.page_size)
 
 
 def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None) -> tuple[Static, bool]:

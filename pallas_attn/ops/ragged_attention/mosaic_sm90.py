@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_wgmma
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
     ALIGNMENT,
@@ -83,7 +83,7 @@ def ragged_attention(
     sm_scale: float,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    _refuse(q, v)
+    _refuse(q, k, v)
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = q.shape, v.shape
     if not num_tokens or not num_keys:
         out = jnp.zeros((num_tokens, num_heads, value_dim), out_dtype)
@@ -115,11 +115,10 @@ def ragged_attention(
     return out.reshape(num_tokens, num_heads, value_dim), lse.reshape(num_tokens, num_heads)
 
 
-def _refuse(q: Float[Array, "T Hq Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
+def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16, got {q.dtype.name}")
+    mosaic_limits.require_dtypes(q, k)
     if (q.shape[2], v.shape[2]) not in HEADS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {taken}, got {q.shape[2]}/{v.shape[2]}")
