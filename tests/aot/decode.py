@@ -89,7 +89,7 @@ class Configuration:
         )
         return jax.eval_shape(lambda: PagedKV.allocate(spec))
 
-    def plan(self, mode: Literal["balanced", "fixed"] = "balanced") -> Any:
+    def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
         """What `plan_decode` makes of a batch; the same shapes for any window."""
         make = functools.partial(
             pallas_attn.plan_decode,
@@ -99,17 +99,17 @@ class Configuration:
             num_programs=264,
             mode=mode,
         )
-        return jax.eval_shape(make, ints(BATCH))
+        return jax.eval_shape(make, ints(batch))
 
-    def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES) -> dict[str, Any]:
+    def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
         """Shapes of a call of so many queries, with as many heads as fill the columns."""
         q_dtype = jnp.float16 if self.cache == "f16" else jnp.bfloat16
         return {
-            "q": shape(BATCH, queries, self.columns // queries * KV_HEADS, self.head_dim, dtype=q_dtype),
+            "q": shape(batch, queries, self.columns // queries * KV_HEADS, self.head_dim, dtype=q_dtype),
             "kv": self.paged_kv(num_pages),
-            "block_tables": ints(BATCH, PAGES),
-            "kv_lens": ints(BATCH),
-            "plan": self.plan(),
+            "block_tables": ints(batch, PAGES),
+            "kv_lens": ints(batch),
+            "plan": self.plan(batch=batch),
         }
 
     @property
@@ -221,6 +221,12 @@ def group_of_4(head_dim: int) -> Case:
     return few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
 
 
+def one_sequence() -> Case:
+    """States are merged by narrower programs than those that leave them."""
+    wide = replace(BF16, columns=32)
+    return wide.case(wide.arguments(batch=1) | sinks(32))
+
+
 def unlike() -> dict[str, Case]:
     """What other cases are not."""
     plain = BF16.arguments()
@@ -230,6 +236,7 @@ def unlike() -> dict[str, Case]:
         "fixed-plan": BF16.case(plain | {"plan": BF16.plan("fixed")}),
         "no-plan": BF16.case({name: value for name, value in plain.items() if name != "plan"}),
         "blocks": blocks(),
+        "one-sequence": one_sequence(),
     }
 
 

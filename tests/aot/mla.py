@@ -55,10 +55,13 @@ class Configuration:
         """Of the arguments, which few rows and many have alike."""
         return mla_columns.Configuration(self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype)
 
-    def arguments(self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced") -> dict[str, Any]:
+    def arguments(
+        self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH
+    ) -> dict[str, Any]:
         """Shapes of a call of so many queries, with a plan for as many programs as an H200 runs at once."""
         blocks = -(-self.heads * queries // ROWS)
-        return self.shapes.arguments(queries, self.heads) | {"plan": self.shapes.plan(mode, max(1, 132 // blocks))}
+        plan = self.shapes.plan(mode, max(1, 132 // blocks), batch)
+        return self.shapes.arguments(queries, self.heads, batch) | {"plan": plan}
 
     @property
     def tile(self) -> Tile:
@@ -156,12 +159,14 @@ UNLIKE: dict[str, Case] = {
     "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments(mode="fixed")),
     "no-plan": without(DEEPSEEK, "plan", "q_lens"),
     "layers": in_layers(),
+    "one-sequence": DEEPSEEK.case(DEEPSEEK.arguments(batch=1)),
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
 MLA: dict[str, Case] = {
     str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
+    "mla-decode-one-sequence": UNLIKE["one-sequence"],
 }
 """Typical ones, and what is unlike any other."""
 

@@ -52,7 +52,7 @@ class Configuration:
         out_bytes = jnp.dtype(self.out).itemsize
         return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
-    def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132) -> Any:
+    def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132, batch: int = BATCH) -> Any:
         make = functools.partial(
             pallas_attn.plan_decode,
             page_size=self.page_size,
@@ -61,9 +61,9 @@ class Configuration:
             num_programs=num_programs,
             mode=mode,
         )
-        return jax.eval_shape(make, ints(BATCH))
+        return jax.eval_shape(make, ints(batch))
 
-    def arguments(self, queries: int = 1, heads: int | None = None) -> dict[str, Any]:
+    def arguments(self, queries: int = 1, heads: int | None = None, batch: int = BATCH) -> dict[str, Any]:
         """Shapes of a call of so many queries, with as many heads as fill the columns unless given."""
         spec = latent_cache_spec(
             num_pages=BATCH * PAGES,
@@ -72,16 +72,16 @@ class Configuration:
             rope_dim=self.rope_dim,
             dtype=self.dtype,
         )
-        rows = BATCH, queries, heads or self.columns // queries
+        rows = batch, queries, heads or self.columns // queries
         return {
             "q_latent": shape(*rows, self.latent_dim, dtype=self.dtype),
             "q_rope": shape(*rows, self.rope_dim, dtype=self.dtype),
             "cache": jax.eval_shape(lambda: PagedLatent.allocate(spec)),
-            "block_tables": ints(BATCH, PAGES),
-            "kv_lens": ints(BATCH),
-            "q_lens": ints(BATCH),
+            "block_tables": ints(batch, PAGES),
+            "kv_lens": ints(batch),
+            "q_lens": ints(batch),
             "draft_mask": None,
-            "plan": self.plan(),
+            "plan": self.plan(batch=batch),
         }
 
     @property
@@ -122,6 +122,7 @@ UNLIKE: dict[str, Case] = {
     "9-heads-8-queries": replace(DEEPSEEK, columns=32).case(DEEPSEEK.arguments(queries=8, heads=9)),
     "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": DEEPSEEK.plan("fixed")}),
     "no-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": None}),
+    "one-sequence": DEEPSEEK.case(DEEPSEEK.arguments(batch=1)),
 }
 
 MLA_COLUMNS: dict[str, Case] = {

@@ -24,9 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import FULL, PAGE_NONE, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
 from pallas_attn.ops import decode_plan as plan_module
-from pallas_attn.ops.common import mosaic_quantised
+from pallas_attn.ops.common import mosaic, mosaic_quantised
+from pallas_attn.ops.common.mosaic_merge import Columns
 from pallas_attn.ops.paged_decode import mosaic_sm90
-from pallas_attn.ops.paged_decode.config import MosaicConfig
+from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
 from tests.ops import harness
 from tests.ops.harness import Variant
 from tests.ops.paged_case import Inputs, PagedCase
@@ -133,6 +134,22 @@ def test_an_absent_page_between_others_of_a_tile() -> None:
 
 def test_a_row_cut_among_many_programs() -> None:
     case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
+    inputs = draw(case)
+    plan = plan_for(case, inputs.decode(), "balanced", 9)
+    assert np.diff(plan.piece_offsets).max() > 2
+    check(inputs, plan=plan)
+
+
+@pytest.mark.parametrize(("group", "queries"), [(16, 1), (64, 2)])
+def test_pieces_of_few_rows_are_merged_by_more_programs(
+    group: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 8 columns, where those that left the pieces had 16, or 64 of either query; with learned sinks."""
+    monkeypatch.setattr(mosaic, "multiprocessors", lambda: 132)
+    columns = Columns(group, queries, max_columns(64, 2))
+    assert columns.width == group
+    assert columns.narrowed(columns.blocks * 2).width == 8
+    case = replace(WINDOWED, kv_lens=(128,), q_heads=2 * group, queries=queries, head_windows=((FULL, 0), (40, 3)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "balanced", 9)
     assert np.diff(plan.piece_offsets).max() > 2

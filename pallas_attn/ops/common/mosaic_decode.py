@@ -98,7 +98,7 @@ def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *
         @pl.when(span.is_all)
         def _finish() -> None:
             sink = columns.sink(x.sinks, block, piece.head)
-            Output(out, lse, mem.out).write(columns, block, span.row, state, sink)
+            Output(out, lse.at[block, span.row], mem.out).write(columns, block, span.row, state, sink)
 
         @pl.when(~span.is_all)
         def _keep() -> None:

@@ -131,9 +131,19 @@ class Columns:
         first = self.query_block(block) * self.block_queries
         return first + lax.div(mosaic.column_iota(self.width), jnp.int32(self.block_heads))
 
-    def sink(self, sinks: Ref | None, block: Any, kv_head: Any) -> Any:
-        """In a kernel: [width], the learned sink of each column's head, or None."""
-        return None if sinks is None else mosaic.load(sinks.at[self.head_block(block), kv_head], PER_COLUMN)
+    def sink(self, sinks: Ref | None, block: Any, kv_head: Any, some: Any = slice(None)) -> Any:
+        """In a kernel: [width], the learned sink of each column's head, or of some columns'; or None."""
+        return None if sinks is None else mosaic.load(sinks.at[self.head_block(block), kv_head, some], PER_COLUMN)
+
+    def narrowed(self, programs: int) -> Columns:
+        """Parts of these blocks, in their order, of as few columns as keep the multiprocessors busy where so many
+        programs would have a block each.
+        """
+        width = self.width
+        if self.block_queries == 1 and self.used == width:
+            while width % 16 == 0 and 2 * programs <= mosaic.multiprocessors():
+                width, programs = width // 2, 2 * programs
+        return dataclasses.replace(self, limit=width) if width < self.width else self
 
 
 class State(NamedTuple):
@@ -191,7 +201,7 @@ class Partials(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where finished rows go: out [B, Q, Hq, D] and lse [blocks, rows, width] in global memory, a tile in shared."""
+    """Where a finished row goes: to out [B, Q, Hq, D] and lse [width] in global memory, by a tile in shared."""
 
     out: Ref
     lse: Ref
@@ -220,7 +230,7 @@ class Output(NamedTuple):
 
         @pl.when(values == 0)
         def _store_lse() -> None:
-            self.lse[block, row] = lse
+            self.lse[...] = lse
 
     def _copy_out(self, columns: Columns, block: Any, row: Any, out: Any, values: Any) -> None:
         """Starts the copies of some values, as many as the tile holds or fewer."""
@@ -257,15 +267,18 @@ def merge_pieces(
 
     Pieces are merged in their order, whichever programs made them.
     """
-    rows, head_dim, width = lse.shape[1], out.shape[3], columns.width
+    rows, head_dim = lse.shape[1], out.shape[3]
+    parts = head_dim // MERGE_ROWS
+    narrow = columns.narrowed(parts * columns.blocks * rows)
+    width = narrow.width
     pieces_of_a_row = -(-partials.acc.shape[0] // (columns.blocks * rows))  # on average, at most
     at_once = max(1, min(MERGE_BYTES // (MERGE_ROWS * width * 4), pieces_of_a_row))
     if at_once * width // 8 % 2:  # the stats of as many are a multiple of 128 bytes, where copies may begin
         at_once = at_once - 1 or 2
     refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, columns),
-        grid=(head_dim // MERGE_ROWS, columns.blocks, rows),  # only the last axis may be longer than 65,535
+        functools.partial(_merge_kernel, columns, narrow),
+        grid=(parts, narrow.blocks, rows),  # only the last axis may be longer than 65,535
         grid_names=("part", "block", "row"),
         scratch_types=[
             plgpu.SMEM((2, at_once, 2, width), jnp.float32),
@@ -281,6 +294,7 @@ def merge_pieces(
 
 def _merge_kernel(
     columns: Columns,
+    narrow: Columns,
     out: Ref,
     lse: Ref,
     partials: Partials,
@@ -291,8 +305,12 @@ def _merge_kernel(
     tile: Ref,
     landed: Ref,
 ) -> None:
-    """Some values of one row: [2, n] of its states are in shared memory, one n to read and one n on its way."""
-    row, block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
+    """Some values of some columns of a row: [2, n] of its states are in shared memory, one n to read and one n on its
+    way.
+    """
+    row, narrow_block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
+    width, slices = narrow.width, columns.width // narrow.width
+    block, some = lax.div(narrow_block, slices), pl.ds(lax.rem(narrow_block, slices) * width, width)
     at_once, values = acc.shape[1], part * MERGE_ROWS
     first = piece_offsets[row]
     count = piece_offsets[row + 1] - first
@@ -300,8 +318,8 @@ def _merge_kernel(
 
     def fetch(i: Any) -> None:
         slot, pieces = lax.rem(i, 2), pl.ds(partials.place(columns, block, first + i * at_once), at_once)
-        plgpu.copy_gmem_to_smem(partials.stats.at[pieces], stats.at[slot], landed.at[slot])
-        some_values = partials.acc.at[pieces, pl.ds(values, MERGE_ROWS)]
+        plgpu.copy_gmem_to_smem(partials.stats.at[pieces, :, some], stats.at[slot], landed.at[slot])
+        some_values = partials.acc.at[pieces, pl.ds(values, MERGE_ROWS), some]
         plgpu.copy_gmem_to_smem(some_values, acc.at[slot], landed.at[slot])
 
     def take(i: Any, merged: State) -> State:
@@ -321,7 +339,7 @@ def _merge_kernel(
     def _merge() -> None:
         for i in range(2):
             pl.when(i < rounds)(functools.partial(fetch, jnp.int32(i)))
-        merged = lax.fori_loop(0, rounds, take, State.empty(MERGE_ROWS, columns.width))
-        sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group))
-        Output(out, lse, tile).write(columns, block, row, merged, sink, values)
+        merged = lax.fori_loop(0, rounds, take, State.empty(MERGE_ROWS, width))
+        sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group), some)
+        Output(out, lse.at[block, row, some], tile).write(narrow, narrow_block, row, merged, sink, values)
         plgpu.wait_smem_to_gmem(0)
