@@ -1,8 +1,8 @@
 """FlashAttention-3 beside ours, over the same pages and the same arrays.
 
 Its schedule of a decode step, made from lengths alone for all layers, is made before, as ours is, and is not in the
-time. Its second kernel, which combines what sequences in parts came to, is. A prefill has no schedule that could be
-made before: there the kernel that makes one is in the time.
+time. Its second kernel, which combines what sequences in parts came to, is. A prefill of sequences of any lengths has
+no schedule that could be made before: the kernel that makes one is in the time. Sequences of one length need none.
 """
 
 from __future__ import annotations
@@ -107,7 +107,20 @@ def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Ti
     return stopwatch.graph(calls, compared=True)
 
 
+def of_one_length(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Sequences as rows of one array, which ours are not told."""
+    attend = import_interface().flash_attn_func
+    refuse_all_but_bf16(case.cache)
+
+    def by_sequence(array: Any) -> Any:
+        return as_torch(array).reshape(case.shape.sequences, -1, *array.shape[1:])
+
+    k, v = by_sequence(arrays["k"]), by_sequence(arrays["v"])
+    calls = [functools.partial(attend, by_sequence(q), k, v, causal=True) for q in arrays["q"]]
+    return stopwatch.graph(calls, compared=True)
+
+
 NAME = "flash-attention-3"
 MLA_CONTENDERS = {NAME: mla}
 DECODE_CONTENDERS = {NAME: decode}
-RAGGED_CONTENDERS = {NAME: ragged}
+RAGGED_CONTENDERS = {NAME: ragged, f"{NAME}-of-one-length": of_one_length}

@@ -107,6 +107,13 @@ def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal):
     return np.concatenate(outs)
 
 
+def flash_attn_func(q, k, v, causal):
+    cu_q, cu_k = (a.shape[1] * np.arange(a.shape[0] + 1) for a in (q, k))
+    rows_q, rows_k, rows_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    out = flash_attn_varlen_func(rows_q, rows_k, rows_v, cu_q, cu_k, q.shape[1], k.shape[1], causal)
+    return out.reshape(*q.shape[:3], -1)
+
+
 MODULES = {
     "flash_mla": SimpleNamespace(
         get_mla_metadata=lambda lens, rows, heads: ("schedule", None), flash_mla_with_kvcache=flash_mla_with_kvcache
@@ -115,6 +122,7 @@ MODULES = {
         get_scheduler_metadata=get_scheduler_metadata,
         flash_attn_with_kvcache=flash_attn_with_kvcache,
         flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_func=flash_attn_func,
     ),
 }
 
@@ -172,13 +180,14 @@ def test_paged_attention_comes_to_ours(installed, queries):
     np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
 
 
-def test_prefill_comes_to_ours(installed):
+@pytest.mark.parametrize("contender", bench_flash_attention.RAGGED_CONTENDERS.values())
+def test_prefill_comes_to_ours(installed, contender):
     case = RaggedCase(Ragged(2, 5, 7, 4, 2, 24, 16))
     arrays = case.inputs(bench_pools.Pools())
-    out, calls = first_output(bench_flash_attention.ragged, case, arrays)
+    out, calls = first_output(contender, case, arrays)
     ours = ragged_attention(**(arrays | {"q": arrays["q"][0]}), implementation="reference")
     assert calls == len(arrays["q"])
-    np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
+    np.testing.assert_allclose(np.asarray(ours, np.float32), out.reshape(10, 4, 16), atol=0.02, rtol=0.02)
 
 
 def test_what_they_do_not_take_is_refused_with_the_reason(installed):
