@@ -42,6 +42,12 @@ def require_int32_rows(rows: int) -> None:
         raise NotImplementedError(f"takes pools of less than 2**31 rows, got {rows}")
 
 
+def require_draft_bits(num_queries: int) -> None:
+    """Raises NotImplementedError unless what a query sees of the drafts fits an int32, and its sign is not among it."""
+    if num_queries > 31:
+        raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
+
+
 def _listed(sizes: tuple[int, ...]) -> str:
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}"

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import tuning
-from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common import mosaic, mosaic_limits
 from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
 from pallas_attn.ops.common.mosaic_decode import attend
 from pallas_attn.ops.common.mosaic_memory import Inputs, Static
@@ -136,22 +136,16 @@ def _refuse(
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
     num_queries, num_heads, latent_dim = q_latent.shape[1:]
-    if q_latent.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q_latent.dtype.name}")
-    if cache.pages.dtype != q_latent.dtype:
-        raise NotImplementedError(
-            f"takes queries and a cache of one dtype, got {q_latent.dtype.name} over {cache.pages.dtype.name}"
-        )
+    mosaic_limits.require_dtypes(q_latent, cache.pages)
+    mosaic_limits.require_page_size(cache.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
     if q_rope.shape[-1] not in (32, 64):
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {q_rope.shape[-1]}")
-    if cache.page_size not in (16, 32, 64, 128):
-        raise NotImplementedError(f"takes pages of 16, 32, 64 or 128 tokens, got {cache.page_size}")
     if num_heads > max_columns(out_dtype):
         raise NotImplementedError(f"takes at most {max_columns(out_dtype)} query heads, got {num_heads}")
-    if draft_mask is not None and num_queries > 31:
-        raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
+    if draft_mask is not None:
+        mosaic_limits.require_draft_bits(num_queries)
 
 
 # --- what can be turned

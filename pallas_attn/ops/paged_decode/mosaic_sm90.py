@@ -126,8 +126,8 @@ def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | No
     num_queries, group = q.shape[1], q.shape[2] // kv.k.shape[1]
     if group > limit and Columns(group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
-    if draft_mask is not None and num_queries > 31:
-        raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
+    if draft_mask is not None:
+        mosaic_limits.require_draft_bits(num_queries)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
