@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int32
 from numpy.typing import ArrayLike
 
 from pallas_attn import checks
+from pallas_attn.ops.common.stretches import stretch_of
 from pallas_attn.ops.common.visibility import head_windows
 from pallas_attn.types import PAGE_NONE, HeadWindow
 
@@ -109,8 +110,7 @@ def _locate(
     if length < 1:
         raise ValueError(f"length: expected at least 1, got {length}")
     token = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
-    sequence = jnp.minimum(sequence, dims["S"] - 1)
+    sequence = jnp.minimum(stretch_of(cu_q_lens[1:], token), dims["S"] - 1)
     position = (kv_lens - cu_q_lens[1:])[sequence] + token
     return sequence, jnp.where((token < cu_q_lens[-1]) & (position >= 0), position, -1)
 

@@ -43,6 +43,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.common import mosaic, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_rows import RowLayout
+from pallas_attn.ops.common.stretches import stretch_of
 
 QUERIES = 64
 """Of a consumer: wgmma's M."""
@@ -172,7 +173,7 @@ class QueryBlocks(NamedTuple):
         last = jnp.cumsum(jnp.where(ends > cu_q_lens, -(-(ends - starts) // rows), 0), dtype=jnp.int32)
         most = min(num_tokens, (num_tokens + (ALIGNMENT - 1) * sequences) // rows + sequences)
         block = jnp.arange(most, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(last, block, side="right").astype(jnp.int32), sequences - 1)
+        sequence = jnp.minimum(stretch_of(last, block), sequences - 1)
         number = block - jnp.where(sequence > 0, last[sequence - 1], 0)
         start = starts[sequence] + number * rows
         return QueryBlocks(sequence, start, cu_q_lens[sequence], ends[sequence], block < last[-1])

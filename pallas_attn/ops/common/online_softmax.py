@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common.merge import finite_or_zero
+from pallas_attn.ops.common.stretches import stretch_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +162,7 @@ class QueryTiles:
         self._ends = jnp.cumsum(-(-lens // tile), dtype=jnp.int32)
         self._cu_q_lens, self._tile = cu_q_lens, tile
         row = jnp.arange(-(-num_tokens // tile) + num_sequences, dtype=jnp.int32)
-        self.sequence = jnp.minimum(
-            jnp.searchsorted(self._ends, row, side="right").astype(jnp.int32), num_sequences - 1
-        )
+        self.sequence = jnp.minimum(stretch_of(self._ends, row), num_sequences - 1)
         first = (row - self._first_tile(self.sequence)) * tile
         self.index = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
         self.real = self.index < lens[self.sequence][:, None]  # rows past the last tile count on past the last sequence
@@ -175,7 +174,7 @@ class QueryTiles:
     def unpack(self, tiles: Float[Array, "R tile *rest"], num_tokens: int, fill: float) -> Float[Array, "T *rest"]:
         """Values of tiles back in the order of the packed tokens; `fill` for padding tokens."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)
-        sequence = jnp.searchsorted(self._cu_q_lens[1:], token, side="right").astype(jnp.int32)
+        sequence = stretch_of(self._cu_q_lens[1:], token)
         real = sequence < self._cu_q_lens.shape[0] - 1
         sequence = jnp.where(real, sequence, 0)
         index = jnp.where(real, token - self._cu_q_lens[sequence], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_attn.ops.common.stretches import stretch_of
 from pallas_attn.types import PagedLatent
 
 
@@ -19,7 +20,7 @@ def gather_latent(
     num_pages, page_size, _ = cache.pages.shape
     ends = jnp.cumsum(kv_lens, dtype=jnp.int32)
     row = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, row, side="right").astype(jnp.int32), kv_lens.shape[0] - 1)
+    sequence = jnp.minimum(stretch_of(ends, row), kv_lens.shape[0] - 1)
     position = row - (ends - kv_lens)[sequence]
     num_cached = (kv_lens - jnp.diff(cu_q_lens))[sequence]
     is_cached = position < num_cached
