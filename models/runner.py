@@ -151,7 +151,9 @@ class Runner:
         )
 
     def compile(self, bucket: Bucket) -> None:
-        """Compiles a bucket unless that was done already."""
+        """Compiles a bucket unless that was done already. On a GPU it is also run without rows: the first time kernels
+        are loaded, and the second time XLA records them, which takes as long as many steps.
+        """
         if bucket in self._compiled:
             return
         began = time.perf_counter()
@@ -159,7 +161,16 @@ class Runner:
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
         lowered = jax.jit(function, donate_argnums=(1, 2)).lower(self._weights, self._caches, self._last_tokens, packed)
         self._compiled[bucket] = lowered.compile()
+        if all(device.platform == "gpu" for device in self._last_tokens.devices()):
+            for _ in range(2):
+                self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
+
+    def run_idle(self, bucket: Bucket) -> None:
+        """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
+        shapes = self._config.table_shapes(0)
+        tables = tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
+        jax.block_until_ready(self._run(bucket, StepPlan((), (), tables)))
 
     def launch(self, plan: StepPlan, all_logits: bool = False) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
@@ -168,12 +179,17 @@ class Runner:
         """
         bucket = self.bucket_of(plan, all_logits)
         self.compile(bucket)
+        tokens, logits = self._run(bucket, plan)
+        tokens.copy_to_host_async()
+        return StepResult(plan, tokens, bucket, logits)
+
+    def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
+        """Starts a step: what it sampled, and its logits if the bucket has them."""
         packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
             self._weights, self._caches, self._last_tokens, packed
         )
-        tokens.copy_to_host_async()
-        return StepResult(plan, tokens, bucket, logits)
+        return tokens, logits
 
 
 @jax.tree_util.register_dataclass

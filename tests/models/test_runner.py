@@ -153,3 +153,14 @@ def test_padding_writes_nothing(runner):
         written[page, offset] = True
     for cache in jax.device_get(runner._caches):
         np.testing.assert_array_equal(np.any(cache.pages != 0, axis=-1), written)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(1, 0), Bucket(4, 8)], ids=str)
+def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
+    fresh = Runner(model(), SIZES)
+    fresh.launch(MIXED).sampled()
+    before = jax.tree.map(np.array, (fresh._caches, fresh._last_tokens))
+    assert any(leaf.any() for leaf in jax.tree.leaves(before))
+    fresh.compile(bucket)
+    fresh.run_idle(bucket)
+    jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
