@@ -193,3 +193,15 @@ def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
 
 def test_rows_are_not_few_on_a_cpu(rng):
     assert not moe.are_few(1, moe.Experts(*draw_experts(rng, 24, 12)))
+
+
+@pytest.mark.parametrize("counted", [0, 1000])
+@pytest.mark.parametrize("num_rows", [1, 2, 257])
+def test_rows_are_sorted_by_expert_and_otherwise_stay_in_order(counted, num_rows, monkeypatch):
+    monkeypatch.setattr(moe, "COUNTED_ROWS", counted)
+    expert = np.random.default_rng(num_rows).integers(0, 9, num_rows).astype(np.int32)
+    groups = moe.Groups.of(jnp.asarray(expert), 11)
+    np.testing.assert_array_equal(groups.row, np.argsort(expert, kind="stable"))
+    np.testing.assert_array_equal(np.asarray(groups.row)[groups.place], np.arange(num_rows))
+    np.testing.assert_array_equal(groups.sizes, np.bincount(expert, minlength=11))
+    assert {array.dtype for array in groups} == {jnp.dtype(jnp.int32)}
