@@ -126,17 +126,19 @@ def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *m
     """The roles of the three warpgroups."""
     results = Results(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
-    block = lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
     mem = Memory(*memory)
+
+    def block() -> Any:  # of each role its own: else it is kept in local memory while barriers are made
+        return lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
-        Consumer(static, x, mem, block, half).run(functools.partial(finish, results))
+        Consumer(static, x, mem, block(), half).run(functools.partial(finish, results))
         plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
-        Producer(static, x, mem, block).run()
+        Producer(static, x, mem, block()).run()
 
     lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
 

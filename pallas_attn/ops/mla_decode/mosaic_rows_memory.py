@@ -93,11 +93,6 @@ class Static:
         return max(1, self.page_size // TOKENS)
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether the pages of a pair are looked up before the pair before is loaded: there are registers for few."""
-        return self.pages == 1
-
-    @property
     def has_own_p(self) -> bool:
         """Whether probabilities need memory of their own; else they lie where the rotated keys were."""
         return self.rope_dim != TOKENS
@@ -105,8 +100,6 @@ class Static:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
-        if self.pages > 1:
-            return (224, 56) if self.widths[0] > 128 else (192, 120)
         return (232, 40) if self.widths[0] > 128 else (192, 120)
 
     def columns(self, part: int) -> Any:
@@ -169,6 +162,8 @@ class Memory(NamedTuple):
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
       notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, whether every row sees all of it, and the position of each
         page's first token or NOWHERE.
+      ids: int32 [2, 2, pages]: of a pair, and of the one before, the pages of either tile, looked up before there is
+        room for them; negative where there is none.
       q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
       free: [2 · pairs · 2], half of a tile may be overwritten.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
@@ -180,6 +175,7 @@ class Memory(NamedTuple):
     p: Any
     stats: Any
     notes: Any
+    ids: Any
     q_landed: Any
     landed: Any
     free: Any
@@ -197,6 +193,7 @@ class Memory(NamedTuple):
             p=operand((2, ROWS, TOKENS)) if static.has_own_p else None,
             stats=plgpu.SMEM((4, ROWS), jnp.float32),
             notes=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
+            ids=plgpu.SMEM((2, 2, static.pages), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             landed=plgpu.Barrier(num_barriers=PARTS * slots, num_arrivals=static.pages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     NOWHERE,
     PARTS,
@@ -44,14 +44,16 @@ class Producer:
     def work(self, piece: Piece) -> None:
         """One piece: its query comes after the first tiles, for which there is room earlier, but for the first's."""
 
-        def load(i: Any, pages: Any) -> Any:
-            following = self.locate_pair(piece, i + 1)
-            self.load_pair(piece, i, pages)
-            pl.when((i == 0) & (piece.pair > 0))(lambda: self.load_query(piece))
-            return following
+        oldest_query = piece.oldest_query(self.static, self.x)
 
+        def load(i: Any, _: None) -> None:
+            self.load_pair(piece, i, oldest_query)
+            self.look_up(piece, i + 1)
+            pl.when((i == 0) & (piece.pair > 0))(lambda: self.load_query(piece))
+
+        self.look_up(piece, jnp.int32(0))
         pl.when(piece.pair == 0)(lambda: self.load_query(piece))
-        lax.fori_loop(0, piece.num_pairs(self.static), load, self.locate_pair(piece, jnp.int32(0)))
+        lax.fori_loop(0, piece.num_pairs(self.static), load, None)
 
     def load_query(self, piece: Piece) -> None:
         x, mem, rows = self.x, self.mem, pl.ds(self.block * ROWS, ROWS)
@@ -61,60 +63,72 @@ class Producer:
         plgpu.copy_gmem_to_smem(x.q_latent.at[piece.row, rows, pl.ds(left, right)], mem.q.right.at[0], mem.q_landed)
         plgpu.copy_gmem_to_smem(x.q_rope.at[piece.row, rows], mem.q.rope.at[0], mem.q_landed)
 
-    def locate_pair(self, piece: Piece, i: Any) -> list[list[Any]] | None:
-        """Pages of both tiles, if they are looked up ahead."""
-        if not self.static.looks_ahead:
-            return None
-        return [self.locate(piece, 2 * i + tile) for tile in (0, 1)]
+    def ids(self, piece: Piece, i: Any, tile: int) -> Ref:
+        """Where the pages of a tile are noted. Each thread reads what it has written itself."""
+        return self.mem.ids.at[lax.rem(piece.pair + i, 2), tile]
 
-    def locate(self, piece: Piece, tile: Any) -> list[Any]:
-        """The id of each page of a tile; negative where there is none."""
-        tables, (first, _) = self.x.block_tables, self.static.page_and_part(tile)
-        entries = [piece.start + first + j for j in range(self.static.pages)]
-        ids = [tables[piece.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
-        return [jnp.where(entry < piece.stop, page, -1) for entry, page in zip(entries, ids, strict=True)]
+    def look_up(self, piece: Piece, i: Any) -> None:
+        """Notes the pages of a pair of tiles, while the pair before is worked off."""
+        tables, static = self.x.block_tables, self.static
+        for tile in (0, 1):
+            first, _ = static.page_and_part(2 * i + tile)
+            entries = [piece.start + first + j for j in range(static.pages)]
+            pages = [tables[piece.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
+            for j, (entry, page) in enumerate(zip(entries, pages, strict=True)):
+                self.ids(piece, i, tile)[j] = jnp.where(entry < piece.stop, page, -1)
 
-    def load_pair(self, piece: Piece, i: Any, tiles: list[list[Any]] | None) -> None:
+    def load_pair(self, piece: Piece, i: Any, oldest_query: Any) -> None:
         """Starts the copies of a pair of tiles: of each half, as soon as what it takes the place of was used.
 
-        The rotated keys come with the half whose last reader also reads the probabilities that lie over them.
+        The rotated keys come with the half whose last reader also reads the probabilities that lie over them. What can
+        be done before a half is free, or after its copies have started, is.
         """
-        static, mem = self.static, self.mem
+        static = self.static
         for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
             slot = static.slot(piece.pair + i, tile) + unknown_zero()
             parts = (half,) if tile == half else (half, 2)
-            pages = self.locate(piece, 2 * i + tile) if tiles is None else tiles[tile]
-            plgpu.barrier_wait(mem.free.at[2 * slot + half])
+            ids = self.ids(piece, i, tile)
+            page, (_, of_page) = ids[0], static.page_and_part(2 * i + tile)
+            plgpu.barrier_wait(self.mem.free.at[2 * slot + half])
+            self.copy_pages(slot, parts, ids, page, of_page)
             if tile == half:
-                self.note(piece, i, tile, pages)
-            _, of_page = static.page_and_part(2 * i + tile)
-            for j, page in enumerate(pages):
-                slot = slot + unknown_zero()  # else addresses for all pages are computed, and kept, before the first
-                copies = functools.partial(self.copy, slot, parts, j, page, of_page)
-                pl.when(page >= 0)(copies)
+                self.note(piece, i, tile, oldest_query)
 
-                @pl.when(page < 0)
-                def _nothing_to_copy(slot: Any = slot, parts: tuple[int, ...] = parts) -> None:
-                    for part in parts:
-                        plgpu.barrier_arrive(mem.landed.at[PARTS * slot + part])
-
-    def note(self, piece: Piece, i: Any, tile: int, pages: list[Any]) -> None:
-        """Leaves for the others which tokens a tile holds."""
-        static = self.static
+    def note(self, piece: Piece, i: Any, tile: int, oldest_query: Any) -> None:
+        """Leaves for the others which tokens a tile holds, before the last copies of the tile are started."""
+        static, ids = self.static, self.ids(piece, i, tile)
         notes = self.mem.notes.at[static.notes_slot(piece.pair + i), tile]
         first, part = static.page_and_part(2 * i + tile)
         first_token = (piece.start + first) * static.page_size + part * TOKENS
-        seen_by_all = first_token + TOKENS <= piece.oldest_query(static, self.x)
-        for j, page in enumerate(pages):
-            seen_by_all &= page >= 0
-            notes[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, NOWHERE)
+        seen_by_all = first_token + TOKENS <= oldest_query
+        for j in range(static.pages):
+            there = ids[j] >= 0
+            seen_by_all &= there
+            notes[1 + j] = jnp.where(there, first_token + j * static.page_tokens, NOWHERE)
         notes[0] = seen_by_all.astype(jnp.int32)
 
-    def copy(self, slot: Any, parts: tuple[int, ...], j: int, page: Any, of_page: Any) -> None:
-        """Starts the copies of columns of a page, or of what of it is meant."""
-        static, mem = self.static, self.mem
-        source = self.x.pages.at[page, pl.ds(of_page * TOKENS, static.page_tokens)]
-        place = pl.ds(j * static.page_tokens, static.page_tokens)
-        for part in parts:
-            to, landed = mem.k[part].at[slot, place], mem.landed.at[PARTS * slot + part]
-            plgpu.copy_gmem_to_smem(source.at[:, static.columns(part)], to, landed, collective_axes="cluster")
+    def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, of_page: Any) -> None:
+        """Starts the copies of parts of a tile, of which `page` is the first page."""
+
+        def step(j: Any, page: Any) -> Any:
+            self.copy(slot, parts, j, page, of_page)
+            return ids[jnp.minimum(j + 1, self.static.pages - 1)]
+
+        lax.fori_loop(0, self.static.pages, step, page)
+
+    def copy(self, slot: Any, parts: tuple[int, ...], j: Any, page: Any, of_page: Any) -> None:
+        """Starts the copies of columns of a page, or of what of it is meant; says so where there is none."""
+        static, landed = self.static, [self.mem.landed.at[PARTS * slot + part] for part in parts]
+
+        @pl.when(page >= 0)
+        def _copy() -> None:
+            source = self.x.pages.at[page, pl.ds(of_page * TOKENS, static.page_tokens)]
+            place = pl.ds(pl.multiple_of(j * static.page_tokens, static.page_tokens), static.page_tokens)
+            for part, barrier in zip(parts, landed, strict=True):
+                some, to = source.at[:, static.columns(part)], self.mem.k[part].at[slot, place]
+                plgpu.copy_gmem_to_smem(some, to, barrier, collective_axes="cluster")
+
+        @pl.when(page < 0)
+        def _pass() -> None:
+            for barrier in landed:
+                plgpu.barrier_arrive(barrier)
