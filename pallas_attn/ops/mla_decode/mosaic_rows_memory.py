@@ -162,8 +162,8 @@ class Memory(NamedTuple):
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
       notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, whether every row sees all of it, and the position of each
         page's first token or NOWHERE.
-      ids: int32 [2, 2, pages]: of a pair, and of the one before, the pages of either tile, looked up before there is
-        room for them; negative where there is none.
+      ids: int32 [pairs + 1, 2, pages]: of a pair, the pages of either tile, looked up before there is room for them;
+        negative where there is none. Where nothing is copied, a warp can be `pairs` ahead of another.
       q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
       free: [2 · pairs · 2], half of a tile may be overwritten.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
@@ -193,7 +193,7 @@ class Memory(NamedTuple):
             p=operand((2, ROWS, TOKENS)) if static.has_own_p else None,
             stats=plgpu.SMEM((4, ROWS), jnp.float32),
             notes=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
-            ids=plgpu.SMEM((2, 2, static.pages), jnp.int32),
+            ids=plgpu.SMEM((static.pairs + 1, 2, static.pages), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             landed=plgpu.Barrier(num_barriers=PARTS * slots, num_arrivals=static.pages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),

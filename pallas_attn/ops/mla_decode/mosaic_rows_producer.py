@@ -43,7 +43,6 @@ class Producer:
 
     def work(self, piece: Piece) -> None:
         """One piece: its query comes after the first tiles, for which there is room earlier, but for the first's."""
-
         oldest_query = piece.oldest_query(self.static, self.x)
 
         def load(i: Any, _: None) -> None:
@@ -65,7 +64,7 @@ class Producer:
 
     def ids(self, piece: Piece, i: Any, tile: int) -> Ref:
         """Where the pages of a tile are noted. Each thread reads what it has written itself."""
-        return self.mem.ids.at[lax.rem(piece.pair + i, 2), tile]
+        return self.mem.ids.at[lax.rem(piece.pair + i, self.static.pairs + 1), tile]
 
     def look_up(self, piece: Piece, i: Any) -> None:
         """Notes the pages of a pair of tiles, while the pair before is worked off."""
