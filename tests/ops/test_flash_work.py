@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.ops.common import mosaic_flash
+from pallas_attn.ops.common import mosaic_flash_work
 from pallas_attn.ops.ragged_attention.config import heads_together
 from tests.ops import harness
 
 
 @pytest.mark.parametrize("pieces", range(12))
 def test_programs_share_every_piece_of_work(pieces: int) -> None:
-    items = [mosaic_flash.Items.of(jnp.int32(program), 4, jnp.int32(pieces)) for program in range(4)]
+    items = [mosaic_flash_work.Items.of(jnp.int32(program), 4, jnp.int32(pieces)) for program in range(4)]
     taken = [int(each.number(jnp.int32(i))) for each in items for i in range(int(each.count))]
     assert sorted(taken) == list(range(pieces))
 
@@ -23,7 +23,7 @@ def test_blocks_hold_every_row_once() -> None:
     """And begin at rows that copies may begin at."""
     rng = harness.fresh_rng()
     num_tokens = 300
-    make = jax.jit(lambda cu_q_lens: mosaic_flash.QueryBlocks.of(cu_q_lens, num_tokens, 64))
+    make = jax.jit(lambda cu_q_lens: mosaic_flash_work.QueryBlocks.of(cu_q_lens, num_tokens, 64))
     for _ in range(20):
         lens = rng.multinomial(rng.integers(num_tokens + 1), rng.dirichlet([0.5] * 5))
         cu_q_lens = jnp.asarray(np.cumsum((0, *lens)), jnp.int32)

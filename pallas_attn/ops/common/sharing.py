@@ -41,7 +41,7 @@ class Sharing:
         """What a program takes, at least a row's overhead and a page."""
         return jnp.maximum((total + (num_programs - 1)) // num_programs, self.overhead + 1)
 
-    def alike(self, first: Int32[Array, ""], share: Int32[Array, ""], num_rows: int) -> Int32[Array, ""]:
+    def rows_each(self, first: Int32[Array, ""], share: Int32[Array, ""], num_rows: int) -> Int32[Array, ""]:
         """How many whole rows come closest to a share if all cost what the first one does."""
         first = jnp.maximum(first, 1)
         return jnp.clip((share + first // 2) // first, 1, num_rows)

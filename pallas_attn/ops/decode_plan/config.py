@@ -13,7 +13,8 @@ measured.
 
 CUT_TOKENS = 512
 """What cutting rows costs each program, likewise: a state written where its share begins and one where it ends, and a
-kernel that reads them all again.
+kernel that reads them all again. Reckoned from the largest states, of 64 rows of latents: each takes as long as about
+200 tokens (benchmarks/NOTES.md), the merge as half of that.
 """
 
 

@@ -163,7 +163,7 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
 
     total = _each_chunk(static.rows, lay_out, jnp.int32(0))
     share = sharing.share(total, static.programs)
-    each = sharing.alike(mem.ends[0], share, static.rows)
+    each = sharing.rows_each(mem.ends[0], share, static.rows)
     _compare(static, mem, each, share)
 
     def cut(first: Any, before: Any) -> Any:

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_attn.ops.common.sharing import Sharing
+from pallas_attn.ops.common.stretches import stretch_of
 from pallas_attn.ops.common.visibility import head_windows, page_walk
 from pallas_attn.types import DecodePlan, HeadWindow
 
@@ -32,11 +33,11 @@ def plan_decode(
     share = sharing.share(total, num_programs)
     program = jnp.arange(num_programs + 1, dtype=jnp.int32)
     rows = num_pages.shape[0]
-    whole = offsets[sharing.first_row(program, sharing.alike(offsets[1], share, rows), num_programs, rows)]
+    whole = offsets[sharing.first_row(program, sharing.rows_each(offsets[1], share, rows), num_programs, rows)]
     are_cut = sharing.is_uneven(jnp.diff(whole), share).any() | bool(sharing.piece_pages)
     start = jnp.where(are_cut, sharing.start(program, share, total), whole)
     piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share, are_cut))
-    row = jnp.searchsorted(offsets[1:], start, side="right", method="compare_all").astype(jnp.int32)  # one kernel
+    row = stretch_of(offsets[1:], start)
     begin = offsets[row]
     into = jnp.maximum(jnp.minimum(start, total) - begin, 0)
     return DecodePlan(

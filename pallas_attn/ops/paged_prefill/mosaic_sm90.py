@@ -22,16 +22,14 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_quantised, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
-    ALIGNMENT,
     QUERIES,
     ROWS,
     Consumer,
     Memory,
     Producer,
-    QueryBlocks,
     Static,
-    Work,
 )
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Work, padded
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.mosaic_inputs import Block, Inputs, Paged
@@ -65,7 +63,7 @@ def paged_prefill(
     paged = Paged(pack, group, num_kv_heads, page_size, int_window, scales, beside)
     blocks, count = _blocks(static, paged, cu_q_lens, kv_lens, num_tokens)
     inputs = Inputs(
-        q=tuple(mosaic_flash.padded(_packed(term[0], pack), QUERIES) for term in terms),
+        q=tuple(padded(_packed(term[0], pack), QUERIES) for term in terms),
         k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
         v=kv.v.reshape(-1, page_size // beside, head_dim * beside),
         k_scale=None if scales == "channel" else _flat(kv.k_scale),

@@ -21,17 +21,15 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_flash import (
-    ALIGNMENT,
     QUERIES,
     ROWS,
     Consumer,
     Memory,
     Producer,
-    QueryBlocks,
     Static,
     View,
-    Work,
 )
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -93,8 +91,8 @@ def ragged_attention(
         key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
     )
     blocks, count = _blocks(static, cu_q_lens, cu_kv_lens, num_tokens, causal=causal)
-    q = mosaic_flash.padded(q, QUERIES)
-    k, v = (mosaic_flash.padded(x, static.tile_keys) for x in (k, v))
+    q = padded(q, QUERIES)
+    k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
     items = blocks.shape[0] * num_heads
     programs = min(items, mosaic.multiprocessors()) if settings.persistent else items
@@ -209,7 +207,7 @@ class _Rows(NamedTuple):
         return self.first + mosaic.token_iota(QUERIES)
 
     def mask(self, tile: Any, s: jax.Array) -> jax.Array:
-        nominal = mosaic_flash.aligned(self.block.first_key) + tile * self.static.tile_keys
+        nominal = aligned(self.block.first_key) + tile * self.static.tile_keys
         start = jnp.minimum(nominal, self.num_keys - self.static.tile_keys)
         low = jnp.maximum(nominal, self.block.first_key)
         end = jnp.minimum(self.block.end_key, self.first + self.newer) if self.causal else self.block.end_key
@@ -233,7 +231,7 @@ def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Blo
     """Copies what a block needs: its queries, and its keys and values from number `tile` of the rings on."""
     static, mem = producer.static, producer.mem
     kv_head = lax.div(head, x.q.shape[1] // x.k.shape[1])
-    start_key = mosaic_flash.aligned(block.first_key)
+    start_key = aligned(block.first_key)
 
     def rows(i: Any) -> Any:
         """Where the copies of the i-th tile begin."""
