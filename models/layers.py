@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from pallas_attn import capability
 
 
 def project(
@@ -15,9 +19,17 @@ def project(
     """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` says otherwise.
 
     Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
-    operands are not affected.
+    operands are not affected. A GPU is given two rows for one: XLA multiplies a vector elementwise, and writes the
+    products to memory before it adds them up.
     """
-    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
+    alone = math.prod(x.shape[:-1]) == 1 and capability().platform == "gpu"
+    y = jnp.matmul(
+        jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) if alone else x,
+        weight,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=out_dtype or x.dtype,
+    )
+    return y[:1].reshape(*x.shape[:-1], -1) if alone else y
 
 
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:

@@ -23,6 +23,12 @@ from models.sampler import SamplingRows, sample
 from models.step_plan import ScheduledRow, StepPlan
 from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 
+GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+"""What XLA launches as CUDA graphs. Loops are not among it by default, and the host would wait for the device in every
+layer of a step with prompts, to learn how many pieces of a cached prefix there are."""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
@@ -160,8 +166,9 @@ class Runner:
         function = functools.partial(_run_step, self._step, self._config, bucket)
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
         lowered = jax.jit(function, donate_argnums=(1, 2)).lower(self._weights, self._caches, self._last_tokens, packed)
-        self._compiled[bucket] = lowered.compile()
-        if all(device.platform == "gpu" for device in self._last_tokens.devices()):
+        on_gpu = all(device.platform == "gpu" for device in self._last_tokens.devices())
+        self._compiled[bucket] = lowered.compile(GPU_OPTIONS if on_gpu else None)
+        if on_gpu:
             for _ in range(2):
                 self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began

@@ -118,10 +118,14 @@ def test_a_token_of_nans_harms_no_other(rng):
 
 
 @pytest.mark.parametrize(
-    ("width", "hidden", "biased"), [(128, 64, False), (192, 64, True)], ids=["plain", "biased, in half tiles"]
+    ("width", "hidden", "biased", "few"),
+    [(128, 64, False, True), (256, 64, False, True), (192, 64, True, True), (128, 64, False, False)],
+    ids=["plain", "wide", "biased, in half tiles", "of many rows"],
 )
-def test_hopper_multiplies_the_same_groups(rng, width: int, hidden: int, biased: bool):
+def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
     """jax's kernel, interpreted: sizes that are no multiple of its tiles, an empty group among them."""
+    if not few:
+        monkeypatch.setattr(moe, "group_tile", lambda *_: (128, 128))
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
@@ -131,6 +135,20 @@ def test_hopper_multiplies_the_same_groups(rng, width: int, hidden: int, biased:
         out = moe.hopper_groups(rows, experts, sizes).astype(jnp.float32)
     rows, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts))
     np.testing.assert_allclose(out, moe.block_groups(rows, experts, sizes), atol=0.05 if biased else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "tile"),
+    [
+        (512, 2816, (64, 256)),
+        (513, 2816, (128, 128)),
+        (512, 5760, (64, 128)),
+        (513, 2880, (128, 64)),
+        (1, 64, (64, 64)),
+    ],
+)
+def test_tiles_divide_the_columns_and_grow_with_the_rows(num_rows: int, width: int, tile: tuple[int, int]):
+    assert moe.group_tile(num_rows, 4, width) == tile
 
 
 def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
@@ -180,10 +198,10 @@ def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int]
 
 
 def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
-    """On a GPU, where rows are no more than half of the experts."""
+    """On a GPU, where there are no more rows than experts."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
-    assert [rows for rows in range(6) if moe.are_few(rows, experts)] == [0, 1, 2]
+    assert [rows for rows in range(6) if moe.are_few(rows, experts)] == [0, 1, 2, 3, 4]
     x, chosen = jnp.asarray(rng.standard_normal((1, 24)), jnp.float32), jnp.asarray([[3, 1]], jnp.int32)
     weights = jnp.asarray([[0.25, 0.75]], jnp.float32)
     few = moe.routed_experts(x, chosen, weights, experts)

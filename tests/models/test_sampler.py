@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from models.sampler import SamplingRows, sample
+from models.sampler import SamplingRows, _is_kept, sample
 
-sample_rows = jax.jit(sample)
+sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
 
 
 def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0) -> SamplingRows:
@@ -85,6 +87,29 @@ def test_top_p_counts_among_what_top_k_left():
     logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))  # of the first two, the first has 0.57
     both = rows(300, top_k=2, top_p=0.5, position=np.arange(300))
     assert set(np.asarray(sample_rows(jnp.broadcast_to(logits, (300, 4)), both)[0]).tolist()) == {0}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1, 7, 256, 300]),
+    top_k=st.sampled_from([0, 1, 2, 5, 256, 400]),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    levels=st.sampled_from([3, 1000]),
+)
+def test_what_is_kept_is_what_a_sort_keeps(seed, size, top_k, top_p, levels):
+    """Ties, signs and sizes that are no multiple of a part. Tokens equal to the last one kept stay, too."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / levels)).astype(np.float32)
+    kept = np.asarray(is_kept(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32)))
+    for row, of_row in zip(logits.astype(np.float64), kept, strict=True):
+        least = np.sort(row)[::-1][: top_k or size][-1]
+        probability = np.where(row >= least, np.exp(row - row.max()), 0) / np.sum(np.exp(row[row >= least] - row.max()))
+        before = np.array([probability[row > x].sum() for x in row])
+        wanted = (row >= least) & ((before < top_p) | (top_p == 1))
+        sure = np.abs(before - top_p) > 1e-5  # the others may round either way
+        np.testing.assert_array_equal(of_row[sure], wanted[sure])
+        assert of_row[np.argmax(row)]
 
 
 def test_the_likeliest_token_survives_any_top_p():
