@@ -23,7 +23,7 @@ from models.sampler import SamplingRows, sample
 from models.step_plan import ScheduledRow, StepPlan
 from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 
-GPU_OPTIONS = {
+GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 """What XLA launches as CUDA graphs. Loops are not among it by default, and the host would wait for the device in every

@@ -38,6 +38,7 @@ class Case:
       temporaries: bytes it may use beside arguments and results.
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: of its kernel that are meant to share a multiprocessor.
+      options: of the compiler.
     """
 
     function: Callable[..., Any]
@@ -49,6 +50,7 @@ class Case:
     temporaries: int = 0
     tile: Tile | None = None
     blocks: int = 1
+    options: dict[str, str | bool] | None = None
 
     @property
     def donated_bytes(self) -> int:

@@ -50,7 +50,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
     printed.take()
     with jax.default_device(card):  # where a kernel that is lowered looks for what it is lowered for
-        compiled = jitted.lower(**arguments).compile()
+        compiled = jitted.lower(**arguments).compile(case.options)
     dump, memory, module = printed.take(), compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert module is not None

@@ -16,7 +16,7 @@ from models.group_sizes import group_sizes
 from models.mla import AttentionSettings
 from models.model import Decoder, split_model
 from models.presets import GQA_PRESETS, PRESETS
-from models.runner import Bucket, PackedStep, RunnerConfig, _run_step
+from models.runner import GPU_OPTIONS, Bucket, PackedStep, RunnerConfig, _run_step
 from models.windows import HeadWindows
 from pallas_attn import FULL
 from tests.aot.case import Case, shape
@@ -61,7 +61,7 @@ def step(config: ModelConfig, bucket: Bucket) -> Case:
         run, _ = split_model(model)
         return _run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
-    return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20)
+    return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20, options=GPU_OPTIONS)
 
 
 DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
