@@ -60,8 +60,8 @@ def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, 
 
 
 def _is_kept(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float[Array, "n"]) -> Bool[Array, "n V"]:
-    """What top-k and then top-p keep. Nothing is sorted: a GPU would sort a hundred thousand logits for longer, and XLA
-    has the host wait for some of its sorts.
+    """What top-k and then top-p keep. Nothing is sorted: a GPU takes longer to sort a hundred thousand logits of
+    several rows, and for one row XLA takes a sort that has the host wait.
     """
     ranks = _ranked(scaled)
     count = jnp.where(top_k == 0, scaled.shape[-1], top_k).astype(jnp.float32)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import layers
 from models.config import DeepSeekConfig
 from models.mla import AttentionSettings
 from models.model import Decoder, split_model
 from models.presets import PRESETS
 from models.rope_config import YarnConfig
 from models.weights import checkpoint_shapes, random_model, random_tensor
+from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
 
@@ -202,6 +204,17 @@ def test_bfloat16_stays_close_and_gives_float32_logits():
     assert logits.dtype == jnp.float32
     exact = reference()[1]
     assert np.corrcoef(np.asarray(logits).ravel(), exact.ravel())[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (24,)])
+def test_a_gpu_multiplies_no_vector(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator):
+    x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (shape, (24, 7)))
+    wanted = layers.project(x, weight)
+    monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))
+    assert "f32[2,7]" in str(jax.make_jaxpr(layers.project)(x, weight))
+    got = layers.project(x, weight)
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_steps_are_refused(unchecked_shapes):
