@@ -224,8 +224,8 @@ class Engine:
         return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._undelivered)
 
     def warmup(self) -> float:
-        """Compiles every shape a step can have, and on a GPU runs it without rows; afterwards no traffic compiles or
-        loads anything. Returns the seconds it took.
+        """Compiles every shape a step can have, and on a GPU runs it without rows, so that its kernels are loaded;
+        afterwards no traffic compiles anything. Returns the seconds it took.
 
         Without it a shape is compiled when the first step needs it.
         """

@@ -22,14 +22,10 @@ def project(
     operands are not affected. A GPU is given two rows for one: XLA multiplies a vector elementwise, and writes the
     products to memory before it adds them up.
     """
-    alone = math.prod(x.shape[:-1]) == 1 and capability().platform == "gpu"
-    y = jnp.matmul(
-        jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) if alone else x,
-        weight,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=out_dtype or x.dtype,
-    )
-    return y[:1].reshape(*x.shape[:-1], -1) if alone else y
+    if math.prod(x.shape[:-1]) == 1 and capability().platform == "gpu":
+        two = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+        return project(two, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
+    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 
 
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:

@@ -26,8 +26,9 @@ from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
-"""What XLA launches as CUDA graphs. Loops are not among it by default, and the host would wait for the device in every
-layer of a step with prompts, to learn how many pieces of a cached prefix there are."""
+"""What XLA launches as CUDA graphs, whatever XLA_FLAGS say of that. Loops are not among it by default, and the host
+would wait for the device in every layer of a step with prompts, to learn how many pieces of a cached prefix there are.
+"""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -158,7 +159,7 @@ class Runner:
 
     def compile(self, bucket: Bucket) -> None:
         """Compiles a bucket unless that was done already. On a GPU it is also run without rows: the first time kernels
-        are loaded, and the second time XLA records them, which takes as long as many steps.
+        are loaded, and the second time XLA records them.
         """
         if bucket in self._compiled:
             return

@@ -13,8 +13,8 @@ measured.
 
 CUT_TOKENS = 512
 """What cutting rows costs each program, likewise: a state written where its share begins and one where it ends, and a
-kernel that reads them all again. Reckoned from the largest states, of 64 rows of latents: each takes as long as about
-200 tokens (benchmarks/NOTES.md), the merge as half of that.
+kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
+of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/NOTES.md).
 """
 
 
