@@ -12,10 +12,6 @@ from pallas_attn import PagedLatent
 from tests.ops import harness, naive
 
 SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
-HALF_SCALE = 0.25
-"""Of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however small
-their sum is; the absolute tolerance, FlashMLA's, is for values of this size.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +49,7 @@ class MlaCase:
 
     @property
     def value_scale(self) -> float:
-        return 1.0 if self.dtype == "float32" else HALF_SCALE
+        return 1.0 if self.dtype == "float32" else harness.HALF_SCALE
 
 
 @dataclasses.dataclass(frozen=True)

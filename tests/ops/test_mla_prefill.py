@@ -35,7 +35,7 @@ class PrefillCase:
       cached, new: tokens of each sequence.
       tokens: T; what the new tokens leave of it is padding.
       table_width, num_pages: P and N.
-      value_scale: of the latents, queries are divided by it; below 1 for 16-bit inputs, see `mla_case`.
+      value_scale: of the latents, queries are divided by it; below 1 for 16-bit inputs, see `harness.HALF_SCALE`.
     """
 
     cached: tuple[int, ...]
@@ -172,7 +172,7 @@ def test_any_lengths(variant: Variant) -> None:
 
 
 DTYPES = {
-    "bfloat16": replace(BASE, dtype="bfloat16", value_scale=0.25),
+    "bfloat16": replace(BASE, dtype="bfloat16", value_scale=harness.HALF_SCALE),
     "bfloat16 cache, float32 queries": replace(BASE, cache_dtype="bfloat16"),
 }
 
@@ -193,7 +193,9 @@ def test_widths_of_deepseek_as_a_user_gets_them(variant: Variant) -> None:
 @every_variant
 def test_error_does_not_grow_with_the_number_of_pieces(variant: Variant) -> None:
     """64 of them: partial results rounded to bfloat16 would add up to several times the tolerance."""
-    long = PrefillCase((253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=0.25)
+    long = PrefillCase(
+        (253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=harness.HALF_SCALE
+    )
     check(variant, long, PS)
 
 

@@ -33,7 +33,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(latent_gather.IMPLEMENTATIONS, "xla")  # so that nothing stands in for the kernel
     cached, new = LENGTHS[name]
-    contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=0.25), PS)
+    contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 
 
 # --- pieces, and what becomes of them
@@ -108,7 +108,14 @@ def test_widths_of_deepseek(heads: int, implementation: Any) -> None:
 def test_inputs_of_the_contract_on_a_gpu() -> None:
     """Poisoned pages and padding change no bit."""
     wide = replace(
-        BASE, heads=4, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512, dtype="bfloat16", value_scale=0.25
+        BASE,
+        heads=4,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        latent_dim=512,
+        dtype="bfloat16",
+        value_scale=harness.HALF_SCALE,
     )
     inputs = Inputs.draw(wide, harness.fresh_rng())
     call = contract.prefill(MOSAIC, PS)

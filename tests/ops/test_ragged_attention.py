@@ -31,7 +31,7 @@ class RaggedCase:
     Attributes:
       q_lens, kv_lens: of each sequence.
       tokens, keys: T and U; what the sequences leave of them is padding.
-      value_scale: of keys and values, queries are divided by it; below 1 for 16-bit inputs, see `mla_case`.
+      value_scale: of keys and values, queries are divided by it; below 1 for 16-bit inputs, see `harness.HALF_SCALE`.
       exact: integer inputs whose dot products are exact and near +5e5 in some sequences, near -5e5 in others.
     """
 
@@ -187,7 +187,7 @@ def test_widths_and_heads(variant: Variant, key_dim: int, value_dim: int, q_head
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @every_variant
 def test_dtypes(variant: Variant, dtype: str) -> None:
-    check(variant, replace(BASE, dtype=dtype, value_scale=0.25))
+    check(variant, replace(BASE, dtype=dtype, value_scale=harness.HALF_SCALE))
 
 
 @bounded_variant

@@ -37,7 +37,7 @@ BASE = RaggedCase(
     key_dim=64,
     value_dim=64,
     dtype="bfloat16",
-    value_scale=0.25,
+    value_scale=harness.HALF_SCALE,
 )
 LENGTHS = {
     "prefixes, no queries, more queries than keys, padding": (BASE.q_lens, BASE.kv_lens),
