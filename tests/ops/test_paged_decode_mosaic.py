@@ -149,9 +149,10 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
     columns = Columns(group, queries, max_columns(64, 2))
     assert columns.width == group
     assert columns.narrowed(columns.blocks * 2).width == 8
+    monkeypatch.setattr(plan_module, "FIXED_PIECE_TOKENS", 32)
     case = replace(WINDOWED, kv_lens=(128,), q_heads=2 * group, queries=queries, head_windows=((FULL, 0), (40, 3)))
     inputs = draw(case)
-    plan = plan_for(case, inputs.decode(), "balanced", 9)
+    plan = plan_for(case, inputs.decode(), "fixed", 9)
     assert np.diff(plan.piece_offsets).max() > 2
     check(inputs, plan=plan)
 

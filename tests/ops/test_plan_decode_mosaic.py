@@ -71,6 +71,22 @@ def test_interpreted_without_cuts(idle: int, capsys: pytest.CaptureFixture[str])
             check("balanced", num_programs, **given)
 
 
+@pytest.mark.parametrize("spare", [0, 3])
+def test_interpreted_with_programs_for_each_row(
+    spare: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are nearly whole numbers of shares, some of them idle, and a chunk and a half of them."""
+    monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+    lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
+    shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
+    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}
+    plan = plan_decode(**given, num_programs=shares + spare, implementation="xla")
+    assert plan.piece_offsets[-1] == shares
+    np.testing.assert_array_equal(plan.program_piece, np.minimum(np.arange(shares + spare + 1), shares))
+    with harness.interpreting(capsys):
+        check("balanced", shares + spare, **given)
+
+
 def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), 5, 1, 1000)
     with harness.interpreting(capsys):

@@ -5,7 +5,8 @@ every place among the rows is then found by bisection:
 
     rows      walk, cost       -> ends: where each row ends          (prefix sums)
     total     -> share
-    programs  whole rows       -> are_cut
+    programs  whole rows       -> are_cut; or, if there are programs for all rows,
+    rows      parts            -> are_cut, piece_ends                (prefix sums)
     rows      pieces, next row -> piece_ends                         (prefix sums)
     programs  start            -> row, page, piece
 
@@ -52,6 +53,11 @@ class Static:
     page_size: int
     rows: int
     programs: int
+
+    @property
+    def for_each_row(self) -> bool:
+        """Whether there are programs for all rows, so that rows might have some to themselves."""
+        return not self.sharing.piece_pages and self.rows <= self.programs
 
 
 class Inputs(NamedTuple):
@@ -164,13 +170,18 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
     total = _each_chunk(static.rows, lay_out, jnp.int32(0))
     share = sharing.share(total, static.programs)
     each = sharing.rows_each(mem.ends[0], share, static.rows)
-    _compare(static, mem, each, share)
+    if static.for_each_row:
+        _compare_parts(static, mem, share)
+    else:
+        _compare_rows(static, mem, each, share)
 
     def cut(first: Any, before: Any) -> Any:
         row = LANES.iota(_chunk(static.rows)) + first
-        end = LANES.take(mem.ends, row)
-        pieces = sharing.pieces(_before(mem.ends, row), end, share, _are_cut(mem, row))
-        _write(plan.next_row, row, static.rows, _find(static, mem, end))
+        end, begin = LANES.take(mem.ends, row), _before(mem.ends, row)
+        pages = _pages(static, mem, row)
+        uncut = sharing.parts(pages, share) if static.for_each_row else jnp.minimum(pages, 1)
+        pieces = jnp.where(_are_cut(mem, row), sharing.pieces(begin, end, share), uncut)
+        _write(plan.next_row, row, static.rows, _find(static, mem.ends, end))
         after = _append(mem.piece_ends, first, pieces, mem.sums, before)
         _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
         return after
@@ -180,14 +191,23 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
 
     def start(first: Any, _: None) -> None:
         program = LANES.iota(_chunk(static.programs + 1)) + first
+        are_cut = _are_cut(mem, program)
         place = jnp.minimum(sharing.start(program, share, total), total)
-        place = jnp.where(_are_cut(mem, program), place, _whole(static, mem, program, each))
-        row = _find(static, mem, place)
+        if not static.for_each_row:
+            place = jnp.where(are_cut, place, _whole(static, mem, program, each))
+        row = _find(static, mem.ends, place)
         begin = _before(mem.ends, row)
-        into, first_piece = place - begin, _before(mem.piece_ends, row)
+        into = place - begin
+        page, piece = sharing.page(into), sharing.piece(program, begin, into, _before(mem.piece_ends, row), share)
+        if static.for_each_row:
+            own = _find(static, mem.piece_ends, program)
+            pages, before = _pages(static, mem, own), _before(mem.piece_ends, own)
+            part = sharing.part(pages, jnp.maximum(sharing.parts(pages, share), 1))
+            row = jnp.where(are_cut, row, own)
+            page = jnp.where(are_cut, page, jnp.where(own < static.rows, (program - before) * part, 0))
+            piece = jnp.where(are_cut, piece, jnp.minimum(program, num_pieces))
         _write(plan.program_row, program, static.programs + 1, row)
-        _write(plan.program_page, program, static.programs + 1, sharing.page(into))
-        piece = sharing.piece(program, begin, into, first_piece, share)
+        _write(plan.program_page, program, static.programs + 1, page)
         _write(plan.program_piece, program, static.programs + 1, piece)
 
     _each_chunk(static.programs + 1, start, None)
@@ -212,19 +232,47 @@ def _whole(static: Static, mem: Memory, program: Any, each: Any) -> Any:
     return _before(mem.ends, static.sharing.first_row(program, each, static.programs, static.rows))
 
 
-def _compare(static: Static, mem: Memory, each: Any, share: Any) -> None:
-    """Notes whether so many rows each would be too uneven."""
+def _pages(static: Static, mem: Memory, row: Any) -> Any:
+    """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
+    last = jnp.minimum(row, static.rows - 1)
+    cost = LANES.take(mem.ends, last) - _before(mem.ends, last)
+    return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
+
+
+def _compare_rows(static: Static, mem: Memory, each: Any, share: Any) -> None:
+    """Notes whether so many rows for each program would be too uneven."""
     mem.are_cut[0] = 1 if static.sharing.piece_pages else 0
     plgpu.commit_smem()
 
     def note(first: Any, _: None) -> None:
         program = jnp.minimum(LANES.iota(_chunk(static.programs)) + first, static.programs - 1)
         begin, end = (_whole(static, mem, program + i, each) for i in range(2))
-        uneven = jnp.where(static.sharing.is_uneven(end - begin, share), 0, -1)
-        LANES.put(mem.are_cut, uneven, LANES.filled(jnp.int32(1), program.shape[0]))  # all write the same
+        _note(mem, static.sharing.is_uneven(end - begin, share))
 
     _each_chunk(static.programs, note, None)
     plgpu.commit_smem()
+
+
+def _compare_parts(static: Static, mem: Memory, share: Any) -> None:
+    """Notes whether programs for each row would be too uneven, or too many."""
+    sharing = static.sharing
+    mem.are_cut[0] = 0
+    plgpu.commit_smem()
+
+    def note(first: Any, before: Any) -> Any:
+        pages = _pages(static, mem, LANES.iota(_chunk(static.rows)) + first)
+        parts = sharing.parts(pages, share)
+        _note(mem, sharing.is_uneven(sharing.part(pages, jnp.maximum(parts, 1)), share))
+        return _append(mem.piece_ends, first, parts, mem.sums, before)
+
+    needed = _each_chunk(static.rows, note, jnp.int32(0))
+    _note(mem, LANES.filled(needed, THREADS) > static.programs)
+    plgpu.commit_smem()
+
+
+def _note(mem: Memory, are_worse: Any) -> None:
+    """That rows are cut at equal distances, if any of these is true."""
+    LANES.put(mem.are_cut, jnp.where(are_worse, 0, -1), LANES.filled(jnp.int32(1), are_worse.shape[0]))  # all the same
 
 
 def _are_cut(mem: Memory, like: Any) -> Any:
@@ -257,12 +305,12 @@ def _before(sums: Ref, i: Any) -> Any:
     return jnp.where(i > 0, LANES.take(sums, jnp.maximum(i - 1, 0)), 0)
 
 
-def _find(static: Static, mem: Memory, place: Any) -> Any:
-    """The row that covers each place; the number of rows past the end."""
+def _find(static: Static, ends: Ref, place: Any) -> Any:
+    """The row that covers each place, by where rows end; the number of rows past the end."""
     found, step = LANES.filled(jnp.int32(0), place.shape[0]), pl.next_power_of_2(static.rows)
     while step:
         last = found + (step - 1)
-        passed = (last < static.rows) & (LANES.take(mem.ends, jnp.minimum(last, static.rows - 1)) <= place)
+        passed = (last < static.rows) & (LANES.take(ends, jnp.minimum(last, static.rows - 1)) <= place)
         found, step = jnp.where(passed, found + step, found), step // 2
     return found
 
