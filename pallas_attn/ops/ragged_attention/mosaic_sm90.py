@@ -29,7 +29,7 @@ from pallas_attn.ops.common.mosaic_flash import (
     Static,
     View,
 )
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Work, aligned, padded
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -94,8 +94,9 @@ def ragged_attention(
     q = padded(q, QUERIES)
     k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
-    items = blocks.shape[0] * num_heads
-    programs = min(items, mosaic.multiprocessors()) if settings.persistent else items
+    pieces = blocks.shape[0] * num_heads
+    programs = min(pieces, mosaic.multiprocessors()) if settings.persistent else pieces
+    taken = Queue.untouched(programs, pieces)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, causal, together, programs),
         out_type=(
@@ -106,10 +107,10 @@ def ragged_attention(
         grid_names=("program",),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
-        scratch_types=Memory.types(static, q.dtype),
+        scratch_types=(*Memory.types(static, q.dtype), *Queue.types(taken)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(mosaic.unsliced(Inputs(q, k, v, blocks, count[None])))
+    )(mosaic.unsliced(Inputs(q, k, v, blocks, count[None])), taken)
     return out.reshape(num_tokens, num_heads, value_dim), lse.reshape(num_tokens, num_heads)
 
 
@@ -145,24 +146,35 @@ def _blocks(
 
 
 def _kernel(
-    static: Static, causal: bool, together: int, programs: int, x: Inputs, out: Ref, lse: Ref, *memory: Ref
+    static: Static,
+    causal: bool,
+    together: int,
+    programs: int,
+    x: Inputs,
+    taken: Ref | None,
+    out: Ref,
+    lse: Ref,
+    *scratch: Ref,
 ) -> None:
-    warpgroup, mem = lax.axis_index("warpgroup"), Memory(*memory)
+    *memory, told, landed = scratch
+    warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q.shape[1]
 
-    num_heads = x.q.shape[1]
+    def work() -> Work:
+        queue = None if taken is None else Queue(programs, taken, told, landed)
+        return Work.of(x.blocks, x.count, num_heads, together, queue)
 
     @pl.when(warpgroup == static.consumers)
     def _produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
-        work = Work.of(x.blocks, x.count, num_heads, together, programs)
 
         def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
             block = Block(*fields)
             _copy_block(producer, x, again, tile, block, head)
             return block.tiles
 
-        producer.drain(work.each(copy), work.items.count > 0)
+        pieces, tiles = work().produce(copy)
+        producer.drain(tiles, pieces > 0)
 
     @pl.when(warpgroup < static.consumers)
     def _consume() -> None:
@@ -177,7 +189,7 @@ def _kernel(
             return block.tiles
 
         consumer.start_round()
-        Work.of(x.blocks, x.count, num_heads, together, programs).each(attend)
+        work().consume(attend)
         consumer.end_round()
 
 
