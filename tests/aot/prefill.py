@@ -56,9 +56,14 @@ def ragged(
     dtype: Any = jnp.bfloat16,
     tokens: int = TOKENS,
     sizes: MosaicConfig | None = None,
+    parts: int = 0,
     **static: Any,
 ) -> Case:
-    """A call with these sizes, or those of a card that nothing was measured on."""
+    """A call with these sizes, or those of a card that nothing was measured on.
+
+    Args:
+      parts: that the keys of blocks are cut into at most, if they are.
+    """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),
         "k": shape(KEYS, kv_heads, key_dim, dtype=dtype),
@@ -75,7 +80,12 @@ def ragged(
         chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim))
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
-    return Case(call, arguments, temporaries=2**20, tile=tile)
+    return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)
+
+
+def partial_outputs(parts: int, tokens: int, heads: int, width: int) -> int:
+    """Bytes of outputs and LSE, and of what else there is for each of the latter while they are merged."""
+    return 4 * parts * tokens * heads * (width + 2)
 
 
 def paged(
@@ -87,12 +97,14 @@ def paged(
     tokens: int = TOKENS,
     sizes: MosaicConfig | None = None,
     features: Iterable[str] = (),
+    parts: int = 0,
     **static: Any,
 ) -> Case:
     """A call of 32 query heads over 8 KV heads with these sizes, or those of a card that nothing was measured on.
 
     Args:
       cache: dtype and scales of a quantised one; None for q's dtype.
+      parts: that the keys of blocks are cut into at most, if they are.
     """
     pages = KEYS // page_size
     cache_dtype, scales = cache or (dtype, None)
@@ -128,6 +140,7 @@ def paged(
     elements = chosen.tile_keys * head_dim
     tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
     arranged = terms * tokens * 32 * head_dim * 2 if tokens < TOKENS or cache else 0
+    arranged += partial_outputs(parts, tokens, 32, head_dim)
     return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
 
 
@@ -150,6 +163,7 @@ def exported(case: Case) -> Case:
 
 
 VARIED: dict[str, dict[str, Any]] = {
+    "few": {"tokens": 96, "parts": 33},
     "f16": {"dtype": jnp.float16},
     "full": {"causal": False},
     "f32-out": {"out_dtype": jnp.float32},
@@ -167,6 +181,8 @@ ALL_FEATURES: dict[str, Any] = {
     "tokens": 512,
     "out_dtype": jnp.float32,
 }
+FEW: dict[str, Any] = {"tokens": 96, "parts": 11}
+"""Queries, in so few blocks that keys are cut."""
 PREFILL: dict[str, Case] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
@@ -175,12 +191,14 @@ PREFILL: dict[str, Case] = {
     "ragged-f16-full-f32-out": ragged(
         192, 128, 16, 16, dtype=jnp.float16, causal=False, out_dtype=jnp.float32, tokens=70_000
     ),
+    "ragged-192-128-few": ragged(192, 128, 16, 16, **FEW),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
     **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
     "paged-prefill-packed": paged(tokens=512),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
+    "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-d64-sinks": paged(64, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
@@ -200,6 +218,16 @@ PREFILL_MORE: dict[str, Case] = {
         f"paged-prefill-{cache}-d{head_dim}-all-features": paged(head_dim, 64, cache=CACHES[cache], **ALL_FEATURES)
         for cache in CACHES
         for head_dim in (64, 128, 256)
+    },
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-few-all-features": paged(
+            head_dim, 64, cache=CACHES[cache], **(ALL_FEATURES | FEW)
+        )
+        for cache in CACHES
+        for head_dim in (64, 128, 256)
+    },
+    **{
+        f"paged-prefill-d{head_dim}-few-all-features": paged(head_dim, **(ALL_FEATURES | FEW)) for head_dim in (64, 256)
     },
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)

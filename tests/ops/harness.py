@@ -26,6 +26,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PAGE_NONE
+from pallas_attn.ops.common import mosaic, mosaic_flash_parts
+from pallas_attn.ops.common.mosaic_flash_parts import Parts
 from pallas_attn.ops.common.online_softmax import XlaConfig
 from pallas_attn.ops.common.page_tiles import PageTiles
 
@@ -310,6 +312,26 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
     printed = capsys.readouterr().out
     print(printed)
     assert "RACE DETECTED" not in printed
+
+
+@contextlib.contextmanager
+def keys_cut() -> Iterator[list[Parts]]:
+    """Within it kernels of `mosaic_flash` are traced as if cutting keys cost nothing and there were programs for many
+    parts. Fills a list with how they are cut.
+    """
+    cut: list[Parts] = []
+    choose = Parts.of
+
+    def recording(*args: Any, **kwargs: Any) -> Parts:
+        cut.append(choose(*args, **kwargs))
+        return cut[-1]
+
+    with (
+        mock.patch.multiple(mosaic_flash_parts, PIECE_TILES=0, MERGE_TILES=0),
+        mock.patch.object(mosaic, "multiprocessors", return_value=64),
+        mock.patch.object(Parts, "of", recording),
+    ):
+        yield cut
 
 
 @contextlib.contextmanager

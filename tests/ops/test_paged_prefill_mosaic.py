@@ -104,6 +104,28 @@ def test_heads_that_are_not_packed() -> None:
         check(replace(WIDE, q_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=12))
 
 
+CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1, persistent=False))
+CUT_CASES = {
+    "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
+    "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), padding=3),
+    "an int window": replace(WIDE, window=150, q_lens=(3, 50)),
+}
+
+
+@pytest.mark.parametrize("case", CUT_CASES.values(), ids=CUT_CASES)
+def test_keys_cut_among_programs(case: PagedCase) -> None:
+    with harness.keys_cut() as parts:
+        check(case, CUT)
+    assert parts[0].most > 1
+
+
+def test_keys_of_8_bits_cut_among_programs() -> None:
+    case = replace(SHORT, cache_dtype="int8", scales=16, head_windows=((FULL, 0), (60, 5)), padding=2)
+    with harness.keys_cut() as parts:
+        check(case, CUT)
+    assert parts[0].most > 1
+
+
 FP8 = "float8_e4m3fn"
 QUANTISED = {
     "int8 per head, soft cap": (

@@ -77,6 +77,17 @@ def test_every_key_seen() -> None:
     check(replace(BASE, causal=False))
 
 
+@pytest.mark.parametrize("persistent", [True, False], ids=["drawn from a queue", "a program each"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_keys_cut_among_programs(causal: bool, persistent: bool) -> None:
+    """Sequences of fewer tiles than parts leave some of them nothing."""
+    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1, persistent=persistent))
+    case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
+    with harness.keys_cut() as parts:
+        check(case, variant)
+    assert parts[0].most > 1
+
+
 FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
     "DeepSeek's, one program a block": (

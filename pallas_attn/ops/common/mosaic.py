@@ -66,6 +66,11 @@ def multiprocessors() -> int:
     return device.core_count
 
 
+def unknown_zero() -> Any:
+    """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
 # --- memory
 
 

@@ -258,13 +258,13 @@ class Consumer:
     number: Any
     dtype: Any
 
-    def _terms(self, tile: Any) -> list[Ref]:
-        """Terms of the queries. If there are several, the compiler is not to know that the number of a tile is never
-        negative: what is the same for every tile it computes ahead, such as their addresses, which take many registers.
+    def _terms(self) -> list[Ref]:
+        """Terms of the queries. If there are several, the compiler is not to know which: what is the same for every
+        tile it computes ahead, such as their addresses, which take many registers.
         """
         terms = self.static.query_terms
-        first = self.number * terms + (jnp.minimum(tile, 0) if terms > 1 else 0)
-        return [self.mem.q.at[first + i] for i in range(terms)]
+        unknown = mosaic.unknown_zero() if terms > 1 else 0
+        return [self.mem.q.at[self.number * terms + unknown + i] for i in range(terms)]
 
     def attend(self, begin: Any, tiles: Any, view: View) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Attention over some tiles, at least one, from number `begin` of the program's on.
@@ -305,7 +305,7 @@ class Consumer:
         mem, slot = self.mem, turn_of(tile, self.static.stages)
         plgpu.barrier_wait(mem.k_landed.at[slot])
         self._await_turn()
-        s = mosaic_wgmma.multiply(self._terms(tile), mem.k.at[slot], self._pass_turn)
+        s = mosaic_wgmma.multiply(self._terms(), mem.k.at[slot], self._pass_turn)
         plgpu.barrier_arrive(mem.k_free.at[slot])
         nothing = mosaic.filled(0.0, (QUERIES,), PER_TOKEN)
         m, _, l, p = softmax(s, mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
@@ -319,7 +319,7 @@ class Consumer:
         k, v = mem.k.at[slot], mem.v.at[previous]
         plgpu.barrier_wait(mem.v_landed.at[previous])
         self._await_turn()
-        s, o = mosaic_wgmma.start(self._terms(tile), k, state.p, v, state.o)
+        s, o = mosaic_wgmma.start(self._terms(), k, state.p, v, state.o)
         self._pass_turn()
         s = mosaic_wgmma.finish(s, under_way=1)
         plgpu.barrier_arrive(mem.k_free.at[slot])

@@ -57,20 +57,20 @@ class Work(NamedTuple):
 
     Attributes:
       blocks: [n, fields] int32 in global memory.
-      pieces: how many blocks there are, of all heads.
-      per_turn: and of `together` heads.
-      queue: where numbers of pieces come from after the first; None if a program does one.
+      count: how many of them there are.
+      num_heads: that they are done for.
+      queue: where numbers of pieces come from; None if a program does that of its own number.
     """
 
     blocks: Ref
-    pieces: Any
-    per_turn: Any
+    count: Any
+    num_heads: int
     together: int
     queue: Queue | None
 
     @staticmethod
     def of(blocks: Ref, count: Ref, num_heads: int, together: int, queue: Queue | None) -> Work:
-        return Work(blocks, count[0] * num_heads, count[0] * together, together, queue)
+        return Work(blocks, count[0], num_heads, together, queue)
 
     def produce(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> tuple[Any, Any]:
         """Calls work(whether it is not the first, number of the first tile, fields of the block, head), which returns
@@ -85,29 +85,41 @@ class Work(NamedTuple):
         """The same in other warpgroups, for the pieces that the producer has taken."""
         self._each(work, Queue.hear)
 
-    def _each(self, work: Callable[..., Any], following: Callable[[Queue, Any, Any], Any]) -> tuple[Any, Any]:
-        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            i, number, tile = state
-            some_heads, rest = divided(number, self.per_turn)
+    def _each(self, work: Callable[..., Any], number_of: Callable[[Queue, Any, Any], Any]) -> tuple[Any, Any]:
+        queue, pieces = self.queue, self.count * self.num_heads
+
+        def do(number: Any, again: Any, tile: Any) -> Any:
+            some_heads, rest = divided(number, self.count * self.together)
             block, head = divided(rest, self.together)
             fields = [self.blocks[block, field] for field in range(self.blocks.shape[1])]
-            tile += work(i > 0, tile, fields, some_heads * self.together + head)
-            return i + 1, self.pieces if self.queue is None else following(self.queue, i, number), tile
+            return work(again, tile, fields, some_heads * self.together + head)
 
-        first = (jnp.int32(0), lax.axis_index("program"), jnp.int32(0))
-        i, _, tiles = lax.while_loop(lambda state: state[1] < self.pieces, step, first)
+        def number(i: Any, before: Any) -> Any:
+            """Of the program's i-th piece, which comes after that of number `before`, if there is one."""
+            if queue is not None:
+                return number_of(queue, i, before)
+            return lax.axis_index("program") if before is None else pieces
+
+        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            i, piece, tile = state
+            tile += do(piece, i > 0, tile)
+            return i + 1, number(i + 1, piece), tile
+
+        first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
+        i, _, tiles = lax.while_loop(lambda state: state[1] < pieces, step, first)
         return i, tiles
 
 
 class Queue(NamedTuple):
     """Hands out pieces, the largest first, to programs as they are through with others.
 
-    The producer of a program takes a number from all that are left, and tells its consumers. It does so when the last
-    copies of the piece before are under way, so that nobody waits for it. There are two places for what is told: a
-    number is overwritten once the queries of the piece after it have been waited for, so by then everyone has read it.
+    A program begins with the piece of its own number. Its producer takes the next one when the last copies for the one
+    before are under way, so that nobody waits for it, and tells its consumers. There are two places for what is told:
+    one is overwritten when the queries of the piece after it have been copied, which was no sooner than all consumers
+    had begun with it.
 
     Attributes:
-      programs: how many take pieces. Each begins with that of its own number.
+      programs: that take pieces.
       taken: int32 [1] in global memory, 0 to begin with: pieces taken after the first ones.
       told: int32 [2, 1] in shared memory.
       landed: a barrier for each of the two.
@@ -128,15 +140,17 @@ class Queue(NamedTuple):
         """Of `told` and `landed`."""
         return (None, None) if taken is None else (plgpu.SMEM((2, 1), jnp.int32), plgpu.Barrier(num_barriers=2))
 
-    def draw(self, i: Any, number: Any) -> Any:
-        """What comes after a producer's i-th piece, of this number; beyond the last if none is left."""
+    def draw(self, i: Any, before: Any) -> Any:
+        """Number of a producer's i-th piece, after that of number `before`; beyond the last if none is left."""
         place = i & 1
-        if interpreted():  # where programs run in turn
-            self.told[place, 0] = number + self.programs
+        if before is None:
+            self.told[place, 0] = lax.axis_index("program")
+        elif interpreted():
+            self.told[place, 0] = before + self.programs
         else:
             self._take(place)
         plgpu.barrier_arrive(self.landed.at[place])
-        return self.hear(i, number)
+        return self.hear(i, before)
 
     def _take(self, place: Any) -> None:
         programs = self.programs
@@ -153,7 +167,7 @@ class Queue(NamedTuple):
         take(self.taken, self.told.at[place])
 
     def hear(self, i: Any, _: Any) -> Any:
-        """What comes after a consumer's i-th piece."""
+        """Number of a consumer's i-th piece."""
         place = i & 1
         plgpu.barrier_wait(self.landed.at[place])
         return self.told[place, 0]

@@ -28,7 +28,6 @@ from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     Piece,
     Static,
     for_each_piece,
-    unknown_zero,
 )
 from pallas_attn.ops.mla_decode.mosaic_rows_products import leave, shrink, start_scores, start_values
 
@@ -108,7 +107,7 @@ class Consumer:
 
     def slots(self, pair: Any) -> tuple[Any, Any]:
         """Of the tiles of a pair."""
-        here = unknown_zero()
+        here = mosaic.unknown_zero()
         return here + self.static.slot(pair, 0), here + self.static.slot(pair, 1)
 
     def even(self, piece: Piece, pair: Any, state: State, s: Any, whole: Any, *, more: bool) -> tuple[State, Any, Any]:
@@ -193,7 +192,7 @@ class Consumer:
 
     def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
         """Starts products of queries with parts of a tile, as these land, which are added to those started before."""
-        q, k, here, columns = self.mem.q, self.mem.k, unknown_zero(), self.static.row_bytes // 2
+        q, k, here, columns = self.mem.q, self.mem.k, mosaic.unknown_zero(), self.static.row_bytes // 2
         for part in parts:
             plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
             for i in range(0, q[part].shape[2], columns):

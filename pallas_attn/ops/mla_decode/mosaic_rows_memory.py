@@ -240,8 +240,3 @@ def for_each_piece(static: Static, plan: DecodePlan, work: Callable[[Piece], Non
         return pair + piece.num_pairs(static)
 
     for_each_span(plan, step, jnp.int32(0))
-
-
-def unknown_zero() -> Any:
-    """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
-    return lax.optimization_barrier(jnp.int32(0))

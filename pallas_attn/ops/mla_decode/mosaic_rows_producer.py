@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     NOWHERE,
@@ -22,7 +23,6 @@ from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     Piece,
     Static,
     for_each_piece,
-    unknown_zero,
 )
 
 
@@ -84,7 +84,7 @@ class Producer:
         """
         static = self.static
         for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
-            slot = static.slot(piece.pair + i, tile) + unknown_zero()
+            slot = static.slot(piece.pair + i, tile) + mosaic.unknown_zero()
             parts = (half,) if tile == half else (half, 2)
             ids = self.ids(piece, i, tile)
             page, (_, of_page) = ids[0], static.page_and_part(2 * i + tile)

@@ -15,8 +15,8 @@ class Inputs(NamedTuple):
       q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
       k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
-      blocks: int32 [n, 5], a `Block` each.
-      count: int32 [1], how many of them there are.
+      blocks: int32 [n, 5 or 6], a `Block` each.
+      count: int32 [1 or 2], how many of them there are, and parts of a block where keys are cut.
       window: a `HeadWindow` or None.
       sinks: [Hq] or None.
     """
@@ -41,6 +41,7 @@ class Block(NamedTuple):
       start: the first row's place in the block, a multiple of 8.
       first_row, end_row: rows of the sequence.
       kv_len: keys of the sequence; 0 for what follows the last one.
+      part: which one of its parts a piece of work is, where keys are cut.
     """
 
     sequence: Any
@@ -48,6 +49,7 @@ class Block(NamedTuple):
     first_row: Any
     end_row: Any
     kv_len: Any
+    part: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +57,14 @@ class Paged:
     """What a kernel is compiled for, beside `Static`.
 
     Attributes:
+      num_tokens: T.
       pack: heads of a query that follow one another.
       group: query heads of a KV head.
       window: of all heads, if there is no `HeadWindow`.
       beside: tokens in a row of the pools.
     """
 
+    num_tokens: int
     pack: int
     group: int
     num_kv_heads: int

@@ -29,6 +29,7 @@ from pallas_attn.ops.common.mosaic_flash import (
     Producer,
     Static,
 )
+from pallas_attn.ops.common.mosaic_flash_parts import Parts, share
 from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, padded
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
@@ -60,8 +61,10 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
     int_window = window if isinstance(window, int) else None
-    paged = Paged(pack, group, num_kv_heads, page_size, int_window, scales, beside)
-    blocks, count = _blocks(static, paged, cu_q_lens, kv_lens, num_tokens)
+    paged = Paged(num_tokens, pack, group, num_kv_heads, page_size, int_window, scales, beside)
+    blocks, count = _blocks(static, paged, cu_q_lens, kv_lens)
+    parts = _parts(static, paged, blocks, count, kv_lens, block_tables.shape[-1] * page_size, window)
+    blocks, count = parts.pieces(blocks, count)
     inputs = Inputs(
         q=tuple(padded(_packed(term[0], pack), QUERIES) for term in terms),
         k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
@@ -70,18 +73,19 @@ def paged_prefill(
         v_scale=_flat(kv.v_scale),
         block_tables=block_tables,
         blocks=blocks,
-        count=count[None],
+        count=count,
         window=window if isinstance(window, HeadWindow) else None,
-        sinks=sinks,
+        sinks=sinks if parts.most == 1 else None,
     )
     pieces = blocks.shape[0] * num_heads // pack
     programs = min(pieces, mosaic.multiprocessors()) if persistent else pieces
     taken = Queue.untouched(programs, pieces)
+    rows = parts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, paged, programs),
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens * num_heads, head_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_tokens * num_heads,), jnp.float32),
+            jax.ShapeDtypeStruct((rows, head_dim), out_dtype if parts.most == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -96,7 +100,7 @@ def paged_prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
     )(mosaic.unsliced(inputs), taken)
-    return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
+    return parts.merged(out, lse, (num_tokens, num_heads), sinks, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
@@ -145,16 +149,49 @@ def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
 
 
 def _blocks(
-    static: Static, paged: Paged, cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], num_tokens: int
+    static: Static,
+    paged: Paged,
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
 ) -> tuple[Int32[Array, "n 5"], Int32[Array, ""]]:
     """All blocks, those of the newest queries first, and how many there are."""
-    queries = QueryBlocks.of(cu_q_lens * paged.pack, num_tokens * paged.pack, static.queries)
+    queries = QueryBlocks.of(cu_q_lens * paged.pack, paged.num_tokens * paged.pack, static.queries)
     kv_len = jnp.append(kv_lens, jnp.int32(0))[queries.sequence]
     sequence = jnp.minimum(queries.sequence, kv_lens.shape[0] - 1)
     newest = kv_len * paged.pack - jnp.maximum(queries.end_row - queries.start - static.queries, 0)
     order = jnp.argsort(jnp.where(queries.exists, -newest, jnp.iinfo(jnp.int32).max))
-    fields = Block(sequence, queries.start, queries.first_row, queries.end_row, kv_len)
+    fields = (sequence, queries.start, queries.first_row, queries.end_row, kv_len)
     return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
+
+
+def _parts(
+    static: Static,
+    paged: Paged,
+    blocks: Int32[Array, "n 5"],
+    count: Int32[Array, ""],
+    kv_lens: Int32[Array, "S"],
+    limit: int,
+    window: int | HeadWindow | None,
+) -> Parts:
+    """How the keys of blocks are cut, of which a sequence can have so many.
+
+    What a block sees is taken to be what the longest sequence, and the head of the longest window, can make it see.
+    """
+    rows = paged.num_tokens * paged.pack
+    keys = longest = jnp.max(kv_lens)
+    if isinstance(window, int):
+        limit = min(limit, window + static.queries)
+        keys = jnp.minimum(keys, limit)
+    elif window is not None:
+        seen = jnp.minimum(window.window, longest) + jnp.minimum(window.sink_tokens, longest) + static.queries
+        keys = jnp.minimum(keys, jnp.max(seen))
+    return Parts.of(
+        count,
+        pl.cdiv(keys, static.tile_keys),
+        heads=paged.num_kv_heads * paged.group // paged.pack,
+        blocks=(-(-rows // static.queries), blocks.shape[0]),
+        limit=-(-limit // static.tile_keys),
+    )
 
 
 # --- the kernel
@@ -216,6 +253,7 @@ class Span(NamedTuple):
       first, end: positions of the block's first query, or 0, and of one past its last.
       window, sink_tokens: of the head; a window of None hides nothing.
       walk: tiles of positions with a key that some row sees; numbers as of pages.
+      first_tile: the first of them, or of the part that a piece of work is.
       tiles: how many there are, or 1.
     """
 
@@ -230,6 +268,7 @@ class Span(NamedTuple):
     window: Any
     sink_tokens: Any
     walk: PageWalk
+    first_tile: Any
     tiles: Any
 
     @staticmethod
@@ -247,11 +286,12 @@ class Span(NamedTuple):
         sink_tiles = jnp.minimum(pl.cdiv(jnp.minimum(sink_tokens, end), static.tile_keys), first_tile)
         tiles = jnp.maximum(sink_tiles + pl.cdiv(end, static.tile_keys) - first_tile, 1)
         walk = PageWalk(sink_tiles, first_tile, tiles)
-        return Span(static, paged, x, block, kv_head, shift, first, end, window, sink_tokens, walk, tiles)
+        part = (0, tiles) if x.count.shape[0] == 1 else share(tiles, block.part, x.count[1])
+        return Span(static, paged, x, block, kv_head, shift, first, end, window, sink_tokens, walk, *part)
 
     def base(self, i: Any) -> Any:
         """Position of the first token of the i-th tile."""
-        return self.walk.entry(i) * self.static.tile_keys
+        return self.walk.entry(self.first_tile + i) * self.static.tile_keys
 
     # Copies
 
@@ -440,5 +480,6 @@ class Span(NamedTuple):
         low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
         # MLIR folds row % 1 to a constant, and then leaves casts to the registers that `take` reads: no kernel.
         q_head = ROWS.filled(head, QUERIES) if pack == 1 else head * pack + lax.rem(row, pack)
-        place = jnp.where((row >= low) & (row < self.block.end_row), lax.div(row, pack) * num_heads + q_head, -1)
+        token = self.block.part * self.paged.num_tokens + lax.div(row, pack)
+        place = jnp.where((row >= low) & (row < self.block.end_row), token * num_heads + q_head, -1)
         return place, None if self.x.sinks is None else ROWS.take(self.x.sinks, q_head)

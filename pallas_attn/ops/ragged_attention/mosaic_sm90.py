@@ -29,6 +29,7 @@ from pallas_attn.ops.common.mosaic_flash import (
     Static,
     View,
 )
+from pallas_attn.ops.common.mosaic_flash_parts import Parts, share
 from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
@@ -41,8 +42,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
-      blocks: int32 [n, 6], a `Block` each.
-      count: int32 [1], how many of them there are.
+      blocks: int32 [n, 6 or 7], a `Block` each.
+      count: int32 [1 or 2], how many of them there are, and parts of a block where keys are cut.
     """
 
     q: Any
@@ -60,6 +61,8 @@ class Block(NamedTuple):
       first_row, end_row: rows of the sequence's queries.
       first_key, end_key: rows of its keys.
       tiles: of keys that the block sees; at least 1.
+      part: which one of its parts a piece of work is, where keys are cut.
+      first_tile: the first of its tiles then, of which it has `tiles`.
     """
 
     start: Any
@@ -68,6 +71,26 @@ class Block(NamedTuple):
     first_key: Any
     end_key: Any
     tiles: Any
+    part: Any = 0
+    first_tile: Any = 0
+
+    @staticmethod
+    def of(x: Inputs, fields: list[Any]) -> Block:
+        """In a kernel: what a piece of work is."""
+        block = Block(*fields)
+        if x.count.shape[0] == 1:
+            return block
+        first_tile, tiles = share(block.tiles, block.part, x.count[1])
+        return block._replace(first_tile=first_tile, tiles=tiles)
+
+
+class Call(NamedTuple):
+    """What a kernel is compiled for, beside `Static`."""
+
+    causal: bool
+    num_tokens: int
+    together: int
+    programs: int
 
 
 def ragged_attention(
@@ -91,17 +114,26 @@ def ragged_attention(
         key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
     )
     blocks, count = _blocks(static, cu_q_lens, cu_kv_lens, num_tokens, causal=causal)
+    parts = Parts.of(
+        count,
+        blocks[0, Block._fields.index("tiles")],
+        heads=num_heads,
+        blocks=(-(-num_tokens // static.queries), blocks.shape[0]),
+        limit=-(-num_keys // static.tile_keys),
+    )
+    blocks, count = parts.pieces(blocks, count)
     q = padded(q, QUERIES)
     k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
     pieces = blocks.shape[0] * num_heads
     programs = min(pieces, mosaic.multiprocessors()) if settings.persistent else pieces
     taken = Queue.untouched(programs, pieces)
+    rows = parts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, static, causal, together, programs),
+        functools.partial(_kernel, static, Call(causal, num_tokens, together, programs)),
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens * num_heads, value_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_tokens * num_heads,), jnp.float32),
+            jax.ShapeDtypeStruct((rows, value_dim), out_dtype if parts.most == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -110,8 +142,8 @@ def ragged_attention(
         scratch_types=(*Memory.types(static, q.dtype), *Queue.types(taken)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(mosaic.unsliced(Inputs(q, k, v, blocks, count[None])), taken)
-    return out.reshape(num_tokens, num_heads, value_dim), lse.reshape(num_tokens, num_heads)
+    )(mosaic.unsliced(Inputs(q, k, v, blocks, count)), taken)
+    return parts.merged(out, lse, (num_tokens, num_heads), None, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
@@ -141,27 +173,17 @@ def _blocks(
         seen = end_key - (queries.end_row - last_row)
     tiles = jnp.maximum(-(-(seen - first_key // ALIGNMENT * ALIGNMENT) // static.tile_keys), 1)
     order = jnp.argsort(jnp.where(queries.exists, -tiles, 1))
-    fields = Block(queries.start, queries.first_row, queries.end_row, first_key, end_key, tiles)
+    fields = (queries.start, queries.first_row, queries.end_row, first_key, end_key, tiles)
     return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
 
 
-def _kernel(
-    static: Static,
-    causal: bool,
-    together: int,
-    programs: int,
-    x: Inputs,
-    taken: Ref | None,
-    out: Ref,
-    lse: Ref,
-    *scratch: Ref,
-) -> None:
+def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref) -> None:
     *memory, told, landed = scratch
     warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q.shape[1]
 
     def work() -> Work:
-        queue = None if taken is None else Queue(programs, taken, told, landed)
-        return Work.of(x.blocks, x.count, num_heads, together, queue)
+        queue = None if taken is None else Queue(call.programs, taken, told, landed)
+        return Work.of(x.blocks, x.count, num_heads, call.together, queue)
 
     @pl.when(warpgroup == static.consumers)
     def _produce() -> None:
@@ -169,7 +191,7 @@ def _kernel(
         producer = Producer(static, mem)
 
         def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            block = Block(*fields)
+            block = Block.of(x, fields)
             _copy_block(producer, x, again, tile, block, head)
             return block.tiles
 
@@ -182,8 +204,8 @@ def _kernel(
         consumer = Consumer(static, mem, warpgroup, x.q.dtype)
 
         def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            block = Block(*fields)
-            rows = _Rows.of(static, x, causal, block, warpgroup)
+            block = Block.of(x, fields)
+            rows = _Rows.of(static, call, x, block, warpgroup)
             result = consumer.attend(tile, block.tiles, View(rows.mask))
             mosaic_flash.write_rows(out, lse, rows.place(num_heads, head), result)
             return block.tiles
@@ -201,7 +223,7 @@ class _Rows(NamedTuple):
     """
 
     static: Static
-    causal: bool
+    call: Call
     num_keys: int
     block: Block
     start: Any
@@ -209,25 +231,25 @@ class _Rows(NamedTuple):
     newer: Any
 
     @staticmethod
-    def of(static: Static, x: Inputs, causal: bool, block: Block, number: Any) -> _Rows:
+    def of(static: Static, call: Call, x: Inputs, block: Block, number: Any) -> _Rows:
         start = block.start + number * QUERIES
         first = jnp.minimum(start, x.q.shape[0] - QUERIES)
-        return _Rows(static, causal, x.k.shape[0], block, start, first, block.end_key - block.end_row + 1)
+        return _Rows(static, call, x.k.shape[0], block, start, first, block.end_key - block.end_row + 1)
 
     @property
     def row(self) -> jax.Array:
         return self.first + mosaic.token_iota(QUERIES)
 
     def mask(self, tile: Any, s: jax.Array) -> jax.Array:
-        nominal = aligned(self.block.first_key) + tile * self.static.tile_keys
+        nominal = aligned(self.block.first_key) + (self.block.first_tile + tile) * self.static.tile_keys
         start = jnp.minimum(nominal, self.num_keys - self.static.tile_keys)
         low = jnp.maximum(nominal, self.block.first_key)
-        end = jnp.minimum(self.block.end_key, self.first + self.newer) if self.causal else self.block.end_key
+        end = jnp.minimum(self.block.end_key, self.first + self.newer) if self.call.causal else self.block.end_key
 
         def hide(s: jax.Array) -> jax.Array:
             # Causal rows of the next sequence see too much. They are not written.
-            high = ROWS.filled((self.first + self.newer if self.causal else end) - start, QUERIES)
-            high = high + mosaic.token_iota(QUERIES) if self.causal else high
+            high = ROWS.filled((self.first + self.newer if self.call.causal else end) - start, QUERIES)
+            high = high + mosaic.token_iota(QUERIES) if self.call.causal else high
             return mosaic_wgmma.hide(s, mosaic_wgmma.Limits(ROWS.filled(low - start, QUERIES), high))
 
         sees_all = (low == start) & (start + self.static.tile_keys <= end)
@@ -236,14 +258,14 @@ class _Rows(NamedTuple):
     def place(self, num_heads: int, head: Any) -> jax.Array:
         """Of each row in the output, or -1."""
         ours = (self.row >= jnp.maximum(self.start, self.block.first_row)) & (self.row < self.block.end_row)
-        return jnp.where(ours, self.row * num_heads + head, -1)
+        return jnp.where(ours, (self.block.part * self.call.num_tokens + self.row) * num_heads + head, -1)
 
 
 def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Block, head: Any) -> None:
     """Copies what a block needs: its queries, and its keys and values from number `tile` of the rings on."""
     static, mem = producer.static, producer.mem
     kv_head = lax.div(head, x.q.shape[1] // x.k.shape[1])
-    start_key = aligned(block.first_key)
+    start_key = aligned(block.first_key) + block.first_tile * static.tile_keys
 
     def rows(i: Any) -> Any:
         """Where the copies of the i-th tile begin."""
