@@ -95,11 +95,9 @@ def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 def flash_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
     """Tiles that fit shared memory beside the queries, and so do those that are about to be widened."""
-    for tile_keys, stages, consumers, persistent in itertools.product(
-        (64, 128, 192), (2, 3, 4), (1, 2, 3), (False, True)
-    ):
+    for tile_keys, stages, consumers in itertools.product((64, 128, 192), (2, 3, 4), (1, 2, 3)):
         if _flash_bytes(key, tile_keys, stages, consumers) <= SHARED_BYTES:
-            yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers, "persistent": persistent}
+            yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers}
 
 
 def _flash_bytes(key: Mapping[str, Any], tile_keys: int, stages: int, consumers: int) -> int:

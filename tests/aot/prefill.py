@@ -23,10 +23,10 @@ from tests.aot.case import Case, Tile, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
-    (192, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(64, 4, 2, False), MosaicConfig(64, 2, 3, False)],
-    (128, 128): [MosaicConfig(128, 2, 2, True), MosaicConfig(128, 3, 2, False), MosaicConfig(64, 4, 3, False)],
-    (64, 64): [MosaicConfig(128, 4, 2, True), MosaicConfig(128, 4, 3, False), MosaicConfig(64, 2, 1, False)],
-    (256, 256): [MosaicConfig(64, 2, 2, True), MosaicConfig(64, 2, 1, True)],
+    (192, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 2, 3)],
+    (128, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 4, 3)],
+    (64, 64): [MosaicConfig(128, 4, 2), MosaicConfig(128, 4, 3), MosaicConfig(64, 2, 1)],
+    (256, 256): [MosaicConfig(64, 2, 1)],
 }
 """To choose from, beside what is chosen where nothing was measured."""
 
@@ -235,9 +235,7 @@ PREFILL_MORE: dict[str, Case] = {
         for name, static in VARIED.items()
     },
     **{
-        f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}{'-persistent' * c.persistent}": ragged(
-            key_dim, value_dim, sizes=c
-        )
+        f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
         for (key_dim, value_dim), tried in SIZES.items()
         for c in tried
     },

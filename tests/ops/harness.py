@@ -315,9 +315,10 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 
 @contextlib.contextmanager
-def keys_cut() -> Iterator[list[Parts]]:
-    """Within it kernels of `mosaic_flash` are traced as if cutting keys cost nothing and there were programs for many
-    parts. Fills a list with how they are cut.
+def keys_cut(multiprocessors: int = 64) -> Iterator[list[Parts]]:
+    """Within it kernels of `mosaic_flash` are traced for so many multiprocessors, as if cutting keys cost nothing.
+
+    Fills a list with how they are cut.
     """
     cut: list[Parts] = []
     choose = Parts.of
@@ -326,9 +327,10 @@ def keys_cut() -> Iterator[list[Parts]]:
         cut.append(choose(*args, **kwargs))
         return cut[-1]
 
+    jax.clear_caches()  # of calls that were traced for another number
     with (
         mock.patch.multiple(mosaic_flash_parts, PIECE_TILES=0, MERGE_TILES=0),
-        mock.patch.object(mosaic, "multiprocessors", return_value=64),
+        mock.patch.object(mosaic, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(Parts, "of", recording),
     ):
         yield cut

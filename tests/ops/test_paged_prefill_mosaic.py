@@ -26,8 +26,8 @@ from tests.ops.paged_case import Inputs, PagedCase
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1, persistent=True))
-ONE_BLOCK = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2, persistent=False))
+MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
+ONE_BLOCK = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2))
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -104,7 +104,7 @@ def test_heads_that_are_not_packed() -> None:
         check(replace(WIDE, q_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=12))
 
 
-CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1, persistent=False))
+CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1))
 CUT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), padding=3),
@@ -163,7 +163,7 @@ def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
 
 
 def test_tiles_that_cut_pages_are_refused() -> None:
-    variant = replace(MOSAIC, config=MosaicConfig(tile_keys=192, stages=2, consumers=2, persistent=False))
+    variant = replace(MOSAIC, config=MosaicConfig(tile_keys=192, stages=2, consumers=2))
     with pytest.raises(NotImplementedError, match="got 192 keys of pages of 128"):
         call(variant, WIDE, Inputs.draw(WIDE, harness.fresh_rng()).prefill())
 

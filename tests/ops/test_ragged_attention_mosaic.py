@@ -26,7 +26,7 @@ from tests.ops.test_ragged_attention import Inputs, RaggedCase
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=2, persistent=True))
+MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=2))
 BASE = RaggedCase(
     (3, 0, 141, 20),
     (70, 9, 150, 5),
@@ -77,13 +77,13 @@ def test_every_key_seen() -> None:
     check(replace(BASE, causal=False))
 
 
-@pytest.mark.parametrize("persistent", [True, False], ids=["drawn from a queue", "a program each"])
+@pytest.mark.parametrize("multiprocessors", [16, 512], ids=["drawn from a queue", "a program each"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_keys_cut_among_programs(causal: bool, persistent: bool) -> None:
+def test_keys_cut_among_programs(causal: bool, multiprocessors: int) -> None:
     """Sequences of fewer tiles than parts leave some of them nothing."""
-    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1, persistent=persistent))
+    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
-    with harness.keys_cut() as parts:
+    with harness.keys_cut(multiprocessors) as parts:
         check(case, variant)
     assert parts[0].most > 1
 
@@ -91,15 +91,15 @@ def test_keys_cut_among_programs(causal: bool, persistent: bool) -> None:
 FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
     "DeepSeek's, one program a block": (
-        MosaicConfig(tile_keys=64, stages=2, consumers=3, persistent=False),
+        MosaicConfig(tile_keys=64, stages=2, consumers=3),
         replace(FEW, key_dim=192, value_dim=128, q_heads=2, kv_heads=2, dtype="float16"),
     ),
     "scores near 5e5 of either sign": (
-        MosaicConfig(tile_keys=128, stages=3, consumers=1, persistent=True),
+        MosaicConfig(tile_keys=128, stages=3, consumers=1),
         replace(FEW, key_dim=128, value_dim=128, q_heads=3, kv_heads=1, exact=True),
     ),
     "the widest": (
-        MosaicConfig(tile_keys=64, stages=2, consumers=2, persistent=False),
+        MosaicConfig(tile_keys=64, stages=2, consumers=2),
         replace(FEW, key_dim=256, value_dim=256, causal=False),
     ),
 }

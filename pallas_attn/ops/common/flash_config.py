@@ -13,13 +13,11 @@ class MosaicConfig:
       tile_keys: keys it takes at once.
       stages: tiles of keys, and as many of values, in shared memory.
       consumers: warpgroups that compute, 64 rows of queries each.
-      persistent: there is one program a multiprocessor, not one a block of them.
     """
 
     tile_keys: int
     stages: int
     consumers: int
-    persistent: bool
 
     def __post_init__(self) -> None:
         if self.tile_keys not in (64, 128, 192, 256):

@@ -213,7 +213,8 @@ class State(NamedTuple):
 
     Attributes:
       o: [64, Dv] float32, values weighted with 2**(score - m).
-      m, l: [64] float32: the largest score of all tiles, times log2 e, and the sum of 2**(score - m).
+      m: [64] float32, what scores are relative to, times log2 e: at most `HEADROOM` below the largest of all tiles.
+      l: [64, 8] float32, sums of 2**(score - m) of columns that are a multiple of 8 apart.
       p: [64, tile_keys], 2**(score - m) of the last tile, which is not in o yet.
     """
 
@@ -270,17 +271,17 @@ class Consumer:
         """Attention over some tiles, at least one, from number `begin` of the program's on.
 
         Returns:
-          o, m and l of `State`, over all tiles.
+          o and m of `State`, and l [64], over all tiles.
         """
 
         def step(i: Any, state: State) -> State:
-            return self._step(begin + i, state, i + 1 < tiles, functools.partial(self._softmax, view, i))
+            return self._step(begin + i, state, i + 1 < tiles, functools.partial(self._scores, view, i))
 
         plgpu.barrier_wait(self.mem.q_landed)
-        state = self._first(begin, tiles > 1, functools.partial(self._softmax, view, jnp.int32(0)))
+        state = self._first(begin, tiles > 1, functools.partial(self._scores, view, jnp.int32(0)))
         state = lax.fori_loop(1, tiles, step, state)
         plgpu.barrier_arrive(self.mem.q_free)
-        return self._last(begin + tiles - 1, state), state.m, state.l
+        return self._last(begin + tiles - 1, state), state.m, state.l.sum(axis=1)
 
     def start_round(self) -> None:
         """Before the first block."""
@@ -300,19 +301,20 @@ class Consumer:
         if self.static.consumers > 1:
             plgpu.barrier_arrive(self.mem.turn.at[turn_of(self.number + 1, self.static.consumers)])
 
-    def _first(self, tile: Any, more: Any, softmax: Callable[..., Any]) -> State:
+    def _first(self, tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> State:
         """Takes the first tile, and waits for the keys of the one after it."""
         mem, slot = self.mem, turn_of(tile, self.static.stages)
         plgpu.barrier_wait(mem.k_landed.at[slot])
         self._await_turn()
         s = mosaic_wgmma.multiply(self._terms(), mem.k.at[slot], self._pass_turn)
         plgpu.barrier_arrive(mem.k_free.at[slot])
-        nothing = mosaic.filled(0.0, (QUERIES,), PER_TOKEN)
-        m, _, l, p = softmax(s, mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN), nothing)  # noqa: E741
+        scores = scores_of(s)
+        m = scores.outgrow(mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
+        p, l = scores.weights(m)  # noqa: E741
         self._await_keys(tile + 1, more)
         return State(mosaic.filled(0.0, (QUERIES, self.static.value_dim), TILE), m, l, p.astype(self.dtype))
 
-    def _step(self, tile: Any, state: State, more: Any, softmax: Callable[..., Any]) -> State:
+    def _step(self, tile: Any, state: State, more: Any, scores_of: Callable[[Any], Scores]) -> State:
         """Takes a tile whose keys are there: adds up the values of the one before meanwhile."""
         mem = self.mem
         slot, previous = turn_of(tile, self.static.stages), turn_of(tile - 1, self.static.stages)
@@ -323,14 +325,15 @@ class Consumer:
         self._pass_turn()
         s = mosaic_wgmma.finish(s, under_way=1)
         plgpu.barrier_arrive(mem.k_free.at[slot])
-        m, shrink, l, p = softmax(s, state.m, state.l)  # noqa: E741
-        p, l = lax.optimization_barrier((p, l))  # noqa: E741
-        # Not where they are needed: the assembler moves the arithmetic past the wait below, but not past this one.
-        self._await_keys(tile + 1, more)
-        o = mosaic_wgmma.finish(o, under_way=0)
+        scores = scores_of(s)
+        m = scores.outgrow(state.m)
+        o, l = mosaic_wgmma.shrink((o, state.l), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(mem.v_free.at[previous])
-        # Only now, as the product that is finished read the registers of the last probabilities.
-        return State(o * over_tokens(shrink, o.shape), m, l, p.astype(self.dtype))
+        # Only now: the product that is finished read the registers of the last probabilities.
+        p, more_l = scores.weights(m)
+        p, l = lax.optimization_barrier((p.astype(self.dtype), l + more_l))  # noqa: E741
+        self._await_keys(tile + 1, more)
+        return State(o, m, l, p)
 
     def _last(self, tile: Any, state: State) -> jax.Array:
         slot = turn_of(tile, self.static.stages)
@@ -351,23 +354,41 @@ class Consumer:
         factor = 2 * LOG2E * static.score_scale / static.soft_cap
         return static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * factor))
 
-    def _softmax(self, view: View, i: Any, s: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
-        """m and l with the products of another tile, by what it shrinks earlier ones, and its probabilities.
-
-        Scales that values have by token are in the probabilities, which become 16 bits, and by way of the exponent: so
-        they are no more than 1 then either.
-        """
+    def _scores(self, view: View, i: Any, s: Any) -> Scores:
+        """What products of the i-th tile are."""
         s = view.mask(i, self._capped(s if view.scaled is None else view.scaled(i, s)))
         scale = self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
-        weights = None if view.weights is None else view.weights(i)
-        if weights is not None:
-            s, scale = s * scale + over_columns(weights.log2, s.shape), 1.0
-        highest = jnp.maximum(m, s.max(axis=1) * scale)
-        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
-        p = jnp.exp2(s * scale - over_tokens(shift, s.shape))
-        shrink = jnp.exp2(m - shift)
-        meant = p if weights is None else p * over_columns(weights.inverse, p.shape)
-        return highest, shrink, l * shrink + meant.sum(axis=1), p
+        if view.weights is None:
+            return Scores(s, scale)
+        weights = view.weights(i)
+        return Scores(s * scale + over_columns(weights.log2, s.shape), 1.0, weights.inverse)
+
+
+class Scores(NamedTuple):
+    """Of a tile.
+
+    Attributes:
+      s: [64, tile_keys].
+      scale: makes them exponents of 2.
+      inverse: [tile_keys], of scales that values have by token, or None. The scales are in the probabilities, which
+        become 16 bits, and by way of the exponent: so they are no larger then either.
+    """
+
+    s: Any
+    scale: float
+    inverse: Any = None
+
+    def outgrow(self, m: Any) -> Any:
+        """What they are relative to, after m for earlier ones."""
+        highest = self.s.max(axis=1) * self.scale
+        return jnp.where(highest > m + mosaic_wgmma.HEADROOM, highest, m)
+
+    def weights(self, m: Any) -> tuple[Any, Any]:
+        """Probabilities, and their sums as in `State`."""
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        p = jnp.exp2(self.s * self.scale - over_tokens(shift, self.s.shape))
+        meant = p if self.inverse is None else p * over_columns(self.inverse, p.shape)
+        return p, mosaic_wgmma.partial_sums(meant)
 
 
 def write_rows(

@@ -7,6 +7,8 @@ Here all registers are made sure of before the first product starts. The interpr
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, add_product, interpreted
+from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, add_product, interpreted, over_tokens
 
 ROW_BYTES = 128
 """Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
@@ -91,6 +93,73 @@ def finish(product: jax.Array, *, under_way: int) -> jax.Array:
         return fragmented_array.optimization_barrier(product)
 
     return wait(product)
+
+
+HEADROOM = 8
+"""log2 of how large probabilities may be: while they are no larger, what scores are relative to need not grow, nor what
+was added up before shrink. They are floats: large ones are as good as small ones.
+"""
+
+
+def shrink(
+    totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
+) -> list[jax.Array]:
+    """Totals [64, n] times 2**(before - after) [64], once they are finished; as they are where a warp's rows need none
+    of it.
+
+    Args:
+      finished: whether they are already. If not, it is waited for behind a branch, before which the assembler leaves
+        what was to be done meanwhile.
+    """
+    if interpreted():
+        factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
+        return [total * over_tokens(factor, total.shape) for total in totals]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[TILE] * len(totals), PER_TOKEN, PER_TOKEN),
+        return_type=[plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE) for total in totals],
+    )
+    def multiply(_: Any, *given: Any) -> Any:
+        *totals, before, after = given
+        totals = [total.to_layout(ACCUMULATOR) for total in totals]
+        sums = [register for total in totals for register in total.registers.flat]
+        rows = [vector.extract(register, [], [0]) for x in (before, after) for register in x.registers.flat]
+        text = _shrinking(len(sums), "" if finished else "wgmma.wait_group.sync.aligned 0; ")
+        constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
+        registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
+        results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
+        return [result.to_layout(fragmented_array.WGMMA_LAYOUT) for result in results]
+
+    return multiply(*totals, before, after)
+
+
+def _shrinking(count: int, wait: str) -> str:
+    """Assembly for so many registers of sums, of which pairs are of a thread's two rows in turn."""
+    before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
+    factors = "".join(
+        f"sub.f32 f{row}, {before[row]}, {after[row]}; ex2.approx.f32 f{row}, f{row}; "
+        f"selp.f32 f{row}, 0f3F800000, f{row}, p{row}; "
+        for row in range(2)
+    )
+    products = "".join(f"mul.f32 ${i}, ${i}, f{i // 2 % 2}; " for i in range(count))
+    return (
+        "{ .reg .pred p<2>, kept; .reg .f32 f<2>; "
+        f"setp.eq.f32 p0, {before[0]}, {after[0]}; setp.eq.f32 p1, {before[1]}, {after[1]}; "
+        "and.pred kept, p0, p1; vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni keep; "
+        f"{wait}{factors}{products}bra.uni done; keep: {wait}done: }}"
+    )
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """[64, 8]: columns of p [64, n] added up eight apart, which takes no thread another's numbers."""
+    if interpreted():
+        return p.reshape(p.shape[0], -1, 8).sum(axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((p.shape[0], 8), jnp.float32, layout=TILE))
+    def add(_: Any, p: Any) -> Any:
+        return functools.reduce(operator.add, (p[:, i : i + 8] for i in range(0, p.shape[1], 8)))
+
+    return add(p)
 
 
 class Limits(NamedTuple):

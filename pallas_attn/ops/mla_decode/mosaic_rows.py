@@ -78,12 +78,13 @@ class Results(NamedTuple):
 def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> None:
     """Writes what a piece comes to."""
     mem, static, half, block = consumer.mem, consumer.static, consumer.half, consumer.block
-    mem.stats[2 + half] = state.l
+    own = state.l.sum(axis=1)
+    mem.stats[2 + half] = own
     plgpu.barrier_arrive(mem.both.at[SUMS])
     plgpu.barrier_wait(mem.both.at[SUMS])
     real = consumer.seen(piece) < 0
     m = jnp.where(real, state.m, -jnp.inf)
-    l = jnp.where(real, state.l + mosaic.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
+    l = jnp.where(real, own + mosaic.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
     columns = pl.ds(half * static.widths[0], static.widths[half])
 
     @pl.when(piece.is_all)
@@ -104,7 +105,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
             consumer.release_query()
             place[...] = normalised
         if half == 0:
-            lse = m * static.sm_scale + jnp.log2(jnp.where(seen, l, 1.0)) * (1 / LOG2E)
+            lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)
             results.lse[block, piece.row] = jnp.where(seen, lse, -jnp.inf)
 
     @pl.when(~piece.is_all)
@@ -118,7 +119,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
             turned = plgpu.layout_cast(acc[:, i : i + 64], plgpu.Layout.WGMMA_TRANSPOSED)
             partials.acc.at[place, some].transpose((1, 0))[...] = turned
         if half == 0:
-            partials.stats[place, 0] = m * static.sm_scale
+            partials.stats[place, 0] = m * (1 / LOG2E)
             partials.stats[place, 1] = l
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_columns, over_tokens
-from pallas_attn.ops.common.mosaic_wgmma import finish
+from pallas_attn.ops.common.mosaic_wgmma import HEADROOM, finish, partial_sums, shrink
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     LOWEST,
     NO_DRAFT,
@@ -29,18 +29,15 @@ from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     Static,
     for_each_piece,
 )
-from pallas_attn.ops.mla_decode.mosaic_rows_products import leave, shrink, start_scores, start_values
-
-HEADROOM = 8
-"""log2 of how large probabilities may be."""
+from pallas_attn.ops.mla_decode.mosaic_rows_products import leave, start_scores, start_values
 
 
 class State(NamedTuple):
     """Attention of a block's rows over some latents, as one of the two warpgroups has it.
 
     Attributes:
-      m: [ROWS], what scores are relative to, not scaled: at most HEADROOM below the largest so far.
-      l: [ROWS], its own tiles' share of the sum of `Consumer.weight` of scores beside m.
+      m: [ROWS], what scores are relative to, times log2 e: at most HEADROOM below the largest so far.
+      l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
       acc: [ROWS, columns], all latents times those weights, in its own columns.
     """
 
@@ -74,7 +71,7 @@ class Consumer:
             plgpu.barrier_wait(mem.q_landed)
             empty = State(
                 mosaic.filled(LOWEST, (ROWS,), PER_ROW),
-                mosaic.filled(0.0, (ROWS,), PER_ROW),
+                mosaic.filled(0.0, (ROWS, 8), mosaic.TILE),
                 mosaic.filled(0.0, (ROWS, static.widths[self.half]), mosaic.TILE),
             )
             finish(self, piece, (self.all_odd if self.half else self.all_even)(piece, empty))
@@ -116,23 +113,21 @@ class Consumer:
         m, p, p16 = self.probabilities(piece, pair, mine, state.m, s, whole)
         leave(p16, self.p(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
         plgpu.barrier_arrive(mem.ready.at[0])
-        factor = self.weight(state.m, m)
-        acc = shrink(state.acc, factor)
+        acc, l = shrink((state.acc, state.l), state.m, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
-        l = state.l * factor + p.sum(axis=1)  # noqa: E741
+        l = l + partial_sums(p)  # noqa: E741
         acc = finish(acc, under_way=0)
         self.release(mine)
         plgpu.barrier_wait(mem.ready.at[1])
         m_both = mosaic.load(mem.stats.at[1], PER_ROW)
-        factor = self.weight(m, m_both)
-        acc = shrink(acc, factor)
+        acc, l = shrink((acc, l), m, m_both)  # noqa: E741
         self.clear(piece, pair, 1, other)
         acc = self.start_values(self.p(other, 1), other, acc)
         acc = finish(acc, under_way=0)
         self.release(other)
         if more:
             s, whole = self.first_scores(pair + 1)
-        return State(m_both, l * factor, acc), s, whole
+        return State(m_both, l, acc), s, whole
 
     def first_scores(self, pair: Any) -> tuple[Any, Any]:
         """Products with the first tile of a pair, and whether every row sees all of it."""
@@ -147,8 +142,7 @@ class Consumer:
         whole = self.is_whole(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = mosaic.load(mem.stats.at[0], PER_ROW)
-        factor = self.weight(state.m, m_first)
-        acc = shrink(state.acc, factor)
+        acc, l = shrink((state.acc, state.l), state.m, m_first)  # noqa: E741
         self.clear(piece, pair, 0, other)
         acc = self.start_values(self.p(other, 0), other, acc)
         s = finish(s, under_way=1)
@@ -157,10 +151,9 @@ class Consumer:
         acc = finish(acc, under_way=0)
         self.release(other)
         plgpu.barrier_arrive(mem.ready.at[1])
-        again = self.weight(m_first, m)
-        acc = shrink(acc, again)
+        acc, l = shrink((acc, l), m_first, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
-        l = state.l * (factor * again) + p.sum(axis=1)  # noqa: E741
+        l = l + partial_sums(p)  # noqa: E741
         acc = finish(acc, under_way=0)
         self.release(mine)
         return State(m, l, acc)
@@ -177,14 +170,11 @@ class Consumer:
             return self.masked(piece, pair, s)
 
         s = lax.cond(whole, lambda s: s, hide, s)
-        highest = s.max(axis=1)
-        m = jnp.where((highest - m) * (self.static.sm_scale * LOG2E) > HEADROOM, highest, m)
-        p = self.weight(s, over_tokens(m, s.shape))
+        scale = self.static.sm_scale * LOG2E
+        highest = s.max(axis=1) * scale
+        m = jnp.where(highest > m + HEADROOM, highest, m)
+        p = jnp.exp2(s * scale - over_tokens(m, s.shape))
         return m, p, p.astype(self.mem.k.left.dtype)
-
-    def weight(self, score: Any, largest: Any) -> Any:
-        """exp of the difference of scaled scores."""
-        return jnp.exp2((score - largest) * (self.static.sm_scale * LOG2E))
 
     def p(self, slot: Any, tile: int) -> Ref:
         """Where the probabilities of a tile lie."""

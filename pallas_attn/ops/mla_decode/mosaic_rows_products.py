@@ -16,10 +16,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import nvvm, vector
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_attn.ops.common import mosaic_wgmma
-from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted, over_tokens
+from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
 from pallas_attn.ops.common.mosaic_wgmma import ACCUMULATOR
 
 
@@ -78,33 +78,6 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
         return mosaic_wgmma.fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return begin(p, v, total)
-
-
-def shrink(total: jax.Array, factor: jax.Array) -> jax.Array:
-    """total [64, n] times factor [64], or as it is where all factors of a warp are 1."""
-    if interpreted():
-        return total * over_tokens(factor, total.shape)
-
-    @plgpu.inline_mgpu(
-        arg_types=(TILE, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
-    )
-    def multiply(_: Any, total: Any, factor: Any) -> Any:
-        total = total.to_layout(ACCUMULATOR)
-        halves = [vector.extract(register, [], [0]) for register in factor.registers.flat]
-        sums = list(total.registers.flat)
-        count = len(sums)
-        products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i // 2 % 2}; " for i in range(count))
-        text = (
-            "{ .reg .pred p, q; "
-            f"setp.eq.f32 p, ${2 * count}, 0f3F800000; setp.eq.and.f32 q, ${2 * count + 1}, 0f3F800000, p; "
-            "vote.sync.all.pred p, q, 0xffffffff; @p bra.uni done; "
-            f"{products}done: }}"
-        )
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * 2
-        sums = mosaic_wgmma.floats(count, text, constraints, [*sums, *halves])
-        return mosaic_wgmma.fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
-
-    return multiply(total, factor)
 
 
 def leave(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> None:

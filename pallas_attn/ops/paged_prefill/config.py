@@ -59,7 +59,7 @@ def _heuristic(key: MosaicKey) -> MosaicConfig:
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     consumers = 1 if key.head_dim == 256 and key.cache_bytes == 1 else 2
-    return MosaicConfig(tile_keys, stages, consumers, persistent=False)
+    return MosaicConfig(tile_keys, stages, consumers)
 
 
 def packed_heads(group: int, queries: int, block: int) -> int:

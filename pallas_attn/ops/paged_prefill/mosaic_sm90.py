@@ -57,7 +57,7 @@ def paged_prefill(
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
     scales, beside = mosaic_quantised.scale_layout(kv), mosaic_quantised.tokens_in_row(kv)
     terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
-    static, persistent = _static(kv, len(terms), sm_scale / query_scale, soft_cap)
+    static = _static(kv, len(terms), sm_scale / query_scale, soft_cap)
     group = num_heads // num_kv_heads
     pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
     int_window = window if isinstance(window, int) else None
@@ -78,7 +78,7 @@ def paged_prefill(
         sinks=sinks if parts.most == 1 else None,
     )
     pieces = blocks.shape[0] * num_heads // pack
-    programs = min(pieces, mosaic.multiprocessors()) if persistent else pieces
+    programs = min(pieces, mosaic.multiprocessors())
     taken = Queue.untouched(programs, pieces)
     rows = parts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
@@ -111,8 +111,8 @@ def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
     mosaic_limits.require_page_size(kv.page_size)
 
 
-def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None) -> tuple[Static, bool]:
-    """What a kernel is compiled for, and whether programs have several blocks."""
+def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None) -> Static:
+    """What a kernel is compiled for."""
     page_size, head_dim = kv.k.shape[2:]
     scales = mosaic_quantised.scale_layout(kv)
     key = config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), terms)
@@ -121,7 +121,7 @@ def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None)
         raise NotImplementedError(
             f"takes tiles of whole pages, or of a part of one, got {settings.tile_keys} keys of pages of {page_size}"
         )
-    static = Static(
+    return Static(
         head_dim,
         head_dim,
         settings.tile_keys,
@@ -133,7 +133,6 @@ def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None)
         query_terms=terms,
         widens=scales is not None,
     )
-    return static, settings.persistent
 
 
 def _packed(q: Float[Array, "T Hq D"], pack: int) -> Float[Array, "rows heads D"]:

@@ -35,7 +35,7 @@ def mosaic_config(key: MosaicKey) -> MosaicConfig:
 
 def _heuristic(key: MosaicKey) -> MosaicConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers."""
-    return MosaicConfig(tile_keys=128 if key.value_dim <= 128 else 64, stages=2, consumers=2, persistent=False)
+    return MosaicConfig(tile_keys=128 if key.value_dim <= 128 else 64, stages=2, consumers=2)
 
 
 CACHE_BYTES = 32 * 2**20

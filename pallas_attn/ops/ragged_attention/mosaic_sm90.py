@@ -126,7 +126,7 @@ def ragged_attention(
     k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
     pieces = blocks.shape[0] * num_heads
-    programs = min(pieces, mosaic.multiprocessors()) if settings.persistent else pieces
+    programs = min(pieces, mosaic.multiprocessors())
     taken = Queue.untouched(programs, pieces)
     rows = parts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
