@@ -206,8 +206,7 @@ def _kernel(
         queue = None if taken is None else Queue(programs, taken, told, landed)
         return Work.of(x.blocks, x.count, num_heads, paged.group // paged.pack, queue)
 
-    @pl.when(warpgroup == static.consumers)
-    def _produce() -> None:
+    def produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
 
@@ -224,8 +223,7 @@ def _kernel(
         pieces, tiles = work().produce(copy)
         producer.drain(tiles, pieces > 0)
 
-    @pl.when(warpgroup < static.consumers)
-    def _consume() -> None:
+    def consume() -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
         consumer = Consumer(static, mem, warpgroup, x.q[0].dtype)
         scales = Scales(paged.scales, x.k_scale, x.v_scale, None if narrow is None else narrow.factors)
@@ -242,6 +240,8 @@ def _kernel(
         consumer.start_round()
         work().consume(attend)
         consumer.end_round()
+
+    lax.cond(warpgroup < static.consumers, consume, produce)
 
 
 class Span(NamedTuple):

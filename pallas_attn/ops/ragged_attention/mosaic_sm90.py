@@ -185,8 +185,7 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         queue = None if taken is None else Queue(call.programs, taken, told, landed)
         return Work.of(x.blocks, x.count, num_heads, call.together, queue)
 
-    @pl.when(warpgroup == static.consumers)
-    def _produce() -> None:
+    def produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
 
@@ -198,8 +197,7 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         pieces, tiles = work().produce(copy)
         producer.drain(tiles, pieces > 0)
 
-    @pl.when(warpgroup < static.consumers)
-    def _consume() -> None:
+    def consume() -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
         consumer = Consumer(static, mem, warpgroup, x.q.dtype)
 
@@ -213,6 +211,8 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         consumer.start_round()
         work().consume(attend)
         consumer.end_round()
+
+    lax.cond(warpgroup < static.consumers, consume, produce)
 
 
 class _Rows(NamedTuple):
