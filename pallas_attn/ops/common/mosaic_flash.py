@@ -20,6 +20,8 @@ Barriers (n is the number of consumers):
     v_landed[-1]    the copies     producer, where values that nobody may see are to be cleared before they count
     turn[consumer]  the one before it, once it has started its products
 
+(and two of `mosaic_flash_work.Queue`, where programs draw what they do.)
+
 No wait can last: all warpgroups go through the same blocks and tiles. The producer waits for slots that every consumer
 frees one product after it used them, and a consumer for tiles that the producer brings in the order in which they are
 used, keys of a tile before values of the one before. Who has its turn waits for nothing before it passes it on, and
