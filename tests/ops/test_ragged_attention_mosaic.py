@@ -88,6 +88,21 @@ def test_keys_cut_among_programs(causal: bool, multiprocessors: int) -> None:
     assert parts[0].most > 1
 
 
+@pytest.mark.parametrize("growth", [3, 30], ids=["by less than probabilities have room for", "by more"])
+def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
+    """What was added up stays or shrinks, by powers of 2; the bits of a row do not tell what its neighbours need."""
+    case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    grows = np.arange(case.tokens) % 2 == 1
+    inputs.k[:, 0, 0] = growth * (np.arange(case.keys) // 64)
+    inputs.q[:, 0, 0] = np.where(grows, case.key_dim**0.5 * np.log(2), 0)
+    got = call(MOSAIC, case, inputs.arguments())
+    harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(case.dtype))
+    inputs.q[:, 0, 0] = 0
+    none_grows = call(MOSAIC, case, inputs.arguments())
+    harness.assert_same_bits(*([np.asarray(x)[~grows] for x in results] for results in (got, none_grows)))
+
+
 FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
     "DeepSeek's, one program a block": (
