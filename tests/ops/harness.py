@@ -318,7 +318,7 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 def keys_cut(multiprocessors: int = 64) -> Iterator[list[Parts]]:
     """Within it kernels of `mosaic_flash` are traced for so many multiprocessors, as if cutting keys cost nothing.
 
-    Fills a list with how they are cut.
+    Fills a list with how they are cut; calls that were traced before, with the same settings, are not among them.
     """
     cut: list[Parts] = []
     choose = Parts.of
@@ -327,7 +327,6 @@ def keys_cut(multiprocessors: int = 64) -> Iterator[list[Parts]]:
         cut.append(choose(*args, **kwargs))
         return cut[-1]
 
-    jax.clear_caches()  # of calls that were traced for another number
     with (
         mock.patch.multiple(mosaic_flash_parts, PIECE_TILES=0, MERGE_TILES=0),
         mock.patch.object(mosaic, "multiprocessors", return_value=multiprocessors),

@@ -77,11 +77,13 @@ def test_every_key_seen() -> None:
     check(replace(BASE, causal=False))
 
 
-@pytest.mark.parametrize("multiprocessors", [16, 512], ids=["drawn from a queue", "a program each"])
+@pytest.mark.parametrize(
+    ("multiprocessors", "stages"), [(16, 2), (512, 3)], ids=["drawn from a queue", "a program each"]
+)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_keys_cut_among_programs(causal: bool, multiprocessors: int) -> None:
+def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int) -> None:
     """Sequences of fewer tiles than parts leave some of them nothing."""
-    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
+    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(multiprocessors) as parts:
         check(case, variant)
