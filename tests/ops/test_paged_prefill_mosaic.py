@@ -27,7 +27,7 @@ from tests.ops.paged_case import Inputs, PagedCase
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
-ONE_BLOCK = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2))
+TWO_CONSUMERS = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2))
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -92,7 +92,7 @@ def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
 
 
 def test_absent_pages_of_any_heads_rows() -> None:
-    check(replace(ABSENT, head_windows=((FULL, 0), (90, 5))), ONE_BLOCK)
+    check(replace(ABSENT, head_windows=((FULL, 0), (90, 5))), TWO_CONSUMERS)
 
 
 def test_parts_of_pages_int_window_soft_cap() -> None:
@@ -136,7 +136,10 @@ QUANTISED = {
         replace(WIDE, cache_dtype="int8", scales="channel", soft_cap=None, window=150),
         MOSAIC,
     ),
-    "fp8 per head, float16": (replace(WIDE, cache_dtype=FP8, scales="head", dtype="float16", head_dim=64), ONE_BLOCK),
+    "fp8 per head, float16": (
+        replace(WIDE, cache_dtype=FP8, scales="head", dtype="float16", head_dim=64),
+        TWO_CONSUMERS,
+    ),
     "fp8 per token, windows, absent pages of any heads' rows": (
         replace(
             SHORT, cache_dtype=FP8, scales=16, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5))
@@ -146,7 +149,7 @@ QUANTISED = {
     "fp8 per group of pages of two tiles": (replace(WIDE, cache_dtype=FP8, scales=4, head_dim=64), MOSAIC),
     "int8 per group, several pages a tile": (
         replace(SHORT, page_size=32, pages_per_row=5, num_pages=24, cache_dtype="int8", scales=2, head_windows=None),
-        ONE_BLOCK,
+        TWO_CONSUMERS,
     ),
 }
 

@@ -107,7 +107,7 @@ def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
 
 FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
-    "DeepSeek's, one program a block": (
+    "DeepSeek's, three consumers": (
         MosaicConfig(tile_keys=64, stages=2, consumers=3),
         replace(FEW, key_dim=192, value_dim=128, q_heads=2, kv_heads=2, dtype="float16"),
     ),

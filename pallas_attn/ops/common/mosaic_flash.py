@@ -2,8 +2,9 @@
 
 After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes a block of neighbouring queries of one head, 64
 for each of its consumers, and walks the keys that the block sees, tile by tile. The producer copies keys and values
-into rings of `stages` slots. A consumer has its scores S, probabilities P and output O in registers, and always two
-products under way: while the tensor cores work on O += P V of one tile, it turns S of the next one into probabilities.
+into rings of `stages` slots. A consumer has its scores S, probabilities P and output O in registers, and starts two
+products at once: S of a tile, and O += P V of the one before, during which it finds the maxima of S. Its exponentials
+wait for both, as their 16-bit results take the registers of the P that is multiplied.
 Consumers take turns at starting products, so that one's softmax falls into the others' products:
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·

@@ -21,7 +21,7 @@ PIECE_TILES = 2
 """What a piece takes beside its tiles, in tiles: its first scores, with nothing to do meanwhile, and its end."""
 
 MERGE_TILES = 6
-"""What parts take to be merged."""
+"""What parts take to be merged. Both are reckoned from what a launch and a tile take, and not measured."""
 
 
 class Parts(NamedTuple):
