@@ -46,9 +46,10 @@ from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_config import reduction_bytes
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
-from pallas_attn.ops.common.mosaic_merge import Output, Partials, merge_pieces
+from pallas_attn.ops.common.mosaic_merge import Output, merge_pieces
 from pallas_attn.ops.common.mosaic_pages import Piece
 from pallas_attn.ops.common.mosaic_share import Span, for_each_span, num_states
+from pallas_attn.ops.common.mosaic_states import Partials
 
 
 def attend(
@@ -74,7 +75,7 @@ def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str
         out_type=(
             out_type,
             jax.ShapeDtypeStruct((columns.blocks, rows, columns.width), jnp.float32),
-            Partials.types(columns, states, x.value_dim),
+            Partials.types(columns.blocks * states, columns.width, x.value_dim),
         ),
         grid=(num_programs, columns.blocks),
         grid_names=("program", "block"),
@@ -102,7 +103,7 @@ def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *
 
         @pl.when(~span.is_all)
         def _keep() -> None:
-            partials.write(columns, block, span.number, state)
+            columns.keep(partials, block, span.number, state)
 
         return carry
 

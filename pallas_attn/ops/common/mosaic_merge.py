@@ -1,14 +1,10 @@
-"""Query rows as columns of tiles, and the partial states of rows that were cut into pieces.
-
-States are not normalised: `m` is the largest score of a column, `l` the sum of exp(score - m), `acc` the values
-weighted with exp(score - m), all float32. An LSE in place of m and l would be rounded by more than exp can take where
-scores are large.
-"""
+"""Query rows as columns of tiles, and how the partial states of rows that were cut into pieces become one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +16,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, Ref, over_columns
+from pallas_attn.ops.common.mosaic_states import Arrivals, Partials, blocks_of, keep, kept
 
 MERGE_ROWS = 64
 """Rows of the transposed output that one program of the merge takes."""
-
-MERGE_BYTES = 32 * 1024
-"""Of states, at most, that a program of the merge reads while it waits for as many."""
 
 OUTPUT_BYTES = 32 * 1024
 """Of output, at most, that a program holds while copies of it go out."""
@@ -135,6 +129,17 @@ class Columns:
         """In a kernel: [width], the learned sink of each column's head, or of some columns'; or None."""
         return None if sinks is None else mosaic.load(sinks.at[self.head_block(block), kv_head, some], PER_COLUMN)
 
+    def place(self, partials: Partials, block: Any, piece: Any) -> Any:
+        """In a kernel: of the state of a block of a piece."""
+        return block * (partials.acc.shape[0] // self.blocks) + piece
+
+    def keep(self, partials: Partials, block: Any, piece: Any, state: State) -> None:
+        """In a kernel: writes that state."""
+        place = self.place(partials, block, piece)
+        partials.stats[place, 0] = state.m
+        partials.stats[place, 1] = state.l
+        keep(state.acc, partials.acc.at[place])
+
     def narrowed(self, programs: int) -> Columns:
         """Parts of these blocks, in their order, of as few columns as keep the multiprocessors busy where so many
         programs would have a block each.
@@ -147,7 +152,7 @@ class Columns:
 
 
 class State(NamedTuple):
-    """Attention of a tile's columns over some keys; see the module's docstring.
+    """Attention of a tile's columns over some keys, as `mosaic_states` has it.
 
     Attributes:
       m, l: [width].
@@ -167,37 +172,15 @@ class State(NamedTuple):
             mosaic.filled(0.0, (values, width), mosaic.TILE),
         )
 
-    def merge(self, other: State) -> State:
-        """Attention over the keys of both."""
+    def merge(self, other: State, spread: Callable[[Any, tuple[int, ...]], Any] = over_columns) -> State:
+        """Attention over the keys of both. `spread` makes values of query rows values of a tile, if these are no
+        columns.
+        """
         m = jnp.maximum(self.m, other.m)
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         weights = [jnp.exp2((state.m - shift) * LOG2E) for state in (self, other)]
-        spread = [over_columns(weight, self.acc.shape) for weight in weights]
-        return State(m, self.l * weights[0] + other.l * weights[1], self.acc * spread[0] + other.acc * spread[1])
-
-
-class Partials(NamedTuple):
-    """States in global memory: stats [blocks·pieces, 2, width] (m and l), acc [blocks·pieces, D, width]."""
-
-    stats: Any
-    acc: Any
-
-    @staticmethod
-    def types(columns: Columns, pieces: int, head_dim: int) -> Partials:
-        states = columns.blocks * pieces
-        return Partials(
-            jax.ShapeDtypeStruct((states, 2, columns.width), jnp.float32),
-            jax.ShapeDtypeStruct((states, head_dim, columns.width), jnp.float32),
-        )
-
-    def place(self, columns: Columns, block: Any, piece: Any) -> Any:
-        return block * (self.acc.shape[0] // columns.blocks) + piece
-
-    def write(self, columns: Columns, block: Any, piece: Any, state: State) -> None:
-        place = self.place(columns, block, piece)
-        self.stats[place, 0] = state.m
-        self.stats[place, 1] = state.l
-        self.acc[place] = state.acc
+        mine, others = (spread(weight, self.acc.shape) for weight in weights)
+        return State(m, self.l * weights[0] + other.l * weights[1], self.acc * mine + other.acc * others)
 
 
 class Output(NamedTuple):
@@ -271,20 +254,14 @@ def merge_pieces(
     parts = head_dim // MERGE_ROWS
     narrow = columns.narrowed(parts * columns.blocks * rows)
     width = narrow.width
-    pieces_of_a_row = -(-partials.acc.shape[0] // (columns.blocks * rows))  # on average, at most
-    at_once = max(1, min(MERGE_BYTES // (MERGE_ROWS * width * 4), pieces_of_a_row))
-    if at_once * width // 8 % 2:  # the stats of as many are a multiple of 128 bytes, where copies may begin
-        at_once = at_once - 1 or 2
     refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns, narrow),
         grid=(parts, narrow.blocks, rows),  # only the last axis may be longer than 65,535
         grid_names=("part", "block", "row"),
         scratch_types=[
-            plgpu.SMEM((2, at_once, 2, width), jnp.float32),
-            plgpu.SMEM((2, at_once, MERGE_ROWS, width), jnp.float32),
+            Arrivals.types(partials, columns.blocks * rows, width, blocks_of(MERGE_ROWS * width)),
             Output.tile_type(width, MERGE_ROWS, out.dtype),
-            plgpu.Barrier(num_barriers=2, num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
@@ -300,46 +277,27 @@ def _merge_kernel(
     partials: Partials,
     piece_offsets: Ref,
     sinks: Ref | None,
-    stats: Ref,
-    acc: Ref,
+    arrivals: Arrivals,
     tile: Ref,
-    landed: Ref,
 ) -> None:
-    """Some values of some columns of a row: [2, n] of its states are in shared memory, one n to read and one n on its
-    way.
-    """
+    """Some values of some columns of a row."""
     row, narrow_block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
     width, slices = narrow.width, columns.width // narrow.width
-    block, some = lax.div(narrow_block, slices), pl.ds(lax.rem(narrow_block, slices) * width, width)
-    at_once, values = acc.shape[1], part * MERGE_ROWS
-    first = piece_offsets[row]
-    count = piece_offsets[row + 1] - first
-    rounds = pl.cdiv(count, at_once)
+    block, number = lax.div(narrow_block, slices), lax.rem(narrow_block, slices)
+    some, values = pl.ds(number * width, width), part * MERGE_ROWS
+    count = piece_offsets[row + 1] - piece_offsets[row]
+    here = blocks_of(MERGE_ROWS * width)
+    blocks = pl.ds((part * slices + number) * here, here)
 
-    def fetch(i: Any) -> None:
-        slot, pieces = lax.rem(i, 2), pl.ds(partials.place(columns, block, first + i * at_once), at_once)
-        plgpu.copy_gmem_to_smem(partials.stats.at[pieces, :, some], stats.at[slot], landed.at[slot])
-        some_values = partials.acc.at[pieces, pl.ds(values, MERGE_ROWS), some]
-        plgpu.copy_gmem_to_smem(some_values, acc.at[slot], landed.at[slot])
-
-    def take(i: Any, merged: State) -> State:
-        slot = lax.rem(i, 2)
-        plgpu.barrier_wait(landed.at[slot])
-
-        def add(j: Any, merged: State) -> State:
-            m, l = (mosaic.load(stats.at[slot, j, k], PER_COLUMN) for k in range(2))  # noqa: E741
-            return merged.merge(State(m, l, mosaic.load(acc.at[slot, j], mosaic.TILE)))
-
-        merged = lax.fori_loop(0, jnp.minimum(at_once, count - i * at_once), add, merged)
-        plgpu.commit_smem()  # the tiles were read; only then may a copy overwrite them
-        pl.when(i + 2 < rounds)(lambda: fetch(i + 2))
-        return merged
+    def add(stats: Ref, acc: Ref, merged: State) -> State:
+        m, l = (mosaic.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
+        return merged.merge(State(m, l, kept(acc, (MERGE_ROWS, width))))
 
     @pl.when(count != 1)
     def _merge() -> None:
-        for i in range(2):
-            pl.when(i < rounds)(functools.partial(fetch, jnp.int32(i)))
-        merged = lax.fori_loop(0, rounds, take, State.empty(MERGE_ROWS, width))
+        first = columns.place(partials, block, piece_offsets[row])
+        empty = State.empty(MERGE_ROWS, width)
+        merged = arrivals.for_each(partials, first, count, some, blocks, add, empty)
         sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group), some)
         Output(out, lse.at[block, row, some], tile).write(narrow, narrow_block, row, merged, sink, values)
         plgpu.wait_smem_to_gmem(0)

@@ -58,10 +58,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
-from pallas_attn.ops.common.mosaic_merge import Partials
 from pallas_attn.ops.common.mosaic_share import num_states
+from pallas_attn.ops.common.mosaic_states import Partials, blocks_of, keep
 from pallas_attn.ops.mla_decode.mosaic_rows_consumer import Consumer, State
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS, SUMS, Inputs, Memory, Piece, Static
+from pallas_attn.ops.mla_decode.mosaic_rows_merge import log_sum, normalised
 from pallas_attn.ops.mla_decode.mosaic_rows_producer import Producer
 
 # --- results
@@ -89,35 +90,28 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
 
     @pl.when(piece.is_all)
     def _write() -> None:
-        seen = l != 0
-        inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
-        normalised = state.acc * over_tokens(inverse, state.acc.shape)
-        # NaN of a row that is not real
-        normalised = jnp.where(over_tokens(seen, state.acc.shape), normalised, 0.0).astype(results.out.dtype)
+        done = normalised(state.acc, l).astype(results.out.dtype)
         place = results.out.at[piece.row, pl.ds(block * ROWS, ROWS), columns]
-        if normalised.dtype == mem.q.left.dtype:
-            mem.q[half][0] = normalised
+        if done.dtype == mem.q.left.dtype:
+            mem.q[half][0] = done
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mem.q[half].at[0], place)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             consumer.release_query()
         else:
             consumer.release_query()
-            place[...] = normalised
+            place[...] = done
         if half == 0:
-            lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)
-            results.lse[block, piece.row] = jnp.where(seen, lse, -jnp.inf)
+            results.lse[block, piece.row] = log_sum(m, l)
 
     @pl.when(~piece.is_all)
     def _keep() -> None:
         consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
         place = block * (partials.acc.shape[0] // results.lse.shape[0]) + piece.number
+        blocks = pl.ds(blocks_of(ROWS * half * static.widths[0]), blocks_of(ROWS * static.widths[half]))
         acc = jnp.where(over_tokens(real, state.acc.shape), state.acc, 0.0)
-        for i in range(0, acc.shape[1], 64):
-            some = pl.ds(half * static.widths[0] + i, 64)
-            turned = plgpu.layout_cast(acc[:, i : i + 64], plgpu.Layout.WGMMA_TRANSPOSED)
-            partials.acc.at[place, some].transpose((1, 0))[...] = turned
+        keep(acc, partials.acc.at[place, blocks])
         if half == 0:
             partials.stats[place, 0] = m * (1 / LOG2E)
             partials.stats[place, 1] = l
@@ -154,10 +148,7 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
         out_type=Results(
             jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
             jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
-            Partials(
-                jax.ShapeDtypeStruct((states, 2, ROWS), jnp.float32),
-                jax.ShapeDtypeStruct((states, latent_dim, ROWS), jnp.float32),
-            ),
+            Partials.types(states, ROWS, latent_dim),
         ),
         grid=(num_programs, blocks // static.cluster),
         grid_names=("program", "blocks"),

@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
 from pallas_attn.ops.common import mosaic, mosaic_limits
-from pallas_attn.ops.common.mosaic_merge import Columns, merge_pieces
 from pallas_attn.ops.common.visibility import real_queries
 from pallas_attn.ops.decode_plan import plan_decode
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
+from pallas_attn.ops.mla_decode.mosaic_rows_merge import merge_pieces
 from pallas_attn.types import DecodePlan, PagedLatent
 
 
@@ -128,10 +128,9 @@ def _decode_rows(
         sm_scale=sm_scale,
     )
     out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)
-    columns = Columns(group=blocks * ROWS, queries=1, limit=ROWS)
-    out, lse = merge_pieces(out[:, None], lse, partials, plan.piece_offsets, None, columns)
-    lse = columns.unpack(lse, 1)[:, 0, :rows]
-    return out[:, 0, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+    out, lse = merge_pieces(out, lse, partials, plan.piece_offsets)
+    lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
+    return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
 
 
 def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None) -> Int32[Array, "B Q"]:

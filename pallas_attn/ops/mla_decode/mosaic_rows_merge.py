@@ -1,0 +1,96 @@
+"""What `mosaic_rows` does with the attention of its rows once it has all of it, or leaves to a second kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
+from pallas_attn.ops.common.mosaic_merge import State
+from pallas_attn.ops.common.mosaic_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
+from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS
+
+MOST_COLUMNS = 64
+"""Of the latent, for a program of the merge."""
+
+
+def normalised(acc: Any, l: Any) -> Any:  # noqa: E741
+    """[ROWS, columns] for sums l of weights; 0 where a row sees nothing, or is none, whatever `acc` holds there."""
+    seen = l != 0
+    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    return jnp.where(over_tokens(seen, acc.shape), acc * over_tokens(inverse, acc.shape), 0.0)
+
+
+def log_sum(m: Any, l: Any) -> Any:  # noqa: E741
+    """LSE of rows whose weights, exp2(score · log2 e - m), sum up to l."""
+    seen = l != 0
+    return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
+
+
+def merge_pieces(
+    out: Float[Array, "B rows L"],
+    lse: Float[Array, "blocks B ROWS"],
+    partials: Partials,
+    piece_offsets: Int32[Array, "B_plus_1"],
+) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
+    """Finishes the sequences that `out` and `lse` still lack, in place: those of several pieces and those of none.
+
+    Pieces are merged in their order, whichever programs made them.
+    """
+    (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
+    columns = MOST_COLUMNS
+    while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= mosaic.multiprocessors():
+        columns //= 2  # to keep them all busy
+    refs = mosaic.changeable(out), mosaic.changeable(lse)
+    plgpu.kernel(
+        functools.partial(_kernel, columns),
+        grid=(latent_dim // columns, blocks, batch),  # only the last axis may be longer than 65,535
+        grid_names=("part", "block", "row"),
+        scratch_types=[
+            Arrivals.types(partials, blocks * batch, ROWS, blocks_of(ROWS * columns)),
+            plgpu.SMEM((ROWS, columns), out.dtype),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_rows",
+    )(*refs, *mosaic.unsliced((partials, piece_offsets)))
+    return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
+
+
+def _kernel(
+    columns: int, out: Ref, lse: Ref, partials: Partials, piece_offsets: Ref, arrivals: Arrivals, tile: Ref
+) -> None:
+    """Some columns of the latent, of a block of rows."""
+    row, block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
+    count = piece_offsets[row + 1] - piece_offsets[row]
+    here = blocks_of(ROWS * columns)
+
+    def add(stats: Ref, acc: Ref, merged: State) -> State:
+        m, l = (mosaic.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
+        return merged.merge(State(m, l, kept(acc, (ROWS, columns))), over_tokens)
+
+    @pl.when(count != 1)
+    def _merge() -> None:
+        first = block * (partials.acc.shape[0] // lse.shape[0]) + piece_offsets[row]
+        empty = State(
+            mosaic.filled(-jnp.inf, (ROWS,), PER_ROW),
+            mosaic.filled(0.0, (ROWS,), PER_ROW),
+            mosaic.filled(0.0, (ROWS, columns), mosaic.TILE),
+        )
+        merged = arrivals.for_each(partials, first, count, slice(None), pl.ds(part * here, here), add, empty)
+        tile[...] = normalised(merged.acc, merged.l).astype(tile.dtype)
+        plgpu.commit_smem()
+        place = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(tile, place)
+
+        @pl.when(part == 0)
+        def _store_lse() -> None:
+            lse[block, row] = log_sum(merged.m * LOG2E, merged.l)
+
+        plgpu.wait_smem_to_gmem(0)
