@@ -211,28 +211,34 @@ class DecodePlan:
     """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of
     meaning.
 
-    A row is one KV head of one sequence, row b·Hkv + h. Its visible pages are numbered 0 to num_pages[row] in the order
-    of its table: first `sink_pages[row]` from entry 0, then the window's from entry `first_page[row]`. Program i takes
-    the rows and pages from (program_row[i], program_page[i]) up to where program i + 1 starts, and in `fixed` mode also
-    cuts every row at multiples of `piece_pages`. A row cut in n pieces has piece_offsets[row + 1] - piece_offsets[row]
-    = n partial states to merge; n = 1 needs no merge and n = 0 is an idle row. Pieces are numbered in the order of rows
+    A row is one KV head of one sequence, row b·Hkv + h. Rows have places in an order of the plan's own, in which their
+    other numbers are listed. The visible pages of the row at place i are numbered 0 to num_pages[i] in the order of its
+    table: first `sink_pages[i]` from entry 0, then the window's from entry `first_page[i]`. Program j takes the places
+    and pages from (program_place[j], program_page[j]) up to where program j + 1 starts, and in `fixed` mode also cuts
+    every row at multiples of `piece_pages`. A row cut in n pieces has piece_offsets[i + 1] - piece_offsets[i] = n
+    partial states to merge; n = 1 needs no merge and n = 0 is an idle row. Pieces are numbered in the order of places
     and pages.
 
     Attributes:
+      row: int32 [B·Hkv], the row at each place.
       sink_pages, first_page, num_pages: int32 [B·Hkv].
-      next_row: int32 [B·Hkv], the next row that is not idle; B·Hkv after the last.
+      next_place, next_row: int32 [B·Hkv], the next place of a row that is not idle, and that row; B·Hkv after the last.
       piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
-      program_row, program_page: int32 [num_programs + 1].
+      program_place, program_row, program_page: int32 [num_programs + 1]; the row is that at the place, for who would
+        wait for one number more.
       program_piece: int32 [num_programs + 1], number of each program's first piece.
       page_size: ps the plan counts in.
       piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
     """
 
+    row: Int32[Array, "rows"]
     sink_pages: Int32[Array, "rows"]
     first_page: Int32[Array, "rows"]
     num_pages: Int32[Array, "rows"]
+    next_place: Int32[Array, "rows"]
     next_row: Int32[Array, "rows"]
     piece_offsets: Int32[Array, "rows_plus_1"]
+    program_place: Int32[Array, "programs_plus_1"]
     program_row: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]
     program_piece: Int32[Array, "programs_plus_1"]

@@ -64,9 +64,9 @@ def paged_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 
 def plan_decode(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """A start from nothing to as much as 256 tokens, cuts up to 1,024."""
-    most = max(4, 256 // key["page_size"])
-    starts = sorted({0, 1, 2, 3, 4, 6, 8, 12, 16} & set(range(most + 1)))
+    """A start from nothing to as much as 512 tokens, cuts up to 1,024."""
+    most = max(4, 512 // key["page_size"])
+    starts = sorted({0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32} & set(range(most + 1)))
     cuts = (tokens // key["page_size"] for tokens in (0, 256, 512, 1024))
     for start, cut in itertools.product(starts, cuts):
         yield {"row_overhead_pages": start, "cut_pages": cut}

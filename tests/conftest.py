@@ -1,7 +1,9 @@
 """JAX as strict as it gets, and the jaxtyping annotations of the library checked at run time."""
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -48,3 +50,16 @@ def unchecked_shapes():
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def short_rows_are_cut() -> Iterator[None]:
+    """Lets rows of a few pages be cut into pieces, which would pay only if they were long."""
+    from pallas_attn import tuning
+    from pallas_attn.ops.decode_plan.config import PlanConfig
+
+    def decide(op: str, key: Mapping[str, Any], config: Any) -> Any:
+        return PlanConfig(row_overhead_pages=1, cut_pages=0) if op == "plan_decode" else config
+
+    with tuning.deciding(decide):
+        yield

@@ -20,6 +20,7 @@ from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.ops.common.mosaic_merge import Columns
 from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns, mosaic_config
 from tests.aot.case import Case, Tile, shape
+from tests.aot.plans import plan_shapes
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -91,15 +92,7 @@ class Configuration:
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
         """What `plan_decode` makes of a batch; the same shapes for any window."""
-        make = functools.partial(
-            pallas_attn.plan_decode,
-            page_size=self.page_size,
-            num_q_heads=KV_HEADS,
-            num_kv_heads=KV_HEADS,
-            num_programs=264,
-            mode=mode,
-        )
-        return jax.eval_shape(make, ints(batch))
+        return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch)
 
     def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
         """Shapes of a call of so many queries, with as many heads as fill the columns."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.ops.mla_decode.mosaic_columns import ColumnsKey, columns_config, decode, max_columns
 from tests.aot.case import Case, Tile, shape
+from tests.aot.plans import plan_shapes
 
 BATCH, PAGES, TOKENS = 32, 256, 64
 WIDTHS = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
@@ -53,15 +53,7 @@ class Configuration:
         return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132, batch: int = BATCH) -> Any:
-        make = functools.partial(
-            pallas_attn.plan_decode,
-            page_size=self.page_size,
-            num_q_heads=1,
-            num_kv_heads=1,
-            num_programs=num_programs,
-            mode=mode,
-        )
-        return jax.eval_shape(make, ints(batch))
+        return plan_shapes(self.page_size, 1, num_programs, mode, batch)
 
     def arguments(self, queries: int = 1, heads: int | None = None, batch: int = BATCH) -> dict[str, Any]:
         """Shapes of a call of so many queries, with as many heads as fill the columns unless given."""

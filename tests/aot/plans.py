@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 import pallas_attn
@@ -12,6 +13,17 @@ from pallas_attn import HeadWindow
 from tests.aot.case import Case, shape
 
 KV_HEADS, PAGE_SIZE, PROGRAMS = 8, 64, 396
+type Mode = Literal["balanced", "fixed"]
+
+
+@functools.cache  # every case of decode has a plan, and importing them is part of every start
+def plan_shapes(
+    page_size: int, kv_heads: int, num_programs: int, mode: Literal["balanced", "fixed"], batch: int
+) -> Any:
+    """Of a plan for so many sequences."""
+    sizes = {"page_size": page_size, "num_q_heads": kv_heads, "num_kv_heads": kv_heads, "num_programs": num_programs}
+    make = functools.partial(pallas_attn.plan_decode, **sizes, mode=mode)
+    return jax.eval_shape(make, shape(batch, dtype=jnp.int32))
 
 
 def plan(batch: int, mode: Any = "balanced", *, windows: bool = False, drafts: bool = False) -> Case:

@@ -27,7 +27,10 @@ from tests.ops.harness import Variant
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 
 # Keys that are masked anyway may be NaN when they are multiplied.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.usefixtures("short_rows_are_cut"),
+]
 
 MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5

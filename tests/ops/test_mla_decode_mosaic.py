@@ -24,7 +24,10 @@ from tests.ops.harness import Variant
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 
 # Latents that are masked anyway may be NaN when they are multiplied.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.usefixtures("short_rows_are_cut"),
+]
 
 MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1), honours_plans=True)
 SINGLE = Variant("mosaic", MosaicConfig(pairs=1, cluster=1), honours_plans=True)

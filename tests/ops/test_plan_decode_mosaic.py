@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, explain, plan_decode
+from pallas_attn.ops.common import sharing
 from pallas_attn.ops.decode_plan import mosaic_sm90
 from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_CHUNK, MAX_ROWS
 from tests.ops import harness
@@ -71,12 +72,14 @@ def test_interpreted_without_cuts(idle: int, capsys: pytest.CaptureFixture[str])
             check("balanced", num_programs, **given)
 
 
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("spare", "dealt"), [(0, True), (3, False)])
 def test_interpreted_with_programs_for_each_row(
-    spare: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spare: int, dealt: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are nearly whole numbers of shares, some of them idle, and a chunk and a half of them."""
-    monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+    """Rows that are nearly whole numbers of shares, some of them idle; or a chunk and a half of them, as they come."""
+    if not dealt:
+        monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+        monkeypatch.setattr(sharing, "MAX_DEALT", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
     given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}
@@ -85,6 +88,15 @@ def test_interpreted_with_programs_for_each_row(
     np.testing.assert_array_equal(plan.program_piece, np.minimum(np.arange(shares + spare + 1), shares))
     with harness.interpreting(capsys):
         check("balanced", shares + spare, **given)
+
+
+@pytest.mark.parametrize(("batch", "num_programs"), [(13, 6), (14, 13), (15, 4)])
+def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lengths that differ, of which some together make equal shares: whole rows, and two for two programs."""
+    lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
+    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 1}
+    with harness.interpreting(capsys):
+        check("balanced", num_programs, **given)
 
 
 def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_steps_are_shared_among_as_many_programs_as_run_at_once(monkeypatch, pro
 
     def chain(call, owns, *, shared):
         plan = shared.get("plan")
-        asked.append(None if plan is None else plan.program_row.shape[0] - 1)
+        asked.append(None if plan is None else plan.program_place.shape[0] - 1)
         return Timing([1.0], 1, "not at all")
 
     monkeypatch.setattr(bench_mla_decode, "mla_decode_programs", lambda *_, implementation: programs)

@@ -320,10 +320,10 @@ def test_walked_pages_are_the_plans(window, heads, sinks):
         num_kv_heads=4,
         num_programs=7,
     )
-    np.testing.assert_array_equal(case.walked_pages.reshape(-1), plan.num_pages)
+    np.testing.assert_array_equal(case.walked_pages.reshape(-1)[np.asarray(plan.row)], plan.num_pages)
     assert isinstance(case.window, HeadWindow)
     assert np.count_nonzero(np.asarray(case.window.window) == FULL) == 4 - heads
-    np.testing.assert_array_equal(case.plan(7).program_row, plan.program_row)
+    np.testing.assert_array_equal(case.plan(7).program_place, plan.program_place)
 
 
 @pytest.mark.parametrize("operation", bench_ops.OPERATIONS)

@@ -186,10 +186,10 @@ def test_the_overhead_moves_the_cuts():
         lens = jnp.asarray([600, 40, 40, 40], jnp.int32)
         with tuning.deciding(decide):
             plan = plan_decode(lens, page_size=16, num_q_heads=1, num_kv_heads=1, num_programs=4)
-        return np.asarray(plan.program_page).tolist(), np.asarray(plan.program_row).tolist()
+        return np.asarray(plan.program_page).tolist(), np.asarray(plan.program_place).tolist()
 
     assert starts(0) != starts(8)
-    assert starts(4) == starts(heuristic_costs(16).row_overhead_pages)
+    assert starts(16) == starts(heuristic_costs(16).row_overhead_pages)
 
 
 def test_whoever_decides_last_has_the_last_word():

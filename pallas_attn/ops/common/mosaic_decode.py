@@ -61,14 +61,14 @@ def attend(
       name: of the kernel, for profiles.
     """
     out, lse, partials = _launch(x, static, out_type, name)
-    out, lse = merge_pieces(out, lse, partials, x.plan.piece_offsets, x.sinks, static.columns)
+    out, lse = merge_pieces(out, lse, partials, x.plan, x.sinks, static.columns)
     return out, static.columns.unpack(lse, static.num_kv_heads)
 
 
 def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str) -> tuple[Array, Array, Partials]:
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     columns, plan = static.columns, x.plan
-    rows, num_programs = plan.num_pages.shape[0], plan.program_row.shape[0] - 1
+    rows, num_programs = plan.num_pages.shape[0], plan.program_place.shape[0] - 1
     states = num_states(plan, rows, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
@@ -93,7 +93,7 @@ def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *
     block, mem, columns = lax.axis_index("block"), Memory(*memory), static.columns
 
     def work(span: Span, carry: Any) -> Any:
-        piece = Piece.of(static, x, mem, block, span.row, span.start, span.stop)
+        piece = Piece.of(static, x, mem, block, span)
         state = piece.attend()
 
         @pl.when(span.is_all)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, Ref, over_columns
 from pallas_attn.ops.common.mosaic_states import Arrivals, Partials, blocks_of, keep, kept
+from pallas_attn.types import DecodePlan
 
 MERGE_ROWS = 64
 """Rows of the transposed output that one program of the merge takes."""
@@ -242,7 +243,7 @@ def merge_pieces(
     out: Float[Array, "B Q Hq D"],
     lse: Float[Array, "blocks rows width"],
     partials: Partials,
-    piece_offsets: Int32[Array, "rows_plus_1"],
+    plan: DecodePlan,
     sinks: Float[Array, "head_blocks Hkv width"] | None,
     columns: Columns,
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "blocks rows width"]]:
@@ -258,14 +259,14 @@ def merge_pieces(
     plgpu.kernel(
         functools.partial(_merge_kernel, columns, narrow),
         grid=(parts, narrow.blocks, rows),  # only the last axis may be longer than 65,535
-        grid_names=("part", "block", "row"),
+        grid_names=("part", "block", "place"),
         scratch_types=[
             Arrivals.types(partials, columns.blocks * rows, width, blocks_of(MERGE_ROWS * width)),
             Output.tile_type(width, MERGE_ROWS, out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
-    )(*refs, *mosaic.unsliced((partials, piece_offsets, sinks)))
+    )(*refs, *mosaic.unsliced((partials, plan, sinks)))
     return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
 
 
@@ -275,17 +276,17 @@ def _merge_kernel(
     out: Ref,
     lse: Ref,
     partials: Partials,
-    piece_offsets: Ref,
+    plan: DecodePlan,
     sinks: Ref | None,
     arrivals: Arrivals,
     tile: Ref,
 ) -> None:
     """Some values of some columns of a row."""
-    row, narrow_block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
+    place, narrow_block, part = (lax.axis_index(name) for name in ("place", "block", "part"))
     width, slices = narrow.width, columns.width // narrow.width
     block, number = lax.div(narrow_block, slices), lax.rem(narrow_block, slices)
     some, values = pl.ds(number * width, width), part * MERGE_ROWS
-    count = piece_offsets[row + 1] - piece_offsets[row]
+    row, count = plan.row[place], plan.piece_offsets[place + 1] - plan.piece_offsets[place]
     here = blocks_of(MERGE_ROWS * width)
     blocks = pl.ds((part * slices + number) * here, here)
 
@@ -295,7 +296,7 @@ def _merge_kernel(
 
     @pl.when(count != 1)
     def _merge() -> None:
-        first = columns.place(partials, block, piece_offsets[row])
+        first = columns.place(partials, block, plan.piece_offsets[place])
         empty = State.empty(MERGE_ROWS, width)
         merged = arrivals.for_each(partials, first, count, some, blocks, add, empty)
         sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group), some)

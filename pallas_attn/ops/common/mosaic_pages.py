@@ -18,6 +18,7 @@ from pallas_attn.ops.common import mosaic, mosaic_quantised
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
 from pallas_attn.ops.common.mosaic_merge import State
+from pallas_attn.ops.common.mosaic_share import Span
 from pallas_attn.ops.common.visibility import PageWalk
 
 NOWHERE = 2**30
@@ -58,9 +59,9 @@ class Piece:
     sink_tokens: Any
 
     @staticmethod
-    def of(static: Static, x: Inputs, mem: Memory, block: Any, row: Any, start: Any, stop: Any) -> Piece:
-        batch, head = lax.div(row, static.num_kv_heads), lax.rem(row, static.num_kv_heads)
-        walk = PageWalk(x.plan.sink_pages[row], x.plan.first_page[row], stop)
+    def of(static: Static, x: Inputs, mem: Memory, block: Any, span: Span) -> Piece:
+        batch, head = lax.div(span.row, static.num_kv_heads), lax.rem(span.row, static.num_kv_heads)
+        walk = PageWalk(x.plan.sink_pages[span.place], x.plan.first_page[span.place], span.stop)
         kv_len = x.kv_lens[batch]
         q_len = jnp.int32(static.columns.queries) if x.q_lens is None else x.q_lens[batch]
         if x.window is None:
@@ -68,7 +69,8 @@ class Piece:
         else:
             window, sink_tokens = x.window.window[head], x.window.sink_tokens[head]
         lens = kv_len, q_len, kv_len - q_len
-        return Piece(static, x, mem, block, row, start, stop, walk, batch, head, *lens, window, sink_tokens)
+        which = span.row, span.start, span.stop
+        return Piece(static, x, mem, block, *which, walk, batch, head, *lens, window, sink_tokens)
 
     @property
     def num_tiles(self) -> Any:

@@ -13,14 +13,16 @@ from pallas_attn.types import DecodePlan
 
 
 class Span(NamedTuple):
-    """Table entries `start` to `stop` of a row of the plan.
+    """Table entries `start` to `stop` of a row.
 
     Attributes:
+      place: of the row in the plan.
       number: of its state, where the row is in several pieces.
       is_all: whether it is all of the row.
     """
 
     row: Any
+    place: Any
     start: Any
     stop: Any
     number: Any
@@ -30,26 +32,29 @@ class Span(NamedTuple):
 def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any = ()) -> None:
     """Works off the spans of this program, the index of axis "program": carry = work(span, carry) for each."""
     program = lax.axis_index("program")
-    end_row, end_page = plan.program_row[program + 1], plan.program_page[program + 1]
+    end_place, end_page = plan.program_place[program + 1], plan.program_page[program + 1]
 
-    def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-        row, page, number, carry = at
-        num_pages = plan.num_pages[row]
-        stop = jnp.where(row == end_row, end_page, num_pages)
+    def step(at: tuple[Any, Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        place, row, page, number, carry = at
+        num_pages = plan.num_pages[place]
+        stop = jnp.where(place == end_place, end_page, num_pages)
         if plan.piece_pages:
             stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
         done = stop == num_pages
-        carry = work(Span(row, page, stop, number, (page == 0) & done), carry)
-        return jnp.where(done, plan.next_row[row], row), jnp.where(done, 0, stop), number + 1, carry
+        carry = work(Span(row, place, page, stop, number, (page == 0) & done), carry)
+        place, row = jnp.where(done, plan.next_place[place], place), jnp.where(done, plan.next_row[place], row)
+        return place, row, jnp.where(done, 0, stop), number + 1, carry
 
-    def is_ours(at: tuple[Any, Any, Any, Any]) -> Any:
-        row, page, *_ = at
-        return (row < end_row) | ((row == end_row) & (page < end_page))
+    def is_ours(at: tuple[Any, Any, Any, Any, Any]) -> Any:
+        place, _, page, *_ = at
+        return (place < end_place) | ((place == end_place) & (page < end_page))
 
-    begin = plan.program_row[program], plan.program_page[program], plan.program_piece[program]
-    lax.while_loop(is_ours, step, (*begin, carry))
+    begin = plan.program_place[program], plan.program_row[program], plan.program_page[program]
+    lax.while_loop(is_ours, step, (*begin, plan.program_piece[program], carry))
 
 
 def num_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
     """How many states there can be of pieces, of rows with so many table entries."""
-    return rows + (rows * pl.cdiv(table_pages, plan.piece_pages) if plan.piece_pages else plan.program_row.shape[0] - 1)
+    return rows + (
+        rows * pl.cdiv(table_pages, plan.piece_pages) if plan.piece_pages else plan.program_place.shape[0] - 1
+    )

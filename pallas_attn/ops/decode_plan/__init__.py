@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 
 from pallas_attn import checks, dispatch
 from pallas_attn.ops.common.sharing import Sharing
-from pallas_attn.ops.decode_plan.config import plan_config
+from pallas_attn.ops.decode_plan.config import TILE_TOKENS, plan_config
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation
 
 FIXED_PIECE_TOKENS = 2048
@@ -77,10 +77,12 @@ def plan_decode(
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
     if mode == "fixed":
-        sharing = Sharing(overhead=0, cut=0, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
+        sharing = Sharing(overhead=0, cut=0, least=1, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
     else:
         costs = plan_config(page_size)
-        sharing = Sharing(overhead=costs.row_overhead_pages, cut=costs.cut_pages, piece_pages=0)
+        sharing = Sharing(
+            overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, piece_pages=0
+        )
     return dispatch.run(
         "plan_decode",
         IMPLEMENTATIONS,

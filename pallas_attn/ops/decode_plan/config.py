@@ -6,9 +6,10 @@ import dataclasses
 
 from pallas_attn import tuning
 
-ROW_OVERHEAD_TOKENS = 64
-"""What starting a row costs a program (loading queries, filling its stages, writing a state), in tokens, unless it was
-measured.
+ROW_OVERHEAD_TOKENS = 256
+"""What starting a piece costs a program (loading queries, filling its stages, writing a state), in tokens, unless
+measured. Of 1 to 8 pages of 64, the least time was that of 4 or 5 with 64 and 128 heads of latents, of 3 to 5 with 16,
+of 4 or 6 with KV heads (benchmarks/NOTES.md).
 """
 
 CUT_TOKENS = 512
@@ -16,6 +17,10 @@ CUT_TOKENS = 512
 kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
 of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/NOTES.md).
 """
+
+
+TILE_TOKENS = 64
+"""Parts of rows that have programs to themselves are of more: a piece of one tile has nothing to do while it comes."""
 
 
 @dataclasses.dataclass(frozen=True)

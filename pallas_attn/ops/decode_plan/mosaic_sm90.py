@@ -3,12 +3,14 @@
 Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of their costs stay in shared memory, where
 every place among the rows is then found by bisection:
 
-    rows      walk, cost       -> ends: where each row ends          (prefix sums)
+    rows      walk, rank        -> place, and what is listed by place
+    places    cost              -> ends: where each row ends         (prefix sums)
     total     -> share
-    programs  whole rows       -> are_cut; or, if there are programs for all rows,
-    rows      parts            -> are_cut, piece_ends                (prefix sums)
-    rows      pieces, next row -> piece_ends                         (prefix sums)
-    programs  start            -> row, page, piece
+    groups    share of each     -> whether these are worse; and, if there are programs for all rows,
+    places    pages             -> own share                         (prefix sums)
+    places    parts             -> whether these are worse           (prefix sums)
+    places    pieces, next      -> piece_ends                        (prefix sums)
+    programs  start             -> place, page, piece
 
 Nothing waits but the threads of the warpgroup for each other.
 """
@@ -29,8 +31,8 @@ from jaxtyping import Array, Int32
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.common.mosaic_rows import THREADS, RowLayout
-from pallas_attn.ops.common.sharing import Sharing
-from pallas_attn.ops.common.visibility import page_walk
+from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
+from pallas_attn.ops.common.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
 
 LANES = RowLayout(threads=1, vector=1)
@@ -38,6 +40,9 @@ LANES = RowLayout(threads=1, vector=1)
 
 MAX_CHUNK = 8 * THREADS
 """Rows or programs at a time: more would be more registers, fewer more rounds."""
+
+COMPARED = 8
+"""Rows that every row is compared with in a turn of a loop."""
 
 MAX_ROWS = 24 * 1024
 """What fits shared memory, twice."""
@@ -55,9 +60,14 @@ class Static:
     programs: int
 
     @property
+    def is_balanced(self) -> bool:
+        """Whether there are groups, and rows might have programs to themselves if these are enough."""
+        return not self.sharing.piece_pages
+
+    @property
     def for_each_row(self) -> bool:
-        """Whether there are programs for all rows, so that rows might have some to themselves."""
-        return not self.sharing.piece_pages and self.rows <= self.programs
+        """Whether they are enough."""
+        return self.is_balanced and self.rows <= self.programs
 
 
 class Inputs(NamedTuple):
@@ -71,11 +81,14 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The arrays of a `DecodePlan`."""
 
+    row: Any
     sink_pages: Any
     first_page: Any
     num_pages: Any
+    next_place: Any
     next_row: Any
     piece_offsets: Any
+    program_place: Any
     program_row: Any
     program_page: Any
     program_piece: Any
@@ -85,23 +98,24 @@ class Outputs(NamedTuple):
         rows, rows_plus_1, programs_plus_1 = (
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
         )
-        programs = (programs_plus_1, programs_plus_1, programs_plus_1)
-        return Outputs(rows, rows, rows, rows, rows_plus_1, *programs)
+        return Outputs(*(rows,) * 6, rows_plus_1, *(programs_plus_1,) * 4)
 
 
 class Memory(NamedTuple):
     """Shared memory, all int32.
 
     Attributes:
-      ends, piece_ends: prefix sums of costs and of pieces, up to and with each row; rows past the last add nothing.
+      ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
       sums: [2, chunk], of a scan on its way.
-      are_cut: [1], 1 if rows are.
+      worse: [2], 1 if groups, or programs for each row, are worse than programs at equal distances.
+      rows: the row at each place, or None where that is the place.
     """
 
     ends: Any
     piece_ends: Any
     sums: Any
-    are_cut: Any
+    worse: Any
+    rows: Any
 
 
 def plan_decode(
@@ -134,7 +148,8 @@ def plan_decode(
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
-            plgpu.SMEM((1,), jnp.int32),
+            plgpu.SMEM((2,), jnp.int32),
+            plgpu.SMEM((padded,), jnp.int32) if sharing.are_dealt(rows) else None,
         ],
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
@@ -158,32 +173,35 @@ def _each_chunk(count: int, body: Any, carry: Any) -> Any:
 
 def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
     mem, sharing = Memory(*memory), static.sharing
-
-    def lay_out(first: Any, before: Any) -> Any:
-        row = LANES.iota(_chunk(static.rows)) + first
-        walk = _walk(static, x, row)
-        for ref, values in zip((plan.sink_pages, plan.first_page, plan.num_pages), walk, strict=True):
-            _write(ref, row, static.rows, values)
-        cost = jnp.where(row < static.rows, sharing.cost(walk.num_pages), 0)
-        return _append(mem.ends, first, cost, mem.sums, before)
-
-    total = _each_chunk(static.rows, lay_out, jnp.int32(0))
-    share = sharing.share(total, static.programs)
-    each = sharing.rows_each(mem.ends[0], share, static.rows)
-    if static.for_each_row:
-        _compare_parts(static, mem, share)
+    if sharing.are_dealt(static.rows):
+        groups, total = _deal(static, x, plan, mem)
     else:
-        _compare_rows(static, mem, each, share)
+        groups = Groups.of(jnp.int32(static.rows), static.programs)
+        total = _lay_out(static, x, plan, mem)
+    share = sharing.share(total, static.programs)
+    mem.worse[0] = jnp.where(groups.number > static.programs, 1, 0)
+    mem.worse[1] = 0
+    plgpu.commit_smem()
+    own_share = share  # where no row has programs to itself
+    if static.is_balanced:
+        _compare_groups(static, mem, groups, share)
+    if static.for_each_row:
+        own_share = _compare_parts(static, mem, share)
 
     def cut(first: Any, before: Any) -> Any:
-        row = LANES.iota(_chunk(static.rows)) + first
-        end, begin = LANES.take(mem.ends, row), _before(mem.ends, row)
-        pages = _pages(static, mem, row)
-        uncut = sharing.parts(pages, share) if static.for_each_row else jnp.minimum(pages, 1)
-        pieces = jnp.where(_are_cut(mem, row), sharing.pieces(begin, end, share), uncut)
-        _write(plan.next_row, row, static.rows, _find(static, mem.ends, end))
+        place = LANES.iota(_chunk(static.rows)) + first
+        end, begin = LANES.take(mem.ends, place), _before(mem.ends, place)
+        pieces = sharing.pieces(begin, end, share)
+        if static.is_balanced:
+            start, _, shares = _bounds(static, mem, groups, groups.group(place))
+            pieces = _unless_worse(mem, 0, sharing.pieces(begin - start, end - start, shares), pieces)
+        if static.for_each_row:
+            pieces = _unless_worse(mem, 1, sharing.parts(_pages(static, mem, place), own_share), pieces)
+        next_place = _find(static, mem.ends, end)
+        _write(plan.next_place, place, static.rows, next_place)
+        _write(plan.next_row, place, static.rows, _row(static, mem, next_place))
         after = _append(mem.piece_ends, first, pieces, mem.sums, before)
-        _write(plan.piece_offsets, row, static.rows, _before(mem.piece_ends, row))
+        _write(plan.piece_offsets, place, static.rows, _before(mem.piece_ends, place))
         return after
 
     num_pieces = _each_chunk(static.rows, cut, jnp.int32(0))
@@ -191,26 +209,89 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
 
     def start(first: Any, _: None) -> None:
         program = LANES.iota(_chunk(static.programs + 1)) + first
-        are_cut = _are_cut(mem, program)
-        place = jnp.minimum(sharing.start(program, share, total), total)
-        if not static.for_each_row:
-            place = jnp.where(are_cut, place, _whole(static, mem, program, each))
-        row = _find(static, mem.ends, place)
-        begin = _before(mem.ends, row)
-        into = place - begin
-        page, piece = sharing.page(into), sharing.piece(program, begin, into, _before(mem.piece_ends, row), share)
+        number, shares, begin = program, LANES.filled(share, program.shape[0]), jnp.zeros_like(program)
+        at = jnp.minimum(sharing.start(program, share, total), total)
+        if static.is_balanced:
+            of = ratio(program, groups.programs)
+            begin, end, group_shares = _bounds(static, mem, groups, of)
+            of_group = program - of * groups.programs
+            into_group = jnp.minimum(sharing.start(of_group, group_shares, end - begin), end - begin)
+            own = of_group, group_shares, begin + into_group, begin
+            others = program, shares, at, jnp.zeros_like(begin)
+            number, shares, at, begin = (_unless_worse(mem, 0, *both) for both in zip(own, others, strict=True))
+        within = jnp.minimum(_find(static, mem.ends, at), static.rows - 1)
+        at = sharing.untailed(at, jnp.maximum(LANES.take(mem.ends, within), at))
+        place = _find(static, mem.ends, at)
+        row_begin = _before(mem.ends, place)
+        page = sharing.page(at - row_begin)
+        first_piece = _before(mem.piece_ends, place)
+        piece = sharing.piece(number, row_begin - begin, at - row_begin, first_piece, shares)
         if static.for_each_row:
-            own = _find(static, mem.piece_ends, program)
-            pages, before = _pages(static, mem, own), _before(mem.piece_ends, own)
-            part = sharing.part(pages, jnp.maximum(sharing.parts(pages, share), 1))
-            row = jnp.where(are_cut, row, own)
-            page = jnp.where(are_cut, page, jnp.where(own < static.rows, (program - before) * part, 0))
-            piece = jnp.where(are_cut, piece, jnp.minimum(program, num_pieces))
-        _write(plan.program_row, program, static.programs + 1, row)
+            alone = _find(static, mem.piece_ends, program)
+            pages, before = _pages(static, mem, alone), _before(mem.piece_ends, alone)
+            part = sharing.part(pages, jnp.maximum(sharing.parts(pages, own_share), 1))
+            of_part = jnp.where(alone < static.rows, (program - before) * part, 0)
+            place, page, piece = (
+                _unless_worse(mem, 1, *both)
+                for both in ((alone, place), (of_part, page), (jnp.minimum(program, num_pieces), piece))
+            )
+        _write(plan.program_place, program, static.programs + 1, place)
+        _write(plan.program_row, program, static.programs + 1, _row(static, mem, place))
         _write(plan.program_page, program, static.programs + 1, page)
         _write(plan.program_piece, program, static.programs + 1, piece)
 
     _each_chunk(static.programs + 1, start, None)
+
+
+def _lay_out(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> Any:
+    """Lists rows as they come, and sums up their costs; returns the sum of all."""
+
+    def lay_out(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
+        walk = _walk(static, x, row)
+        _list(static, plan, row, row, walk)
+        cost = jnp.where(row < static.rows, static.sharing.cost(walk.num_pages), 0)
+        return _append(mem.ends, first, cost, mem.sums, before)
+
+    return _each_chunk(static.rows, lay_out, jnp.int32(0))
+
+
+def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> tuple[Groups, Any]:
+    """The same in the order of groups; also returns these."""
+    count, zero = _chunk(static.rows), mosaic.unknown_zero()  # constants are no indices
+    row = LANES.iota(count)
+    walk = _walk(static, x, row)
+    pages = jnp.where(row < static.rows, walk.num_pages, 0)
+    mem.piece_ends[pl.ds(zero, count)] = pages
+    plgpu.commit_smem()
+
+    def compare(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        rank, busy = carry
+        for j in range(COMPARED):
+            number = i * COMPARED + j + zero
+            other = mem.piece_ends[number]
+            comes_first = (other > pages) | ((other == pages) & (number < row))
+            rank, busy = jnp.where(comes_first, rank + 1, rank), jnp.where(other > 0, busy + 1, busy)
+        return rank, busy
+
+    nothing = LANES.filled(jnp.int32(0), count), jnp.int32(0)
+    rank, busy = lax.fori_loop(0, pl.cdiv(static.rows, COMPARED), compare, nothing)
+    groups = Groups.of(busy, static.programs)
+    place = groups.place(rank)
+    _list(static, plan, place, row, walk)
+    there = jnp.where(place < static.rows, place, -1)
+    LANES.put(mem.ends, there, pages)
+    LANES.put(mem.rows, there, row)
+    plgpu.commit_smem()
+    cost = jnp.where(row < static.rows, static.sharing.cost(LANES.take(mem.ends, row)), 0)  # of places now
+    return groups, _append(mem.ends, zero, cost, mem.sums, zero)
+
+
+def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
+    """Writes what a plan lists of rows to their places."""
+    refs = plan.row, plan.sink_pages, plan.first_page, plan.num_pages
+    for ref, values in zip(refs, (row, *walk), strict=True):
+        _write(ref, place, static.rows, values)
 
 
 def _walk(static: Static, x: Inputs, row: Any) -> Any:
@@ -227,9 +308,17 @@ def _walk(static: Static, x: Inputs, row: Any) -> Any:
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
 
 
-def _whole(static: Static, mem: Memory, program: Any, each: Any) -> Any:
-    """Where programs start if each takes so many rows."""
-    return _before(mem.ends, static.sharing.first_row(program, each, static.programs, static.rows))
+def _row(static: Static, mem: Memory, place: Any) -> Any:
+    """The row at each place; the number of rows past the last."""
+    if mem.rows is None:
+        return place
+    return jnp.where(place < static.rows, LANES.take(mem.rows, jnp.minimum(place, static.rows - 1)), static.rows)
+
+
+def _bounds(static: Static, mem: Memory, groups: Groups, group: Any) -> tuple[Any, Any, Any]:
+    """Where groups begin and end, and the share of each one's programs."""
+    begin, end = (_before(mem.ends, groups.start(group + i)) for i in range(2))
+    return begin, end, static.sharing.share(end - begin, groups.programs)
 
 
 def _pages(static: Static, mem: Memory, row: Any) -> Any:
@@ -239,45 +328,50 @@ def _pages(static: Static, mem: Memory, row: Any) -> Any:
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
-def _compare_rows(static: Static, mem: Memory, each: Any, share: Any) -> None:
-    """Notes whether so many rows for each program would be too uneven."""
-    mem.are_cut[0] = 1 if static.sharing.piece_pages else 0
-    plgpu.commit_smem()
+def _compare_groups(static: Static, mem: Memory, groups: Groups, share: Any) -> None:
+    """Notes whether some program of a group would take too much."""
 
     def note(first: Any, _: None) -> None:
-        program = jnp.minimum(LANES.iota(_chunk(static.programs)) + first, static.programs - 1)
-        begin, end = (_whole(static, mem, program + i, each) for i in range(2))
-        _note(mem, static.sharing.is_uneven(end - begin, share))
+        group = LANES.iota(_chunk(static.programs)) + first
+        _, _, shares = _bounds(static, mem, groups, group)  # of those past the last: of nothing
+        _note(mem, 0, static.sharing.is_group_uneven(shares, groups.programs, share))
 
     _each_chunk(static.programs, note, None)
     plgpu.commit_smem()
 
 
-def _compare_parts(static: Static, mem: Memory, share: Any) -> None:
-    """Notes whether programs for each row would be too uneven, or too many."""
+def _compare_parts(static: Static, mem: Memory, share: Any) -> Any:
+    """Notes whether programs for each row would be too uneven, or too many; returns what each would take about."""
     sharing = static.sharing
-    mem.are_cut[0] = 0
-    plgpu.commit_smem()
+
+    def add(first: Any, before: Any) -> Any:
+        pages = _pages(static, mem, LANES.iota(_chunk(static.rows)) + first)
+        return _append(mem.piece_ends, first, pages, mem.sums, before)
+
+    own_share = sharing.own_share(_each_chunk(static.rows, add, jnp.int32(0)), static.programs)
 
     def note(first: Any, before: Any) -> Any:
         pages = _pages(static, mem, LANES.iota(_chunk(static.rows)) + first)
-        parts = sharing.parts(pages, share)
-        _note(mem, sharing.is_uneven(sharing.part(pages, jnp.maximum(parts, 1)), share))
+        parts = sharing.parts(pages, own_share)
+        _note(mem, 1, sharing.is_part_uneven(sharing.part(pages, jnp.maximum(parts, 1)), share))
         return _append(mem.piece_ends, first, parts, mem.sums, before)
 
     needed = _each_chunk(static.rows, note, jnp.int32(0))
-    _note(mem, LANES.filled(needed, THREADS) > static.programs)
+    _note(mem, 1, LANES.filled(needed, THREADS) > static.programs)
     plgpu.commit_smem()
+    return own_share
 
 
-def _note(mem: Memory, are_worse: Any) -> None:
-    """That rows are cut at equal distances, if any of these is true."""
-    LANES.put(mem.are_cut, jnp.where(are_worse, 0, -1), LANES.filled(jnp.int32(1), are_worse.shape[0]))  # all the same
+def _note(mem: Memory, which: int, are_worse: Any) -> None:
+    """That this is worse, if any of these is true."""
+    LANES.put(
+        mem.worse, jnp.where(are_worse, which, -1), LANES.filled(jnp.int32(1), are_worse.shape[0])
+    )  # all the same
 
 
-def _are_cut(mem: Memory, like: Any) -> Any:
-    """Whether rows are cut, for each of so many."""
-    return LANES.filled(mem.are_cut[0], like.shape[0]) == 1
+def _unless_worse(mem: Memory, which: int, values: Any, others: Any) -> Any:
+    """The first values, or the others where these are worse."""
+    return jnp.where(LANES.filled(mem.worse[which], values.shape[0]) == 1, others, values)
 
 
 def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:

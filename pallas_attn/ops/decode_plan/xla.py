@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from pallas_attn.ops.common.sharing import Sharing
+from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.stretches import stretch_of
 from pallas_attn.ops.common.visibility import head_windows, page_walk
 from pallas_attn.types import DecodePlan, HeadWindow
@@ -31,20 +31,26 @@ def plan_decode(
     first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
     end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
     walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
-    sink_pages, first_page, num_pages = (x.reshape(-1) for x in walk)
+    walked = [x.reshape(-1) for x in walk]
+    order, busy = _order(sharing, walked[2], num_programs)
+    sink_pages, first_page, num_pages = (x[order] for x in walked)
     offsets = _prefix_sums(sharing.cost(num_pages))
     share = sharing.share(offsets[-1], num_programs)
     program = jnp.arange(num_programs + 1, dtype=jnp.int32)
     cuts = _at_equal_distances(sharing, offsets, share, program)
     if not sharing.piece_pages:
-        alone = num_pages.shape[0] <= num_programs
-        others, are_worse = (_for_each_row if alone else _whole_rows)(sharing, num_pages, offsets, share, program)
-        cuts = jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
+        cuts = _unless(*_in_groups(sharing, offsets, share, program, busy), cuts)
+        if num_pages.shape[0] <= num_programs:
+            cuts = _unless(*_for_each_row(sharing, num_pages, offsets, share, program), cuts)
+    next_place, rows = _next_busy(num_pages), jnp.append(order, jnp.int32(order.shape[0]))
     return DecodePlan(
+        row=order,
         sink_pages=sink_pages,
         first_page=first_page,
         num_pages=num_pages,
-        next_row=_next_busy(num_pages),
+        next_place=next_place,
+        next_row=rows[next_place],
+        program_row=rows[cuts.program_place],
         **cuts._asdict(),
         page_size=page_size,
         piece_pages=sharing.piece_pages,
@@ -55,44 +61,76 @@ class Cuts(NamedTuple):
     """Of a `DecodePlan`: pieces before each row, and where each program starts."""
 
     piece_offsets: Int32[Array, "rows_plus_1"]
-    program_row: Int32[Array, "programs_plus_1"]
+    program_place: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]
     program_piece: Int32[Array, "programs_plus_1"]
 
 
+def _order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
+    """The row at each place, and how many of them groups are made of."""
+    rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
+    if not sharing.are_dealt(num_pages.shape[0]):
+        return rows, jnp.int32(num_pages.shape[0])
+    busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
+    place = Groups.of(busy, num_programs).place(rows)
+    return jnp.zeros_like(rows).at[place].set(jnp.argsort(-num_pages, stable=True).astype(jnp.int32)), busy
+
+
+def _unless(others: Cuts, are_worse: Bool[Array, ""], cuts: Cuts) -> Cuts:
+    return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
+
+
 def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> Cuts:
     """Of rows laid end to end."""
-    start = sharing.start(program, share, offsets[-1])
+    start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
     piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
-    row = stretch_of(offsets[1:], start)
-    begin = offsets[row]
-    into = jnp.maximum(jnp.minimum(start, offsets[-1]) - begin, 0)
-    return Cuts(piece_offsets, row, sharing.page(into), sharing.piece(program, begin, into, piece_offsets[row], share))
+    place, into = _found(sharing, offsets, start)
+    piece = sharing.piece(program, offsets[place], into, piece_offsets[place], share)
+    return Cuts(piece_offsets, place, sharing.page(into), piece)
 
 
-def _whole_rows(
-    sharing: Sharing, num_pages: Array, offsets: Array, share: Array, program: Array
+def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
+    """Places of the rows that programs start in, and how far into them."""
+    ends = offsets[1:]
+    start = sharing.untailed(start, jnp.append(ends, ends[-1])[stretch_of(ends, start)])
+    place = stretch_of(ends, start)
+    return place, start - offsets[place]
+
+
+def _in_groups(
+    sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
 ) -> tuple[Cuts, Bool[Array, ""]]:
-    """As many for each program; and whether that is too uneven."""
-    rows, num_programs = num_pages.shape[0], program.shape[0] - 1
-    first = sharing.first_row(program, sharing.rows_each(offsets[1], share, rows), num_programs, rows)
-    row = stretch_of(offsets[1:], offsets[first])
-    piece_offsets = _prefix_sums((num_pages > 0).astype(jnp.int32))
-    are_worse = jnp.any(sharing.is_uneven(jnp.diff(offsets[first]), share))
-    return Cuts(piece_offsets, row, jnp.zeros_like(row), piece_offsets[row]), are_worse
+    """Of rows of a group; and whether that is too uneven, or takes more programs than there are."""
+    rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
+    groups = Groups.of(busy, num_programs)
+
+    def bounds(group: Array) -> tuple[Array, Array, Array]:
+        begin, end = (offsets[groups.start(group + i)] for i in range(2))
+        return begin, end, sharing.share(end - begin, groups.programs)
+
+    begin, _, shares = bounds(groups.group(jnp.arange(rows, dtype=jnp.int32)))
+    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
+    begin, end, shares = bounds(ratio(program, groups.programs))
+    number = program - ratio(program, groups.programs) * groups.programs
+    into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
+    place, into = _found(sharing, offsets, begin + into_group)
+    piece = sharing.piece(number, offsets[place] - begin, into, piece_offsets[place], shares)
+    are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share)) | (groups.number > num_programs)
+    return Cuts(piece_offsets, place, sharing.page(into), piece), are_worse
 
 
 def _for_each_row(
     sharing: Sharing, num_pages: Array, offsets: Array, share: Array, program: Array
 ) -> tuple[Cuts, Bool[Array, ""]]:
     """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are."""
-    parts = sharing.parts(num_pages, share)
+    own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
+    parts = sharing.parts(num_pages, own_share)
     piece_offsets = _prefix_sums(parts)
-    row = stretch_of(piece_offsets[1:], program)
+    place = stretch_of(piece_offsets[1:], program)
     part = sharing.part(num_pages, jnp.maximum(parts, 1))
-    page = (program - piece_offsets[row]) * jnp.append(part, jnp.int32(0))[row]
-    are_worse = jnp.any(sharing.is_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
-    return Cuts(piece_offsets, row, page, jnp.minimum(program, piece_offsets[-1])), are_worse
+    page = (program - piece_offsets[place]) * jnp.append(part, jnp.int32(0))[place]
+    are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
+    return Cuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:

@@ -209,7 +209,7 @@ class Piece(NamedTuple):
     """Pages `start` to `stop` of a row.
 
     Attributes:
-      row: of the plan, a sequence.
+      row: a sequence.
       number: of its state, where the row is in several pieces.
       is_all: whether it is all of the row.
       pair: how many pairs of tiles the program took before.
@@ -235,7 +235,7 @@ def for_each_piece(static: Static, plan: DecodePlan, work: Callable[[Piece], Non
     """Works off the pieces of this program."""
 
     def step(span: Span, pair: Any) -> Any:
-        piece = Piece(*span, pair)
+        piece = Piece(span.row, span.start, span.stop, span.number, span.is_all, pair)
         work(piece)
         return pair + piece.num_pairs(static)
 

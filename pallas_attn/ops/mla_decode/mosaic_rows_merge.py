@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
 from pallas_attn.ops.common.mosaic_merge import State
 from pallas_attn.ops.common.mosaic_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS
+from pallas_attn.types import DecodePlan
 
 MOST_COLUMNS = 64
 """Of the latent, for a program of the merge."""
@@ -38,7 +39,7 @@ def merge_pieces(
     out: Float[Array, "B rows L"],
     lse: Float[Array, "blocks B ROWS"],
     partials: Partials,
-    piece_offsets: Int32[Array, "B_plus_1"],
+    plan: DecodePlan,
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
     """Finishes the sequences that `out` and `lse` still lack, in place: those of several pieces and those of none.
 
@@ -52,23 +53,23 @@ def merge_pieces(
     plgpu.kernel(
         functools.partial(_kernel, columns),
         grid=(latent_dim // columns, blocks, batch),  # only the last axis may be longer than 65,535
-        grid_names=("part", "block", "row"),
+        grid_names=("part", "block", "place"),
         scratch_types=[
             Arrivals.types(partials, blocks * batch, ROWS, blocks_of(ROWS * columns)),
             plgpu.SMEM((ROWS, columns), out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_rows",
-    )(*refs, *mosaic.unsliced((partials, piece_offsets)))
+    )(*refs, *mosaic.unsliced((partials, plan)))
     return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
 
 
 def _kernel(
-    columns: int, out: Ref, lse: Ref, partials: Partials, piece_offsets: Ref, arrivals: Arrivals, tile: Ref
+    columns: int, out: Ref, lse: Ref, partials: Partials, plan: DecodePlan, arrivals: Arrivals, tile: Ref
 ) -> None:
     """Some columns of the latent, of a block of rows."""
-    row, block, part = (lax.axis_index(name) for name in ("row", "block", "part"))
-    count = piece_offsets[row + 1] - piece_offsets[row]
+    place, block, part = (lax.axis_index(name) for name in ("place", "block", "part"))
+    row, count = plan.row[place], plan.piece_offsets[place + 1] - plan.piece_offsets[place]
     here = blocks_of(ROWS * columns)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
@@ -77,7 +78,7 @@ def _kernel(
 
     @pl.when(count != 1)
     def _merge() -> None:
-        first = block * (partials.acc.shape[0] // lse.shape[0]) + piece_offsets[row]
+        first = block * (partials.acc.shape[0] // lse.shape[0]) + plan.piece_offsets[place]
         empty = State(
             mosaic.filled(-jnp.inf, (ROWS,), PER_ROW),
             mosaic.filled(0.0, (ROWS,), PER_ROW),
@@ -86,8 +87,8 @@ def _kernel(
         merged = arrivals.for_each(partials, first, count, slice(None), pl.ds(part * here, here), add, empty)
         tile[...] = normalised(merged.acc, merged.l).astype(tile.dtype)
         plgpu.commit_smem()
-        place = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(part * columns, columns)]
-        plgpu.copy_smem_to_gmem(tile, place)
+        to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(tile, to)
 
         @pl.when(part == 0)
         def _store_lse() -> None:

@@ -128,7 +128,7 @@ def _decode_rows(
         sm_scale=sm_scale,
     )
     out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)
-    out, lse = merge_pieces(out, lse, partials, plan.piece_offsets)
+    out, lse = merge_pieces(out, lse, partials, plan)
     lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
     return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
 
