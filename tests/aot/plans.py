@@ -17,9 +17,7 @@ type Mode = Literal["balanced", "fixed"]
 
 
 @functools.cache  # every case of decode has a plan, and importing them is part of every start
-def plan_shapes(
-    page_size: int, kv_heads: int, num_programs: int, mode: Literal["balanced", "fixed"], batch: int
-) -> Any:
+def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int) -> Any:
     """Of a plan for so many sequences."""
     sizes = {"page_size": page_size, "num_q_heads": kv_heads, "num_kv_heads": kv_heads, "num_programs": num_programs}
     make = functools.partial(pallas_attn.plan_decode, **sizes, mode=mode)

@@ -12,10 +12,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 UNEVENNESS = 16
-"""Who cuts fewer rows may make the largest share larger by one in so many, at most."""
+"""Who cuts no rows, or makes equal parts of them, may make the largest share larger by one in so many, at most."""
 
 MAX_DEALT = 256
-"""Rows that are put in order: each is compared with each."""
+"""Rows that are put in order: each is compared with each, in one chunk of a kernel."""
 
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:
@@ -114,7 +114,7 @@ class Sharing:
         return self.overhead // 2
 
     def are_dealt(self, num_rows: int) -> bool:
-        """Whether so many rows are put in the order of groups; else they stay as they are, and there are none."""
+        """Whether so many rows are put in the order in which groups take them; else groups take them as they come."""
         return not self.piece_pages and num_rows <= MAX_DEALT
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
@@ -155,7 +155,8 @@ class Sharing:
         self, taken: Int32[Array, "n"], programs: Int32[Array, ""], share: Int32[Array, ""]
     ) -> Bool[Array, "n"]:
         """Whether a program of a group of so many would take so much. One by itself starts rows only, and none is cut.
-        Those of several cut about half as many as all programs would.
+        Those of several cut about half as many as all programs would, and may take twice the part of a share more, but
+        half the pages.
         """
         alone = self.overhead + jnp.minimum(ratio(share, UNEVENNESS), self.cut)
         several = jnp.minimum(ratio(2 * share, UNEVENNESS), self.cut // 2)
