@@ -222,10 +222,9 @@ class DecodePlan:
     Attributes:
       row: int32 [B·Hkv], the row at each place.
       sink_pages, first_page, num_pages: int32 [B·Hkv].
-      next_place, next_row: int32 [B·Hkv], the next place of a row that is not idle, and that row; B·Hkv after the last.
+      next_place: int32 [B·Hkv], the next place of a row that is not idle; B·Hkv after the last.
       piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
-      program_place, program_row, program_page: int32 [num_programs + 1]; the row is that at the place, for who would
-        wait for one number more.
+      program_place, program_page: int32 [num_programs + 1].
       program_piece: int32 [num_programs + 1], number of each program's first piece.
       page_size: ps the plan counts in.
       piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
@@ -236,10 +235,8 @@ class DecodePlan:
     first_page: Int32[Array, "rows"]
     num_pages: Int32[Array, "rows"]
     next_place: Int32[Array, "rows"]
-    next_row: Int32[Array, "rows"]
     piece_offsets: Int32[Array, "rows_plus_1"]
     program_place: Int32[Array, "programs_plus_1"]
-    program_row: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]
     program_piece: Int32[Array, "programs_plus_1"]
     page_size: int = dataclasses.field(metadata={"static": True})

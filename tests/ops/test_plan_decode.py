@@ -114,9 +114,6 @@ def check(plan: DecodePlan) -> list[list[Piece]]:
     busy = np.flatnonzero(plan.num_pages).tolist()
     next_busy = [next((b for b in busy if b > place), len(rows)) for place in range(len(rows))]
     np.testing.assert_array_equal(plan.next_place, next_busy)
-    row_or_none = np.array([*rows, len(rows)])
-    np.testing.assert_array_equal(plan.next_row, row_or_none[next_busy])
-    np.testing.assert_array_equal(plan.program_row, row_or_none[np.asarray(plan.program_place)])
     return programs
 
 

@@ -34,23 +34,22 @@ def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any
     program = lax.axis_index("program")
     end_place, end_page = plan.program_place[program + 1], plan.program_page[program + 1]
 
-    def step(at: tuple[Any, Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
-        place, row, page, number, carry = at
-        num_pages = plan.num_pages[place]
+    def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        place, page, number, carry = at
+        row, num_pages = plan.row[place], plan.num_pages[place]
         stop = jnp.where(place == end_place, end_page, num_pages)
         if plan.piece_pages:
             stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
         done = stop == num_pages
         carry = work(Span(row, place, page, stop, number, (page == 0) & done), carry)
-        place, row = jnp.where(done, plan.next_place[place], place), jnp.where(done, plan.next_row[place], row)
-        return place, row, jnp.where(done, 0, stop), number + 1, carry
+        return jnp.where(done, plan.next_place[place], place), jnp.where(done, 0, stop), number + 1, carry
 
-    def is_ours(at: tuple[Any, Any, Any, Any, Any]) -> Any:
-        place, _, page, *_ = at
+    def is_ours(at: tuple[Any, Any, Any, Any]) -> Any:
+        place, page, *_ = at
         return (place < end_place) | ((place == end_place) & (page < end_page))
 
-    begin = plan.program_place[program], plan.program_row[program], plan.program_page[program]
-    lax.while_loop(is_ours, step, (*begin, plan.program_piece[program], carry))
+    begin = plan.program_place[program], plan.program_page[program], plan.program_piece[program]
+    lax.while_loop(is_ours, step, (*begin, carry))
 
 
 def num_states(plan: DecodePlan, rows: int, table_pages: int) -> int:

@@ -86,10 +86,8 @@ class Outputs(NamedTuple):
     first_page: Any
     num_pages: Any
     next_place: Any
-    next_row: Any
     piece_offsets: Any
     program_place: Any
-    program_row: Any
     program_page: Any
     program_piece: Any
 
@@ -98,7 +96,8 @@ class Outputs(NamedTuple):
         rows, rows_plus_1, programs_plus_1 = (
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
         )
-        return Outputs(*(rows,) * 6, rows_plus_1, *(programs_plus_1,) * 4)
+        programs = (programs_plus_1, programs_plus_1, programs_plus_1)
+        return Outputs(*(rows,) * 5, rows_plus_1, *programs)
 
 
 class Memory(NamedTuple):
@@ -108,14 +107,12 @@ class Memory(NamedTuple):
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
       sums: [2, chunk], of a scan on its way.
       worse: [2], 1 if groups, or programs for each row, are worse than programs at equal distances.
-      rows: the row at each place, or None where that is the place.
     """
 
     ends: Any
     piece_ends: Any
     sums: Any
     worse: Any
-    rows: Any
 
 
 def plan_decode(
@@ -149,7 +146,6 @@ def plan_decode(
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
             plgpu.SMEM((2,), jnp.int32),
-            plgpu.SMEM((padded,), jnp.int32) if sharing.are_dealt(rows) else None,
         ],
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
@@ -197,9 +193,7 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
             pieces = _unless_worse(mem, 0, sharing.pieces(begin - start, end - start, shares), pieces)
         if static.for_each_row:
             pieces = _unless_worse(mem, 1, sharing.parts(_pages(static, mem, place), own_share), pieces)
-        next_place = _find(static, mem.ends, end)
-        _write(plan.next_place, place, static.rows, next_place)
-        _write(plan.next_row, place, static.rows, _row(static, mem, next_place))
+        _write(plan.next_place, place, static.rows, _find(static, mem.ends, end))
         after = _append(mem.piece_ends, first, pieces, mem.sums, before)
         _write(plan.piece_offsets, place, static.rows, _before(mem.piece_ends, place))
         return after
@@ -236,7 +230,6 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
                 for both in ((alone, place), (of_part, page), (jnp.minimum(program, num_pieces), piece))
             )
         _write(plan.program_place, program, static.programs + 1, place)
-        _write(plan.program_row, program, static.programs + 1, _row(static, mem, place))
         _write(plan.program_page, program, static.programs + 1, page)
         _write(plan.program_piece, program, static.programs + 1, piece)
 
@@ -279,9 +272,7 @@ def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> tuple[Groups
     groups = Groups.of(busy, static.programs)
     place = groups.place(rank)
     _list(static, plan, place, row, walk)
-    there = jnp.where(place < static.rows, place, -1)
-    LANES.put(mem.ends, there, pages)
-    LANES.put(mem.rows, there, row)
+    LANES.put(mem.ends, jnp.where(place < static.rows, place, -1), pages)
     plgpu.commit_smem()
     cost = jnp.where(row < static.rows, static.sharing.cost(LANES.take(mem.ends, row)), 0)  # of places now
     return groups, _append(mem.ends, zero, cost, mem.sums, zero)
@@ -306,13 +297,6 @@ def _walk(static: Static, x: Inputs, row: Any) -> Any:
         window, sink_tokens = LANES.take(x.window.window, head), LANES.take(x.window.sink_tokens, head)
     end = jnp.where(q_len > 0, kv_len, 0)
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
-
-
-def _row(static: Static, mem: Memory, place: Any) -> Any:
-    """The row at each place; the number of rows past the last."""
-    if mem.rows is None:
-        return place
-    return jnp.where(place < static.rows, LANES.take(mem.rows, jnp.minimum(place, static.rows - 1)), static.rows)
 
 
 def _bounds(static: Static, mem: Memory, groups: Groups, group: Any) -> tuple[Any, Any, Any]:

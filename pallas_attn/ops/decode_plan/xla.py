@@ -42,15 +42,12 @@ def plan_decode(
         cuts = _unless(*_in_groups(sharing, offsets, share, program, busy), cuts)
         if num_pages.shape[0] <= num_programs:
             cuts = _unless(*_for_each_row(sharing, num_pages, offsets, share, program), cuts)
-    next_place, rows = _next_busy(num_pages), jnp.append(order, jnp.int32(order.shape[0]))
     return DecodePlan(
         row=order,
         sink_pages=sink_pages,
         first_page=first_page,
         num_pages=num_pages,
-        next_place=next_place,
-        next_row=rows[next_place],
-        program_row=rows[cuts.program_place],
+        next_place=_next_busy(num_pages),
         **cuts._asdict(),
         page_size=page_size,
         piece_pages=sharing.piece_pages,
