@@ -6,7 +6,7 @@ scores are large.
 
 Values lie as threads hold them, not row by row: of 64 x 8 of them, a block, each thread holds four. It moves them as 16
 bytes, and a warp as 512 that follow one another. Row by row, it would be 8 bytes in 8 rows at a time: 128 KB took a
-multiprocessor 9,000 clocks, with no other one at work (benchmarks/NOTES.md).
+multiprocessor 9,000 clocks, with 15 others at work (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations

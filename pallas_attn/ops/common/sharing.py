@@ -20,7 +20,7 @@ MAX_DEALT = 256
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:
     """a / b without what is left, for b of a's shape or a single one. Numbers are not negative, or what comes of those
-    that are does not matter: to round towards 0 takes half the instructions that to round down takes.
+    that are does not matter: to round down would take more instructions than to round towards 0.
     """
     return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
 

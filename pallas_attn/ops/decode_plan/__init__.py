@@ -45,9 +45,10 @@ def plan_decode(
     """Plans a decode step once for all layers of equal windows; jittable, without a look at the host.
 
     A row (one KV head of one sequence) costs its visible pages and a constant. In `balanced` mode every program gets an
-    equal share of the total cost, and rows are cut where a share ends; or none is, where as many whole rows for each
-    make nearly equal shares. In `fixed` mode a row is cut at fixed token counts, wherever it stands in whatever batch,
-    so that its result never depends on its neighbours; programs then share whole pieces.
+    equal share of the total cost, and rows are cut where a share ends; or, where that is nearly as even, some rows
+    together or parts of one make the shares, so that fewer rows are cut, or none. In `fixed` mode a row is cut at fixed
+    token counts, wherever it stands in whatever batch, so that its result never depends on its neighbours; programs
+    then share whole pieces.
 
     Args:
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
