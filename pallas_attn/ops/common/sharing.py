@@ -15,31 +15,41 @@ UNEVENNESS = 16
 """Who cuts no rows, or makes equal parts of them, may make the largest share larger by one in so many, at most."""
 
 MAX_DEALT = 256
-"""Rows that are put in order: each is compared with each, in one chunk of a kernel."""
+"""Rows that are put in order: each is compared with each, in one chunk of a kernel. A power of two."""
+
+MOST_COMPARED = (1 << 31) // MAX_DEALT - 1
+"""Pages beyond which rows count as equally long where they are put in order."""
 
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:
-    """a / b without what is left, for b of a's shape or a single one. Numbers are not negative, or what comes of those
-    that are does not matter: to round down would take more instructions than to round towards 0.
+    """a / b without what is left, for b of a's shape or a single one. What comes of negative numbers does not matter:
+    to divide without a sign takes fewer instructions, and to round down many more.
     """
-    return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
+    unsigned = (x.astype(jnp.uint32) for x in jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
+    return lax.div(*unsigned).astype(jnp.int32)
 
 
 class Groups(NamedTuple):
     """Rows that share programs which no other rows have a part in.
 
     Rows are dealt to groups as cards are, the longest first, back and forth: so all get about as much. The rows of a
-    group are neighbours then, in the order of the plan.
+    group are neighbours then, in the order of the plan. Groups have as many rows as each other, or some of them, which
+    are the first or the last, have one more.
 
     Attributes:
       number: of groups, at least 1.
       programs: of each.
       rows: of all, that are not idle.
+      first: groups that have as many rows as the first one.
+      rows_of_first, rows_of_others: of each.
     """
 
     number: Int32[Array, ""]
     programs: Int32[Array, ""]
     rows: Int32[Array, ""]
+    first: Int32[Array, ""]
+    rows_of_first: Int32[Array, ""]
+    rows_of_others: Int32[Array, ""]
 
     @staticmethod
     def of(rows: Int32[Array, ""], num_programs: int) -> Groups:
@@ -47,23 +57,18 @@ class Groups(NamedTuple):
         most = jnp.maximum(ratio(rows + (num_programs - 1), num_programs), 1)  # rows of a program
         of_each = jnp.where(most > 1, most, 2)
         number = jnp.maximum(ratio(rows + of_each - 1, of_each), 1)
-        return Groups(number, jnp.maximum(ratio(jnp.int32(num_programs), number), 1), rows)
-
-    @property
-    def rounds(self) -> Int32[Array, ""]:
-        """In which every group is dealt a row."""
-        return ratio(self.rows, self.number)
-
-    @property
-    def left(self) -> Int32[Array, ""]:
-        """Rows dealt after that, to the first groups or, in the other direction, to the last."""
-        return self.rows - self.number * self.rounds
+        programs = jnp.maximum(ratio(jnp.int32(num_programs), number), 1)
+        rounds = ratio(rows, number)  # in which every group is dealt a row
+        left = rows - number * rounds  # dealt after that, in the direction of another round
+        back = rounds % 2
+        first = jnp.where(back == 1, number - left, left)
+        return Groups(number, programs, rows, first, rounds + 1 - back, rounds + back)
 
     def start(self, group: Int32[Array, "n"]) -> Int32[Array, "n"]:
         """Place of a group's first row; of those past the last group, the number of rows."""
         group = jnp.minimum(group, self.number)
-        forth, back = jnp.minimum(group, self.left), jnp.maximum(group - (self.number - self.left), 0)
-        return group * self.rounds + self._dealt(forth, back)
+        others = jnp.maximum(group - self.first, 0)
+        return (group - others) * self.rows_of_first + others * self.rows_of_others
 
     def place(self, rank: Int32[Array, "n"]) -> Int32[Array, "n"]:
         """Of a row that comes at `rank` where the longest come first. Idle rows stay last."""
@@ -73,17 +78,12 @@ class Groups(NamedTuple):
         return jnp.where(rank < self.rows, self.start(group) + turn, rank)
 
     def group(self, place: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Whose row that is; any for idle ones."""
-        rounds = jnp.maximum(self.rounds, 1)
-        few = self.number - self.left  # groups that have no more rows than rounds
-        longer, shorter = self.left * (rounds + 1), few * rounds
-        forth = jnp.where(place < longer, ratio(place, rounds + 1), self.left + ratio(place - longer, rounds))
-        back = jnp.where(place < shorter, ratio(place, rounds), few + ratio(place - shorter, rounds + 1))
-        return jnp.clip(self._dealt(forth, back), 0, self.number - 1)
-
-    def _dealt(self, forth: Int32[Array, "n"], back: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """By the direction in which the rows that are left are dealt. (A kernel takes no single condition for all.)"""
-        return forth + (back - forth) * (self.rounds % 2)
+        """Whose row that is; the last group for idle ones."""
+        start_of_others = self.first * self.rows_of_first
+        among_first = place < start_of_others
+        into = jnp.where(among_first, place, place - start_of_others)
+        size = jnp.where(among_first, jnp.maximum(self.rows_of_first, 1), jnp.maximum(self.rows_of_others, 1))
+        return jnp.minimum(ratio(into, size) + jnp.where(among_first, 0, self.first), self.number - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,10 @@ class Sharing:
         """Whether so many rows are put in the order in which groups take them; else groups take them as they come."""
         return not self.piece_pages and num_rows <= MAX_DEALT
 
+    def length_key(self, num_pages: Int32[Array, "rows"], row: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+        """By which rows are put in order, the largest first: the longest, and the first of those as long."""
+        return jnp.minimum(num_pages, MOST_COMPARED) * MAX_DEALT + (MAX_DEALT - 1 - row)
+
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """Of each row; an idle one costs nothing."""
         if self.piece_pages:
@@ -133,17 +137,15 @@ class Sharing:
         """
         return jnp.maximum(ratio(total_pages + (num_programs - 1), num_programs), self.least)
 
-    def parts(self, num_pages: Int32[Array, "rows"], own_share: Int32[Array, ""]) -> Int32[Array, "rows"]:
-        """How many programs rows have to themselves if each takes about so many pages; none where a row is idle. Each
-        takes `part` pages, but the last may take fewer.
+    def parts(
+        self, num_pages: Int32[Array, "rows"], own_share: Int32[Array, ""]
+    ) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"]]:
+        """How many programs rows have to themselves if each takes about so many pages, none where a row is idle; and
+        the pages of each, of which the last may take fewer.
         """
         programs = jnp.maximum(ratio(num_pages + ratio(own_share, 2), own_share), 1)
-        part = jnp.maximum(self.part(num_pages, programs), 1)
-        return ratio(num_pages + (part - 1), part)
-
-    def part(self, num_pages: Int32[Array, "n"], parts: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Pages of each of so many parts."""
-        return ratio(num_pages + (parts - 1), parts)
+        part = jnp.maximum(ratio(num_pages + (programs - 1), programs), 1)
+        return ratio(num_pages + (part - 1), part), part
 
     def is_part_uneven(self, part: Int32[Array, "n"], share: Int32[Array, ""]) -> Bool[Array, "n"]:
         """Whether a program would have so much of a row that programs at equal distances are better. There, too, a

@@ -1,24 +1,28 @@
 """`plan_decode` on Hopper: one program, one warpgroup, so that a step pays for one short kernel.
 
-Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of their costs stay in shared memory, where
-every place among the rows is then found by bisection:
+Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of what they cost stay in shared memory,
+where every place among the rows is then found by bisection:
 
-    rows      walk, rank        -> place, and what is listed by place
-    places    cost              -> ends: where each row ends         (prefix sums)
-    total     -> share
-    groups    share of each     -> whether these are worse; and, if there are programs for all rows,
-    places    pages             -> own share                         (prefix sums)
-    places    parts             -> whether these are worse           (prefix sums)
-    places    pieces, next      -> piece_ends                        (prefix sums)
+    rows      cost              -> ends: where each row ends         (prefix sums)
+    total     -> share, own share
+    rows      parts             -> piece_ends, and whether that is even; if so, programs start with parts
+    else
+    rows      rank              -> place, and what is listed by place
+    places    cost              -> ends                              (prefix sums)
+    places    pieces in groups  -> piece_ends, and whether that is even
+    else
+    places    pieces            -> piece_ends                        (prefix sums)
     programs  start             -> place, page, piece
 
-Nothing waits but the threads of the warpgroup for each other.
+What is not needed is not done: every instruction is fetched once, and most of the kernel's time is latency. Nothing
+waits but the threads of the warpgroup for each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,20 +33,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import Ref
-from pallas_attn.ops.common.mosaic_rows import THREADS, RowLayout
+from pallas_attn.ops.common.mosaic import Ref, unknown_zero
+from pallas_attn.ops.common.mosaic_lanes import (
+    LANES,
+    WARP,
+    barrier,
+    count_larger,
+    prefix_sums,
+    put_sums,
+    take_sum,
+)
+from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
 
-LANES = RowLayout(threads=1, vector=1)
-"""Numbers by thread: the i-th of a chunk is thread i % 128's."""
-
-MAX_CHUNK = 8 * THREADS
+MAX_CHUNK = 4 * THREADS
 """Rows or programs at a time: more would be more registers, fewer more rounds."""
-
-COMPARED = 8
-"""Rows that every row is compared with in a turn of a loop."""
 
 MAX_ROWS = 24 * 1024
 """What fits shared memory, twice."""
@@ -61,13 +68,18 @@ class Static:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether there are groups, and rows might have programs to themselves if these are enough."""
+        """Whether there may be groups, or programs for each row."""
         return not self.sharing.piece_pages
 
     @property
     def for_each_row(self) -> bool:
-        """Whether they are enough."""
+        """Whether there are programs enough for that."""
         return self.is_balanced and self.rows <= self.programs
+
+    @property
+    def most_pieces(self) -> int:
+        """A piece begins with a row or with a program."""
+        return self.rows + self.programs
 
 
 class Inputs(NamedTuple):
@@ -105,14 +117,14 @@ class Memory(NamedTuple):
 
     Attributes:
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
-      sums: [2, chunk], of a scan on its way.
-      worse: [2], 1 if groups, or programs for each row, are worse than programs at equal distances.
+      scratch: a number a warp of a chunk, of prefix sums on their way.
+      busy: the same, of rows that are not idle.
     """
 
     ends: Any
     piece_ends: Any
-    sums: Any
-    worse: Any
+    scratch: Any
+    busy: Any
 
 
 def plan_decode(
@@ -137,16 +149,11 @@ def plan_decode(
         rows=rows,
         programs=num_programs,
     )
-    padded = pl.cdiv(rows, _chunk(rows)) * _chunk(rows)
+    padded, warps = pl.cdiv(rows, _chunk(rows)) * _chunk(rows), _chunk(rows) // WARP
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(Outputs.types(static),),
-        scratch_types=[
-            plgpu.SMEM((padded,), jnp.int32),
-            plgpu.SMEM((padded,), jnp.int32),
-            plgpu.SMEM((2 * _chunk(rows),), jnp.int32),
-            plgpu.SMEM((2,), jnp.int32),
-        ],
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (padded, padded, warps, warps)],
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
@@ -169,126 +176,231 @@ def _each_chunk(count: int, body: Any, carry: Any) -> Any:
 
 def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
     mem, sharing = Memory(*memory), static.sharing
-    if sharing.are_dealt(static.rows):
-        groups, total = _deal(static, x, plan, mem)
-    else:
-        groups = Groups.of(jnp.int32(static.rows), static.programs)
-        total = _lay_out(static, x, plan, mem)
+    total, busy = _lay_out(static, x, mem)
     share = sharing.share(total, static.programs)
-    mem.worse[0] = jnp.where(groups.number > static.programs, 1, 0)
-    mem.worse[1] = 0
-    plgpu.commit_smem()
-    own_share = share  # where no row has programs to itself
-    if static.is_balanced:
-        _compare_groups(static, mem, groups, share)
     if static.for_each_row:
-        own_share = _compare_parts(static, mem, share)
+        own_share = sharing.own_share(total - busy * sharing.overhead, static.programs)
+        is_even = _part(static, mem, share, own_share)
+        pl.when(is_even)(lambda: _list_parts(static, x, plan, mem, own_share))
+        pl.when(~is_even)(lambda: _share(static, x, plan, mem, total, busy, share))
+    else:
+        _share(static, x, plan, mem, total, busy, share)
 
-    def cut(first: Any, before: Any) -> Any:
-        place = LANES.iota(_chunk(static.rows)) + first
-        end, begin = LANES.take(mem.ends, place), _before(mem.ends, place)
-        pieces = sharing.pieces(begin, end, share)
-        if static.is_balanced:
-            start, _, shares = _bounds(static, mem, groups, groups.group(place))
-            pieces = _unless_worse(mem, 0, sharing.pieces(begin - start, end - start, shares), pieces)
-        if static.for_each_row:
-            pieces = _unless_worse(mem, 1, sharing.parts(_pages(static, mem, place), own_share), pieces)
-        _write(plan.next_place, place, static.rows, _find(static, mem.ends, end))
-        after = _append(mem.piece_ends, first, pieces, mem.sums, before)
-        _write(plan.piece_offsets, place, static.rows, _before(mem.piece_ends, place))
-        return after
 
-    num_pieces = _each_chunk(static.rows, cut, jnp.int32(0))
-    plan.piece_offsets[static.rows] = num_pieces
+def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
+    """Sums up what rows cost, as they come; returns the sum of all, and how many are not idle."""
+
+    def lay_out(first: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        cost_before, busy_before = before
+        row = LANES.iota(_chunk(static.rows)) + first
+        pages = jnp.where(row < static.rows, _walk(static, x, row).num_pages, 0)
+        ends = prefix_sums(static.sharing.cost(pages), mem.scratch) + cost_before
+        put_sums(mem.busy, jnp.where(pages > 0, 1, 0))  # who still read them has passed a barrier by now
+        return _put(mem.ends, first, ends), busy_before + take_sum(mem.busy)
+
+    return _each_chunk(static.rows, lay_out, (jnp.int32(0), jnp.int32(0)))
+
+
+# --- programs for each row
+
+
+def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
+    """Sums up parts of rows, as they come; returns whether they are even enough, and no more than programs."""
+
+    def part(first: Any, before: Any) -> Any:
+        row = LANES.iota(_chunk(static.rows)) + first
+        parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
+        is_uneven = static.sharing.is_part_uneven(pages, share)
+        return _append(mem.piece_ends, first, _flagged(static, parts, is_uneven), mem.scratch, before)
+
+    return _each_chunk(static.rows, part, jnp.int32(0)) <= static.programs
+
+
+def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
+    """More pieces than there are where these are worse."""
+    return jnp.where(are_worse, static.most_pieces + 1, pieces)
+
+
+def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share: Any) -> None:
+    _list_in_order(static, x, plan)
+    _list_rows(static, plan, mem, lambda place: _find(static, mem.piece_ends, LANES.take(mem.piece_ends, place)))
 
     def start(first: Any, _: None) -> None:
         program = LANES.iota(_chunk(static.programs + 1)) + first
-        number, shares, begin = program, LANES.filled(share, program.shape[0]), jnp.zeros_like(program)
-        at = jnp.minimum(sharing.start(program, share, total), total)
-        if static.is_balanced:
-            of = ratio(program, groups.programs)
-            begin, end, group_shares = _bounds(static, mem, groups, of)
-            of_group = program - of * groups.programs
-            into_group = jnp.minimum(sharing.start(of_group, group_shares, end - begin), end - begin)
-            own = of_group, group_shares, begin + into_group, begin
-            others = program, shares, at, jnp.zeros_like(begin)
-            number, shares, at, begin = (_unless_worse(mem, 0, *both) for both in zip(own, others, strict=True))
-        within = jnp.minimum(_find(static, mem.ends, at), static.rows - 1)
-        at = sharing.untailed(at, jnp.maximum(LANES.take(mem.ends, within), at))
-        place = _find(static, mem.ends, at)
-        row_begin = _before(mem.ends, place)
-        page = sharing.page(at - row_begin)
-        first_piece = _before(mem.piece_ends, place)
-        piece = sharing.piece(number, row_begin - begin, at - row_begin, first_piece, shares)
-        if static.for_each_row:
-            alone = _find(static, mem.piece_ends, program)
-            pages, before = _pages(static, mem, alone), _before(mem.piece_ends, alone)
-            part = sharing.part(pages, jnp.maximum(sharing.parts(pages, own_share), 1))
-            of_part = jnp.where(alone < static.rows, (program - before) * part, 0)
-            place, page, piece = (
-                _unless_worse(mem, 1, *both)
-                for both in ((alone, place), (of_part, page), (jnp.minimum(program, num_pieces), piece))
-            )
-        _write(plan.program_place, program, static.programs + 1, place)
-        _write(plan.program_page, program, static.programs + 1, page)
-        _write(plan.program_piece, program, static.programs + 1, piece)
+        row = _find(static, mem.piece_ends, program)
+        pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
+        before = _before(mem.piece_ends, row)
+        page = jnp.where(row < static.rows, (program - before) * pages, 0)
+        _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
 
     _each_chunk(static.programs + 1, start, None)
 
 
-def _lay_out(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> Any:
-    """Lists rows as they come, and sums up their costs; returns the sum of all."""
-
-    def lay_out(first: Any, before: Any) -> Any:
-        row = LANES.iota(_chunk(static.rows)) + first
-        walk = _walk(static, x, row)
-        _list(static, plan, row, row, walk)
-        cost = jnp.where(row < static.rows, static.sharing.cost(walk.num_pages), 0)
-        return _append(mem.ends, first, cost, mem.sums, before)
-
-    return _each_chunk(static.rows, lay_out, jnp.int32(0))
+# --- programs for groups, or for all
 
 
-def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> tuple[Groups, Any]:
-    """The same in the order of groups; also returns these."""
-    count, zero = _chunk(static.rows), mosaic.unknown_zero()  # constants are no indices
-    row = LANES.iota(count)
+def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, busy: Any, share: Any) -> None:
+    is_dealt, sharing = static.sharing.are_dealt(static.rows), static.sharing
+    groups = Groups.of(busy if is_dealt else jnp.int32(static.rows), static.programs)
+    if is_dealt:
+        _deal(static, x, plan, mem, groups)
+    else:
+        _list_in_order(static, x, plan)
+
+    def following(place: Any) -> Any:
+        """The next place of a row that is not idle."""
+        if is_dealt:
+            return jnp.where(place + 1 < busy, place + 1, static.rows)
+        return _find(static, mem.ends, LANES.take(mem.ends, place))
+
+    def bounds(group: Any) -> tuple[Any, Any, Any]:
+        """Where groups begin and end, and the share of each one's programs."""
+        begin, end = (_before(mem.ends, groups.start(group + i)) for i in range(2))
+        return begin, end, sharing.share(end - begin, groups.programs)
+
+    def pieces_in_groups(place: Any) -> Any:
+        start, _, shares = bounds(groups.group(place))
+        begin, end = _before(mem.ends, place), LANES.take(mem.ends, place)
+        pieces = sharing.pieces(begin - start, end - start, shares)
+        return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
+
+    def start_in_groups(program: Any) -> Start:
+        of = ratio(program, groups.programs)
+        begin, end, shares = bounds(of)
+        number = program - of * groups.programs
+        at = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
+        return Start(number, shares, begin, begin + at)
+
+    def pieces(place: Any) -> Any:
+        return sharing.pieces(_before(mem.ends, place), LANES.take(mem.ends, place), share)
+
+    def start(program: Any) -> Start:
+        at = jnp.minimum(sharing.start(program, share, total), total)
+        return Start(program, LANES.filled(share, program.shape[0]), jnp.zeros_like(program), at)
+
+    def at_equal_distances() -> None:
+        _cut(static, mem, pieces)
+        _list_pieces(static, plan, mem, following, start)
+
+    if not static.is_balanced:
+        at_equal_distances()
+        return
+    are_even = _cut(static, mem, pieces_in_groups) <= static.most_pieces
+    pl.when(are_even)(lambda: _list_pieces(static, plan, mem, following, start_in_groups))
+    pl.when(~are_even)(at_equal_distances)
+
+
+class Start(NamedTuple):
+    """Where programs start among the rows.
+
+    Attributes:
+      number: of each among those which take equal shares of the same rows.
+      share: what each of those takes.
+      begin: where their rows begin.
+      at: where the program starts.
+    """
+
+    number: Any
+    share: Any
+    begin: Any
+    at: Any
+
+
+def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups) -> None:
+    """Lists rows in the order of groups, and sums up what they cost."""
+    row, zero = LANES.iota(_chunk(static.rows)), unknown_zero()  # constants are no indices
     walk = _walk(static, x, row)
-    pages = jnp.where(row < static.rows, walk.num_pages, 0)
-    mem.piece_ends[pl.ds(zero, count)] = pages
-    plgpu.commit_smem()
-
-    def compare(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        rank, busy = carry
-        for j in range(COMPARED):
-            number = i * COMPARED + j + zero
-            other = mem.piece_ends[number]
-            comes_first = (other > pages) | ((other == pages) & (number < row))
-            rank, busy = jnp.where(comes_first, rank + 1, rank), jnp.where(other > 0, busy + 1, busy)
-        return rank, busy
-
-    nothing = LANES.filled(jnp.int32(0), count), jnp.int32(0)
-    rank, busy = lax.fori_loop(0, pl.cdiv(static.rows, COMPARED), compare, nothing)
-    groups = Groups.of(busy, static.programs)
-    place = groups.place(rank)
+    key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1)
+    barrier()  # who still reads
+    LANES.put(mem.piece_ends, row, key)
+    barrier()
+    place = groups.place(count_larger(mem.piece_ends, key))
     _list(static, plan, place, row, walk)
-    LANES.put(mem.ends, jnp.where(place < static.rows, place, -1), pages)
-    plgpu.commit_smem()
-    cost = jnp.where(row < static.rows, static.sharing.cost(LANES.take(mem.ends, row)), 0)  # of places now
-    return groups, _append(mem.ends, zero, cost, mem.sums, zero)
+    LANES.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
+    barrier()
+    pages = jnp.where(row < static.rows, LANES.take(mem.ends, row), 0)  # of places now
+    _append(mem.ends, zero, static.sharing.cost(pages), mem.scratch, zero)
+
+
+def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
+    """Sums up pieces of the rows at these places; returns the sum of all."""
+
+    def cut(first: Any, before: Any) -> Any:
+        place = LANES.iota(_chunk(static.rows)) + first
+        return _append(mem.piece_ends, first, jnp.where(place < static.rows, pieces(place), 0), mem.scratch, before)
+
+    return _each_chunk(static.rows, cut, jnp.int32(0))
+
+
+def _list_pieces(
+    static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any], start: Callable[[Any], Start]
+) -> None:
+    sharing = static.sharing
+    _list_rows(static, plan, mem, following)
+
+    def list_programs(first: Any, _: None) -> None:
+        program = LANES.iota(_chunk(static.programs + 1)) + first
+        number, share, begin, at = start(program)
+        place = _find(static, mem.ends, at)
+        last = jnp.minimum(place, static.rows - 1)
+        untailed = sharing.untailed(at, jnp.maximum(LANES.take(mem.ends, last), at))
+        place = jnp.where(untailed > at, following(last), place)
+        row_begin = _before(mem.ends, place)
+        into = untailed - row_begin
+        piece = sharing.piece(number, row_begin - begin, into, _before(mem.piece_ends, place), share)
+        _list_programs(static, plan, program, (place, sharing.page(into), piece))
+
+    _each_chunk(static.programs + 1, list_programs, None)
+
+
+# --- what is listed
+
+
+def _list_in_order(static: Static, x: Inputs, plan: Outputs) -> None:
+    """Lists rows as they come."""
+
+    def write(first: Any, _: None) -> None:
+        row = LANES.iota(_chunk(static.rows)) + first
+        _list(static, plan, row, row, _walk(static, x, row))
+
+    _each_chunk(static.rows, write, None)
 
 
 def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
     """Writes what a plan lists of rows to their places."""
     refs = plan.row, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
-        _write(ref, place, static.rows, values)
+        LANES.put(ref, jnp.where(row < static.rows, place, -1), values)
 
 
-def _walk(static: Static, x: Inputs, row: Any) -> Any:
+def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any]) -> None:
+    """Writes which place follows each, and where its pieces begin."""
+
+    def write(first: Any, _: None) -> None:
+        place = LANES.iota(_chunk(static.rows)) + first
+        at = jnp.where(place < static.rows, place, -1)
+        LANES.put(plan.next_place, at, following(place))
+        LANES.put(plan.piece_offsets, at, _before(mem.piece_ends, place))
+
+    _each_chunk(static.rows, write, None)
+    plan.piece_offsets[static.rows] = mem.piece_ends[mem.piece_ends.shape[0] - 1]
+
+
+def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
+    """Writes place, page and piece."""
+    at = jnp.where(program <= static.programs, program, -1)
+    for ref, values in zip((plan.program_place, plan.program_page, plan.program_piece), start, strict=True):
+        LANES.put(ref, at, values)
+
+
+# --- rows and places
+
+
+def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
     """Pages of rows; anything for those past the last."""
     row = jnp.minimum(row, static.rows - 1)
-    batch, head = row // static.num_kv_heads, row % static.num_kv_heads
+    batch = ratio(row, static.num_kv_heads)
+    head = row - batch * static.num_kv_heads
     kv_len = LANES.take(x.kv_lens, batch)
     q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else LANES.take(x.q_lens, batch)
     if x.window is None:
@@ -299,12 +411,6 @@ def _walk(static: Static, x: Inputs, row: Any) -> Any:
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
 
 
-def _bounds(static: Static, mem: Memory, groups: Groups, group: Any) -> tuple[Any, Any, Any]:
-    """Where groups begin and end, and the share of each one's programs."""
-    begin, end = (_before(mem.ends, groups.start(group + i)) for i in range(2))
-    return begin, end, static.sharing.share(end - begin, groups.programs)
-
-
 def _pages(static: Static, mem: Memory, row: Any) -> Any:
     """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
     last = jnp.minimum(row, static.rows - 1)
@@ -312,69 +418,16 @@ def _pages(static: Static, mem: Memory, row: Any) -> Any:
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
-def _compare_groups(static: Static, mem: Memory, groups: Groups, share: Any) -> None:
-    """Notes whether some program of a group would take too much."""
-
-    def note(first: Any, _: None) -> None:
-        group = LANES.iota(_chunk(static.programs)) + first
-        _, _, shares = _bounds(static, mem, groups, group)  # of those past the last: of nothing
-        _note(mem, 0, static.sharing.is_group_uneven(shares, groups.programs, share))
-
-    _each_chunk(static.programs, note, None)
-    plgpu.commit_smem()
-
-
-def _compare_parts(static: Static, mem: Memory, share: Any) -> Any:
-    """Notes whether programs for each row would be too uneven, or too many; returns what each would take about."""
-    sharing = static.sharing
-
-    def add(first: Any, before: Any) -> Any:
-        pages = _pages(static, mem, LANES.iota(_chunk(static.rows)) + first)
-        return _append(mem.piece_ends, first, pages, mem.sums, before)
-
-    own_share = sharing.own_share(_each_chunk(static.rows, add, jnp.int32(0)), static.programs)
-
-    def note(first: Any, before: Any) -> Any:
-        pages = _pages(static, mem, LANES.iota(_chunk(static.rows)) + first)
-        parts = sharing.parts(pages, own_share)
-        _note(mem, 1, sharing.is_part_uneven(sharing.part(pages, jnp.maximum(parts, 1)), share))
-        return _append(mem.piece_ends, first, parts, mem.sums, before)
-
-    needed = _each_chunk(static.rows, note, jnp.int32(0))
-    _note(mem, 1, LANES.filled(needed, THREADS) > static.programs)
-    plgpu.commit_smem()
-    return own_share
-
-
-def _note(mem: Memory, which: int, are_worse: Any) -> None:
-    """That this is worse, if any of these is true."""
-    LANES.put(
-        mem.worse, jnp.where(are_worse, which, -1), LANES.filled(jnp.int32(1), are_worse.shape[0])
-    )  # all the same
-
-
-def _unless_worse(mem: Memory, which: int, values: Any, others: Any) -> Any:
-    """The first values, or the others where these are worse."""
-    return jnp.where(LANES.filled(mem.worse[which], values.shape[0]) == 1, others, values)
-
-
 def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:
-    """Writes prefix sums of a chunk to `sums` from `first` on, on top of the sum `before`; returns the last one.
+    """Writes prefix sums of a chunk to `sums` from `first` on, on top of the sum `before`; returns the last one."""
+    return _put(sums, first, prefix_sums(values, scratch) + before)
 
-    In every round each number takes in the one twice as far back as in the round before (Hillis and Steele, 1986).
-    """
+
+def _put(sums: Ref, first: Any, values: Any) -> Any:
+    """Writes a chunk to `sums` from `first` on, for all threads to read; returns the last one."""
     chunk = values.shape[0]
-    within = LANES.iota(chunk)
-    far, half = 1, 0
-    while far < chunk:
-        written = scratch.at[pl.ds(half, chunk)]
-        written[...] = values
-        plgpu.commit_smem()
-        values += jnp.where(within >= far, LANES.take(written, jnp.maximum(within - far, 0)), 0)
-        far, half = 2 * far, chunk - half  # who is still reading this half is done before it is written again
-    values += before
-    sums[pl.ds(first, chunk)] = values
-    plgpu.commit_smem()
+    LANES.put(sums, LANES.iota(chunk) + first, values)
+    barrier()
     return sums[first + (chunk - 1)]
 
 
@@ -384,15 +437,14 @@ def _before(sums: Ref, i: Any) -> Any:
 
 
 def _find(static: Static, ends: Ref, place: Any) -> Any:
-    """The row that covers each place, by where rows end; the number of rows past the end."""
-    found, step = LANES.filled(jnp.int32(0), place.shape[0]), pl.next_power_of_2(static.rows)
+    """The row that covers each place, by where rows end; the number of rows past the end. Each round reads three ends
+    and leaves a quarter.
+    """
+    found = LANES.filled(jnp.int32(0), place.shape[0])
+    step = 4 ** ((static.rows.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
     while step:
-        last = found + (step - 1)
-        passed = (last < static.rows) & (LANES.take(ends, jnp.minimum(last, static.rows - 1)) <= place)
-        found, step = jnp.where(passed, found + step, found), step // 2
+        ends_at = [found + (i * step - 1) for i in range(1, 4)]
+        passed = [(at < static.rows) & (LANES.take(ends, jnp.minimum(at, static.rows - 1)) <= place) for at in ends_at]
+        found += sum(jnp.where(one, step, 0) for one in passed)
+        step //= 4
     return found
-
-
-def _write(ref: Ref, number: Any, count: int, values: Any) -> None:
-    """ref[number[i]] = values[i] for numbers below `count`."""
-    LANES.put(ref, jnp.where(number < count, number, -1), values)

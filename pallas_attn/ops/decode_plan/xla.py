@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int32
 
 from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.stretches import stretch_of
-from pallas_attn.ops.common.visibility import head_windows, page_walk
+from pallas_attn.ops.common.visibility import PageWalk, head_windows, page_walk
 from pallas_attn.types import DecodePlan, HeadWindow
 
 
@@ -31,17 +31,18 @@ def plan_decode(
     first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
     end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
     walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
-    walked = [x.reshape(-1) for x in walk]
-    order, busy = _order(sharing, walked[2], num_programs)
-    sink_pages, first_page, num_pages = (x[order] for x in walked)
-    offsets = _prefix_sums(sharing.cost(num_pages))
-    share = sharing.share(offsets[-1], num_programs)
-    program = jnp.arange(num_programs + 1, dtype=jnp.int32)
+    walk = PageWalk(*(x.reshape(-1) for x in walk))
+    rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
+    share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
+    order, busy = _dealt(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
+    offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
     cuts = _at_equal_distances(sharing, offsets, share, program)
     if not sharing.piece_pages:
-        cuts = _unless(*_in_groups(sharing, offsets, share, program, busy), cuts)
-        if num_pages.shape[0] <= num_programs:
-            cuts = _unless(*_for_each_row(sharing, num_pages, offsets, share, program), cuts)
+        cuts = _unless(*_in_groups(sharing, offsets, share, program, jnp.int32(busy)), cuts)
+        if len(rows) <= num_programs:
+            own, are_worse = _for_each_row(sharing, walk.num_pages, share, program)
+            cuts, order = _unless(own, are_worse, cuts), jnp.where(are_worse, order, rows)
+    sink_pages, first_page, num_pages = (x[order] for x in walk)
     return DecodePlan(
         row=order,
         sink_pages=sink_pages,
@@ -63,14 +64,13 @@ class Cuts(NamedTuple):
     program_piece: Int32[Array, "programs_plus_1"]
 
 
-def _order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
-    """The row at each place, and how many of them groups are made of."""
+def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
+    """The row at each place where rows are dealt to groups, and how many of them are not idle."""
     rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
-    if not sharing.are_dealt(num_pages.shape[0]):
-        return rows, jnp.int32(num_pages.shape[0])
     busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
     place = Groups.of(busy, num_programs).place(rows)
-    return jnp.zeros_like(rows).at[place].set(jnp.argsort(-num_pages, stable=True).astype(jnp.int32)), busy
+    longest_first = jnp.argsort(-sharing.length_key(num_pages, rows)).astype(jnp.int32)
+    return jnp.zeros_like(rows).at[place].set(longest_first), busy
 
 
 def _unless(others: Cuts, are_worse: Bool[Array, ""], cuts: Cuts) -> Cuts:
@@ -97,7 +97,7 @@ def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array
 def _in_groups(
     sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
 ) -> tuple[Cuts, Bool[Array, ""]]:
-    """Of rows of a group; and whether that is too uneven, or takes more programs than there are."""
+    """Of rows of a group; and whether that is too uneven."""
     rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
     groups = Groups.of(busy, num_programs)
 
@@ -106,25 +106,25 @@ def _in_groups(
         return begin, end, sharing.share(end - begin, groups.programs)
 
     begin, _, shares = bounds(groups.group(jnp.arange(rows, dtype=jnp.int32)))
+    are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share))
     piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
-    begin, end, shares = bounds(ratio(program, groups.programs))
-    number = program - ratio(program, groups.programs) * groups.programs
+    of = ratio(program, groups.programs)
+    begin, end, shares = bounds(of)
+    number = program - of * groups.programs
     into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
     place, into = _found(sharing, offsets, begin + into_group)
     piece = sharing.piece(number, offsets[place] - begin, into, piece_offsets[place], shares)
-    are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share)) | (groups.number > num_programs)
     return Cuts(piece_offsets, place, sharing.page(into), piece), are_worse
 
 
-def _for_each_row(
-    sharing: Sharing, num_pages: Array, offsets: Array, share: Array, program: Array
-) -> tuple[Cuts, Bool[Array, ""]]:
-    """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are."""
+def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[Cuts, Bool[Array, ""]]:
+    """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are. Rows
+    are as they come.
+    """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
-    parts = sharing.parts(num_pages, own_share)
+    parts, part = sharing.parts(num_pages, own_share)
     piece_offsets = _prefix_sums(parts)
     place = stretch_of(piece_offsets[1:], program)
-    part = sharing.part(num_pages, jnp.maximum(parts, 1))
     page = (program - piece_offsets[place]) * jnp.append(part, jnp.int32(0))[place]
     are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
     return Cuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
