@@ -223,6 +223,7 @@ class DecodePlan:
       row: int32 [B·Hkv], the row at each place.
       sink_pages, first_page, num_pages: int32 [B·Hkv].
       next_place: int32 [B·Hkv], the next place of a row that is not idle; B·Hkv after the last.
+      merged_place: int32 [B·Hkv + 1], places of rows that are not in one piece, for who merges; then B·Hkv.
       piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
       program_place, program_page: int32 [num_programs + 1].
       program_piece: int32 [num_programs + 1], number of each program's first piece.
@@ -235,6 +236,7 @@ class DecodePlan:
     first_page: Int32[Array, "rows"]
     num_pages: Int32[Array, "rows"]
     next_place: Int32[Array, "rows"]
+    merged_place: Int32[Array, "rows_plus_1"]
     piece_offsets: Int32[Array, "rows_plus_1"]
     program_place: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]

@@ -32,7 +32,7 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
 
 def plan(rows: int = B * HKV, page_size: int = PS) -> DecodePlan:
     of_rows, of_programs = ints(rows), ints(5)
-    return DecodePlan(*(of_rows,) * 5, ints(rows + 1), *(of_programs,) * 3, page_size, 0)
+    return DecodePlan(*(of_rows,) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, page_size, 0)
 
 
 KV = cache()

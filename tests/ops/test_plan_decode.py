@@ -114,6 +114,8 @@ def check(plan: DecodePlan) -> list[list[Piece]]:
     busy = np.flatnonzero(plan.num_pages).tolist()
     next_busy = [next((b for b in busy if b > place), len(rows)) for place in range(len(rows))]
     np.testing.assert_array_equal(plan.next_place, next_busy)
+    merged = [place for place, count in enumerate(counts) if count != 1]
+    np.testing.assert_array_equal(plan.merged_place, merged + [len(rows)] * (len(rows) + 1 - len(merged)))
     return programs
 
 

@@ -140,7 +140,7 @@ def test_latent_allocation() -> None:
 
 ONES = jnp.ones((2,), jnp.int32)
 ANGLES = jnp.ones((3, 4))
-PLAN = DecodePlan(*(ONES,) * 9, page_size=16, piece_pages=8)
+PLAN = DecodePlan(*(ONES,) * 10, page_size=16, piece_pages=8)
 INSTANCES = [
     PagedKV(jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 4, 8))),
     PagedKV(*[jnp.ones((2, 1, 4, 8), jnp.int8)] * 2, *[jnp.ones((1,))] * 2),

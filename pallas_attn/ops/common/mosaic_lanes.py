@@ -46,8 +46,7 @@ def barrier() -> None:
 def put_sums(to: Ref, numbers: jax.Array) -> None:
     """Writes the sum of the numbers of each warp."""
     if interpreted():
-        warp_sums = jnp.sum(numbers.reshape(-1, WARP), axis=1, keepdims=True)
-        _put_last(to, jnp.broadcast_to(warp_sums, (warp_sums.size, WARP)).reshape(-1))
+        _put_last(to, _warp_prefix_sums(numbers))
         return
 
     def reduce(register: ir.Value) -> ir.Value:
@@ -57,24 +56,23 @@ def put_sums(to: Ref, numbers: jax.Array) -> None:
 
 
 def take_sum(of_warps: Ref) -> jax.Array:
-    """The sum of what `put_sums` wrote, after a barrier."""
+    """The sum of all numbers, from what `put_sums` wrote before a barrier, or `prefix_sums` to its scratch."""
     zero = unknown_zero()  # constants are no indices
     return functools.reduce(jnp.add, [of_warps[zero + i] for i in range(of_warps.shape[0])])
 
 
 def prefix_sums(numbers: jax.Array, scratch: Ref) -> jax.Array:
     """Of each number and those before it. Takes two barriers: who still reads `scratch`, a number a warp, has done so,
-    then it is written.
+    then the sum of each warp is there.
     """
-    if interpreted():
-        return jnp.cumsum(numbers, dtype=jnp.int32)
-    zero, place = unknown_zero(), LANES.iota(numbers.shape[0])
-    sums = _by_register(_warp_prefix_sums, numbers)
+    count, zero = numbers.shape[0], unknown_zero()
+    sums = _warp_prefix_sums(numbers)
     barrier()
     _put_last(scratch, sums)
     barrier()
-    for warp in range(numbers.shape[0] // WARP - 1):
-        sums += jnp.where(place >= (warp + 1) * WARP, LANES.filled(scratch[zero + warp], numbers.shape[0]), 0)
+    place = LANES.iota(count)
+    for warp in range(count // WARP - 1):
+        sums += jnp.where(place >= (warp + 1) * WARP, LANES.filled(scratch[zero + warp], count), 0)
     return sums
 
 
@@ -127,13 +125,19 @@ def _by_register(function: Any, numbers: jax.Array) -> jax.Array:
     return apply(numbers)
 
 
-def _warp_prefix_sums(number: ir.Value) -> ir.Value:
+def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
     """In every round each takes in the one twice as far back as in the round before (Hillis and Steele, 1986)."""
-    i32 = ir.IntegerType.get_signless(32)
-    all_lanes, zero = arith.constant(i32, -1), arith.constant(i32, 0)
-    lane = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARP - 1))
-    for far in (arith.constant(i32, 2**i) for i in range(WARP.bit_length() - 1)):
-        other = nvvm.shfl_sync(all_lanes, number, far, zero, nvvm.ShflKind.up)
-        is_there = arith.cmpi(arith.CmpIPredicate.uge, lane, far)
-        number = arith.addi(number, arith.select(is_there, other, zero))
-    return number
+    if interpreted():
+        return jnp.cumsum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32).reshape(-1)
+
+    def sums(number: ir.Value) -> ir.Value:
+        i32 = ir.IntegerType.get_signless(32)
+        all_lanes, zero = arith.constant(i32, -1), arith.constant(i32, 0)
+        lane = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARP - 1))
+        for far in (arith.constant(i32, 2**i) for i in range(WARP.bit_length() - 1)):
+            other = nvvm.shfl_sync(all_lanes, number, far, zero, nvvm.ShflKind.up)
+            is_there = arith.cmpi(arith.CmpIPredicate.uge, lane, far)
+            number = arith.addi(number, arith.select(is_there, other, zero))
+        return number
+
+    return _by_register(sums, numbers)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, Ref, over_columns
+from pallas_attn.ops.common.mosaic_share import for_each_merged, merge_programs
 from pallas_attn.ops.common.mosaic_states import Arrivals, Partials, blocks_of, keep, kept
 from pallas_attn.types import DecodePlan
 
@@ -130,16 +131,12 @@ class Columns:
         """In a kernel: [width], the learned sink of each column's head, or of some columns'; or None."""
         return None if sinks is None else mosaic.load(sinks.at[self.head_block(block), kv_head, some], PER_COLUMN)
 
-    def place(self, partials: Partials, block: Any, piece: Any) -> Any:
-        """In a kernel: of the state of a block of a piece."""
-        return block * (partials.acc.shape[0] // self.blocks) + piece
-
     def keep(self, partials: Partials, block: Any, piece: Any, state: State) -> None:
         """In a kernel: writes that state."""
-        place = self.place(partials, block, piece)
-        partials.stats[place, 0] = state.m
-        partials.stats[place, 1] = state.l
-        keep(state.acc, partials.acc.at[place])
+        number = partials.number(block, self.blocks, piece)
+        partials.stats[number, 0] = state.m
+        partials.stats[number, 1] = state.l
+        keep(state.acc, partials.acc.at[number])
 
     def narrowed(self, programs: int) -> Columns:
         """Parts of these blocks, in their order, of as few columns as keep the multiprocessors busy where so many
@@ -254,12 +251,12 @@ def merge_pieces(
     rows, head_dim = lse.shape[1], out.shape[3]
     parts = head_dim // MERGE_ROWS
     narrow = columns.narrowed(parts * columns.blocks * rows)
-    width = narrow.width
+    width, programs = narrow.width, merge_programs(parts * narrow.blocks * rows)
     refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, columns, narrow),
-        grid=(parts, narrow.blocks, rows),  # only the last axis may be longer than 65,535
-        grid_names=("part", "block", "place"),
+        functools.partial(_merge_kernel, columns, narrow, parts, programs),
+        grid=(programs,),
+        grid_names=("program",),
         scratch_types=[
             Arrivals.types(partials, columns.blocks * rows, width, blocks_of(MERGE_ROWS * width)),
             Output.tile_type(width, MERGE_ROWS, out.dtype),
@@ -273,6 +270,8 @@ def merge_pieces(
 def _merge_kernel(
     columns: Columns,
     narrow: Columns,
+    parts: int,
+    programs: int,
     out: Ref,
     lse: Ref,
     partials: Partials,
@@ -281,24 +280,24 @@ def _merge_kernel(
     arrivals: Arrivals,
     tile: Ref,
 ) -> None:
-    """Some values of some columns of a row."""
-    place, narrow_block, part = (lax.axis_index(name) for name in ("place", "block", "part"))
+    """Some values of some columns of rows, one after the other."""
     width, slices = narrow.width, columns.width // narrow.width
-    block, number = lax.div(narrow_block, slices), lax.rem(narrow_block, slices)
-    some, values = pl.ds(number * width, width), part * MERGE_ROWS
-    row, count = plan.row[place], plan.piece_offsets[place + 1] - plan.piece_offsets[place]
     here = blocks_of(MERGE_ROWS * width)
-    blocks = pl.ds((part * slices + number) * here, here)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
         m, l = (mosaic.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
         return merged.merge(State(m, l, kept(acc, (MERGE_ROWS, width))))
 
-    @pl.when(count != 1)
-    def _merge() -> None:
-        first = columns.place(partials, block, plan.piece_offsets[place])
-        empty = State.empty(MERGE_ROWS, width)
-        merged = arrivals.for_each(partials, first, count, some, blocks, add, empty)
+    def merge(place: Any, number: Any) -> None:
+        narrow_block, part = lax.div(number, parts), lax.rem(number, parts)
+        block, some_of_block = lax.div(narrow_block, slices), lax.rem(narrow_block, slices)
+        row, first_piece = plan.row[place], plan.piece_offsets[place]
+        some, blocks = pl.ds(some_of_block * width, width), pl.ds((part * slices + some_of_block) * here, here)
+        first, count = partials.number(block, columns.blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
+        merged = arrivals.for_each(partials, first, count, some, blocks, add, State.empty(MERGE_ROWS, width))
         sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group), some)
-        Output(out, lse.at[block, row, some], tile).write(narrow, narrow_block, row, merged, sink, values)
-        plgpu.wait_smem_to_gmem(0)
+        output = Output(out, lse.at[block, row, some], tile)
+        output.write(narrow, narrow_block, row, merged, sink, part * MERGE_ROWS)
+
+    for_each_merged(plan, parts * narrow.blocks, programs, merge)
+    plgpu.wait_smem_to_gmem(0)

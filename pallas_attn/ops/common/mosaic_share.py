@@ -1,4 +1,4 @@
-"""A program's share of a plan: pieces of rows, one after the other."""
+"""A program's share of a plan: pieces of rows, one after the other; and of the rows that are merged then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_attn.ops.common import mosaic
 from pallas_attn.types import DecodePlan
+
+MERGE_PROGRAMS = 3
+"""Programs of a merge that a multiprocessor has shared memory for."""
 
 
 class Span(NamedTuple):
@@ -50,6 +54,29 @@ def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any
 
     begin = plan.program_place[program], plan.program_page[program], plan.program_piece[program]
     lax.while_loop(is_ours, step, (*begin, carry))
+
+
+def merge_programs(items: int) -> int:
+    """How many programs merge so many parts of rows: as many as run at a time. Where nothing is to be merged, more
+    would only have to be started.
+    """
+    return min(items, MERGE_PROGRAMS * mosaic.multiprocessors())
+
+
+def for_each_merged(plan: DecodePlan, parts: int, programs: int, work: Callable[[Any, Any], None]) -> None:
+    """Calls work(place, part) for this program's share of the rows that are not in one piece, so many parts of each."""
+    rows = plan.row.shape[0]
+
+    def place(item: Any) -> Any:
+        return plan.merged_place[jnp.minimum(lax.div(item, parts), rows)]
+
+    def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
+        item, row_place = at
+        work(row_place, lax.rem(item, parts))
+        return item + programs, place(item + programs)
+
+    program = lax.axis_index("program")
+    lax.while_loop(lambda at: at[1] < rows, step, (program, place(program)))
 
 
 def num_states(plan: DecodePlan, rows: int, table_pages: int) -> int:

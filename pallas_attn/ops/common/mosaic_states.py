@@ -50,6 +50,10 @@ class Partials(NamedTuple):
             jax.ShapeDtypeStruct((states, blocks_of(width * values), *BLOCK), jnp.float32),
         )
 
+    def number(self, block: Any, blocks: int, piece: Any) -> Any:
+        """Of the state of a piece of a block of query rows, of so many blocks."""
+        return block * (self.acc.shape[0] // blocks) + piece
+
 
 class Arrivals(NamedTuple):
     """Parts of states in shared memory: n to read and n on their way.

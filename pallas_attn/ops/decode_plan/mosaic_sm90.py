@@ -98,6 +98,7 @@ class Outputs(NamedTuple):
     first_page: Any
     num_pages: Any
     next_place: Any
+    merged_place: Any
     piece_offsets: Any
     program_place: Any
     program_page: Any
@@ -109,7 +110,7 @@ class Outputs(NamedTuple):
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
         )
         programs = (programs_plus_1, programs_plus_1, programs_plus_1)
-        return Outputs(*(rows,) * 5, rows_plus_1, *programs)
+        return Outputs(*(rows,) * 5, *(rows_plus_1,) * 2, *programs)
 
 
 class Memory(NamedTuple):
@@ -374,15 +375,22 @@ def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -
 
 
 def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any]) -> None:
-    """Writes which place follows each, and where its pieces begin."""
+    """Writes which place follows each, where its pieces begin, and which are merged."""
 
-    def write(first: Any, _: None) -> None:
+    def write(first: Any, merged_before: Any) -> Any:
         place = LANES.iota(_chunk(static.rows)) + first
         at = jnp.where(place < static.rows, place, -1)
+        before = _before(mem.piece_ends, place)
         LANES.put(plan.next_place, at, following(place))
-        LANES.put(plan.piece_offsets, at, _before(mem.piece_ends, place))
+        LANES.put(plan.piece_offsets, at, before)
+        is_merged = (place < static.rows) & (LANES.take(mem.piece_ends, place) - before != 1)
+        merged = prefix_sums(jnp.where(is_merged, 1, 0), mem.scratch) + merged_before  # up to and with this place
+        to = jnp.where(is_merged, merged - 1, static.rows - (place - merged))  # others fill the list from its end
+        LANES.put(plan.merged_place, jnp.where(place < static.rows, to, -1), jnp.where(is_merged, place, static.rows))
+        return merged_before + take_sum(mem.scratch)
 
-    _each_chunk(static.rows, write, None)
+    merged = _each_chunk(static.rows, write, jnp.int32(0))
+    plan.merged_place[merged] = static.rows
     plan.piece_offsets[static.rows] = mem.piece_ends[mem.piece_ends.shape[0] - 1]
 
 

@@ -49,6 +49,7 @@ def plan_decode(
         first_page=first_page,
         num_pages=num_pages,
         next_place=_next_busy(num_pages),
+        merged_place=_merged(cuts.piece_offsets),
         **cuts._asdict(),
         page_size=page_size,
         piece_pages=sharing.piece_pages,
@@ -135,6 +136,13 @@ def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
     rows = num_pages.shape[0]
     busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
     return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
+
+
+def _merged(piece_offsets: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
+    """Places of rows that are not in one piece, then the number of rows."""
+    (rows_plus_1,) = piece_offsets.shape
+    (places,) = jnp.nonzero(jnp.diff(piece_offsets) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
+    return places.astype(jnp.int32)
 
 
 def _prefix_sums(x: Int32[Array, "rows"]) -> Int32[Array, "rows_plus_1"]:

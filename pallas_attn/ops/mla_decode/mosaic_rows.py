@@ -108,13 +108,13 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
     def _keep() -> None:
         consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
-        place = block * (partials.acc.shape[0] // results.lse.shape[0]) + piece.number
+        number = partials.number(block, results.lse.shape[0], piece.number)
         blocks = pl.ds(blocks_of(ROWS * half * static.widths[0]), blocks_of(ROWS * static.widths[half]))
         acc = jnp.where(over_tokens(real, state.acc.shape), state.acc, 0.0)
-        keep(acc, partials.acc.at[place, blocks])
+        keep(acc, partials.acc.at[number, blocks])
         if half == 0:
-            partials.stats[place, 0] = m * (1 / LOG2E)
-            partials.stats[place, 1] = l
+            partials.stats[number, 0] = m * (1 / LOG2E)
+            partials.stats[number, 1] = l
 
 
 def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *memory: Ref) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
 from pallas_attn.ops.common.mosaic_merge import State
+from pallas_attn.ops.common.mosaic_share import for_each_merged, merge_programs
 from pallas_attn.ops.common.mosaic_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS
 from pallas_attn.types import DecodePlan
@@ -49,11 +50,12 @@ def merge_pieces(
     columns = MOST_COLUMNS
     while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= mosaic.multiprocessors():
         columns //= 2  # to keep them all busy
-    refs = mosaic.changeable(out), mosaic.changeable(lse)
+    parts = latent_dim // columns
+    refs, programs = (mosaic.changeable(out), mosaic.changeable(lse)), merge_programs(parts * blocks * batch)
     plgpu.kernel(
-        functools.partial(_kernel, columns),
-        grid=(latent_dim // columns, blocks, batch),  # only the last axis may be longer than 65,535
-        grid_names=("part", "block", "place"),
+        functools.partial(_kernel, columns, parts, programs),
+        grid=(programs,),
+        grid_names=("program",),
         scratch_types=[
             Arrivals.types(partials, blocks * batch, ROWS, blocks_of(ROWS * columns)),
             plgpu.SMEM((ROWS, columns), out.dtype),
@@ -65,26 +67,34 @@ def merge_pieces(
 
 
 def _kernel(
-    columns: int, out: Ref, lse: Ref, partials: Partials, plan: DecodePlan, arrivals: Arrivals, tile: Ref
+    columns: int,
+    parts: int,
+    programs: int,
+    out: Ref,
+    lse: Ref,
+    partials: Partials,
+    plan: DecodePlan,
+    arrivals: Arrivals,
+    tile: Ref,
 ) -> None:
-    """Some columns of the latent, of a block of rows."""
-    place, block, part = (lax.axis_index(name) for name in ("place", "block", "part"))
-    row, count = plan.row[place], plan.piece_offsets[place + 1] - plan.piece_offsets[place]
-    here = blocks_of(ROWS * columns)
+    """Some columns of the latent of blocks of rows, one after the other."""
+    blocks, here = lse.shape[0], blocks_of(ROWS * columns)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
         m, l = (mosaic.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
         return merged.merge(State(m, l, kept(acc, (ROWS, columns))), over_tokens)
 
-    @pl.when(count != 1)
-    def _merge() -> None:
-        first = block * (partials.acc.shape[0] // lse.shape[0]) + plan.piece_offsets[place]
+    def merge(place: Any, number: Any) -> None:
+        block, part = lax.div(number, parts), lax.rem(number, parts)
+        row, first_piece = plan.row[place], plan.piece_offsets[place]
+        first, count = partials.number(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
         empty = State(
             mosaic.filled(-jnp.inf, (ROWS,), PER_ROW),
             mosaic.filled(0.0, (ROWS,), PER_ROW),
             mosaic.filled(0.0, (ROWS, columns), mosaic.TILE),
         )
         merged = arrivals.for_each(partials, first, count, slice(None), pl.ds(part * here, here), add, empty)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out, for another row
         tile[...] = normalised(merged.acc, merged.l).astype(tile.dtype)
         plgpu.commit_smem()
         to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(part * columns, columns)]
@@ -94,4 +104,5 @@ def _kernel(
         def _store_lse() -> None:
             lse[block, row] = log_sum(merged.m * LOG2E, merged.l)
 
-        plgpu.wait_smem_to_gmem(0)
+    for_each_merged(plan, parts * blocks, programs, merge)
+    plgpu.wait_smem_to_gmem(0)
