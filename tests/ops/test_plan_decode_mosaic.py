@@ -12,7 +12,7 @@ import pytest
 from pallas_attn import FULL, HeadWindow, explain, plan_decode
 from pallas_attn.ops.common import sharing
 from pallas_attn.ops.decode_plan import mosaic_sm90
-from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_CHUNK, MAX_ROWS
+from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_ROWS, MOST_WARPGROUPS, THREADS
 from tests.ops import harness
 
 PS = 16
@@ -54,7 +54,7 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
 
 @modes
 def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+    monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
     given = arguments(harness.fresh_rng(), 100, 3, 3000)
     with harness.interpreting(capsys):
         check(mode, 132, **given)
@@ -78,7 +78,7 @@ def test_interpreted_with_programs_for_each_row(
 ) -> None:
     """Rows that are nearly whole numbers of shares, some of them idle; or a chunk and a half of them, as they come."""
     if not dealt:
-        monkeypatch.setattr(mosaic_sm90, "MAX_CHUNK", 128)
+        monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
         monkeypatch.setattr(sharing, "MAX_DEALT", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
@@ -97,6 +97,16 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
     given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 1}
     with harness.interpreting(capsys):
         check("balanced", num_programs, **given)
+
+
+def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many programs as rows, whose lengths differ: only then they are dealt. Threads of two warpgroups."""
+    lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
+    given = {"kv_lens": lens, "page_size": 64, "num_q_heads": 8, "num_kv_heads": 2}
+    plan = plan_decode(**given, num_programs=140, implementation="xla")
+    assert (np.diff(plan.row) < 0).any()
+    with harness.interpreting(capsys):
+        check("balanced", 140, **given)
 
 
 def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +131,7 @@ def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> No
 
 
 def test_more_chunks_than_one_are_among_the_sizes() -> None:
-    assert MAX_CHUNK < 1000 * 8 < MAX_ROWS
+    assert MOST_WARPGROUPS * THREADS < 1000 * 8 < MAX_ROWS
 
 
 def test_more_rows_than_fit_are_not_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,12 @@
-"""Numbers of a warpgroup's threads, and what threads learn of each other's through shuffles and shared memory.
-
-There are a multiple of 128 of them, and the i-th is thread i % 128's.
+"""A number for each thread of a kernel's program, and what threads learn of each other's through shuffles and shared
+memory.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,71 +16,86 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 
 from pallas_attn.ops.common.mosaic import Ref, interpreted, unknown_zero
-from pallas_attn.ops.common.mosaic_rows import RowLayout
-
-LANES = RowLayout(threads=1, vector=1)
+from pallas_attn.ops.common.mosaic_rows import THREADS, RowLayout
 
 WARP = 32
+
+MOST_WARPGROUPS = 8
+"""Their warps are as many as a warp has threads, which sum up what all warps have."""
+
+PER_THREAD = RowLayout(threads=1, vector=1)
+"""How the numbers of a warpgroup lie, [128]."""
 
 COMPARED = 32
 """Numbers that `count_larger` reads in a turn of its loop."""
 
 
-def barrier() -> None:
-    """Waits for all threads, which see then what each has written to shared memory. `plgpu.commit_smem` has copies see
-    it too, and that takes longer.
+class Lanes(NamedTuple):
+    """The threads of a program, of up to 8 warpgroups, its axis "warpgroup".
+
+    Attributes:
+      sums: int32 [warps] in shared memory.
+      met: a barrier with which warpgroups wait for each other where they are interpreted; None where they are not.
     """
-    if interpreted():
-        return
 
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
+    sums: Any
+    met: Any
 
-    wait()
+    @staticmethod
+    def types(warpgroups: int) -> Lanes:
+        met = plgpu.Barrier(num_arrivals=warpgroups) if interpreted() else None
+        return Lanes(plgpu.SMEM((warpgroups * THREADS // WARP,), jnp.int32), met)
 
+    def number(self) -> jax.Array:
+        """int32 [128]: which of all threads each is."""
+        return PER_THREAD.iota(THREADS) + lax.axis_index("warpgroup") * THREADS
 
-def put_sums(to: Ref, numbers: jax.Array) -> None:
-    """Writes the sum of the numbers of each warp."""
-    if interpreted():
-        _put_last(to, _warp_prefix_sums(numbers))
-        return
+    def barrier(self) -> None:
+        """Waits for all threads, which see then what each has written to shared memory."""
+        if interpreted():
+            plgpu.barrier_arrive(self.met)
+            plgpu.barrier_wait(self.met)
+            return
 
-    def reduce(register: ir.Value) -> ir.Value:
-        return mgpu.utils.redux(register, arith.constant(ir.IntegerType.get_signless(32), -1), nvvm.ReductionKind.ADD)
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            gpu.barrier()
 
-    _put_last(to, _by_register(reduce, numbers))
+        wait()
 
+    def prefix_sums(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of each thread's number and those before it; and the sum of all, for each. Takes two barriers: who still
+        reads `sums` has done so, then they are there.
+        """
+        thread = self.number()
+        lane, warp = thread % WARP, thread // WARP
+        within = _warp_prefix_sums(numbers)
+        self.barrier()
+        PER_THREAD.put(self.sums, jnp.where(lane == WARP - 1, warp, -1), within)
+        self.barrier()
+        warps = self.sums.shape[0]
+        sum_of_warp = jnp.where(lane < warps, PER_THREAD.take(self.sums, jnp.minimum(lane, warps - 1)), 0)
+        before, of_all = _warp_sums(jnp.where(lane < warp, sum_of_warp, 0)), _warp_sums(sum_of_warp)
+        return within + before, of_all
 
-def take_sum(of_warps: Ref) -> jax.Array:
-    """The sum of all numbers, from what `put_sums` wrote before a barrier, or `prefix_sums` to its scratch."""
-    zero = unknown_zero()  # constants are no indices
-    return functools.reduce(jnp.add, [of_warps[zero + i] for i in range(of_warps.shape[0])])
-
-
-def prefix_sums(numbers: jax.Array, scratch: Ref) -> jax.Array:
-    """Of each number and those before it. Takes two barriers: who still reads `scratch`, a number a warp, has done so,
-    then the sum of each warp is there.
-    """
-    count, zero = numbers.shape[0], unknown_zero()
-    sums = _warp_prefix_sums(numbers)
-    barrier()
-    _put_last(scratch, sums)
-    barrier()
-    place = LANES.iota(count)
-    for warp in range(count // WARP - 1):
-        sums += jnp.where(place >= (warp + 1) * WARP, LANES.filled(scratch[zero + warp], count), 0)
-    return sums
+    def sum(self, numbers: jax.Array) -> jax.Array:
+        """Of all threads' numbers, one. Takes two barriers like `prefix_sums`."""
+        thread, zero = self.number(), unknown_zero()  # constants are no indices
+        within = _warp_sums(numbers)
+        self.barrier()
+        PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), within)
+        self.barrier()
+        return functools.reduce(jnp.add, [self.sums[zero + i] for i in range(self.sums.shape[0])])
 
 
 def count_larger(numbers: Ref, than: jax.Array) -> jax.Array:
-    """How many of the numbers, a multiple of 32 of them, are larger than each."""
+    """How many of the numbers in shared memory, a multiple of 32 of them, are larger than each thread's."""
     if interpreted():
         return jnp.sum(numbers[...][None, :] > than[:, None], axis=1, dtype=jnp.int32)
-    each = LANES.per_row
+    each = PER_THREAD.per_row
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), each, each),
@@ -88,41 +103,24 @@ def count_larger(numbers: Ref, than: jax.Array) -> jax.Array:
     )
     def add(_: Any, some: ir.Value, than: Any, counts: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        pointer, registers = mgpu.utils.memref_ptr(some), counts.registers.copy()
+        pointer = mgpu.utils.memref_ptr(some)
+        ((place, register),) = np.ndenumerate(than.registers)
+        own, count = (vector.extract(x.registers[place], [], [0]) for x in (than, counts))
         for i in range(0, COMPARED, 4):
             at = mgpu.utils.getelementptr(pointer, [i], i32)
             four = llvm.load(ir.VectorType.get((4,), i32), at, alignment=16)
             for j in range(4):
-                for place, register in np.ndenumerate(than.registers):
-                    number = vector.broadcast(register.type, vector.extract(four, [], [j]))
-                    is_larger = arith.cmpi(arith.CmpIPredicate.sgt, number, register)
-                    registers[place] = arith.addi(registers[place], arith.extui(register.type, is_larger))
+                is_larger = arith.cmpi(arith.CmpIPredicate.sgt, vector.extract(four, [], [j]), own)
+                count = arith.addi(count, arith.extui(i32, is_larger))
+        registers = np.empty_like(counts.registers)
+        registers[place] = vector.broadcast(register.type, count)
         return mgpu.FragmentedArray(_registers=registers, _layout=counts.layout, _is_signed=True)
 
     def step(i: Any, counts: jax.Array) -> jax.Array:
         return add(numbers.at[pl.ds(i * COMPARED, COMPARED)], than, counts)
 
-    return lax.fori_loop(0, numbers.shape[0] // COMPARED, step, LANES.filled(jnp.int32(0), than.shape[0]))
-
-
-def _put_last(to: Ref, numbers: jax.Array) -> None:
-    """Writes the last number of each warp."""
-    place = LANES.iota(numbers.shape[0])
-    LANES.put(to, jnp.where(place % WARP == WARP - 1, lax.div(place, WARP), -1), numbers)
-
-
-def _by_register(function: Any, numbers: jax.Array) -> jax.Array:
-    """A function of a number of each thread."""
-    each = LANES.per_row
-
-    @plgpu.inline_mgpu(arg_types=(each,), return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each))
-    def apply(_: Any, numbers: Any) -> Any:
-        registers = np.empty_like(numbers.registers)
-        for place, register in np.ndenumerate(numbers.registers):
-            registers[place] = vector.broadcast(register.type, function(vector.extract(register, [], [0])))
-        return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed)
-
-    return apply(numbers)
+    nothing = PER_THREAD.filled(jnp.int32(0), than.shape[0])
+    return lax.fori_loop(0, numbers.shape[0] // COMPARED, step, nothing)
 
 
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
@@ -140,4 +138,29 @@ def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
             number = arith.addi(number, arith.select(is_there, other, zero))
         return number
 
-    return _by_register(sums, numbers)
+    return _by_thread(sums, numbers)
+
+
+def _warp_sums(numbers: jax.Array) -> jax.Array:
+    """Of a warp's numbers, for each of its threads."""
+    if interpreted():
+        sums = jnp.sum(numbers.reshape(-1, WARP), axis=1, keepdims=True, dtype=jnp.int32)
+        return jnp.broadcast_to(sums, (sums.size, WARP)).reshape(-1)
+
+    def sum_up(number: ir.Value) -> ir.Value:
+        return mgpu.utils.redux(number, arith.constant(number.type, -1), nvvm.ReductionKind.ADD)
+
+    return _by_thread(sum_up, numbers)
+
+
+def _by_thread(function: Callable[[ir.Value], ir.Value], numbers: jax.Array) -> jax.Array:
+    each = PER_THREAD.per_row
+
+    @plgpu.inline_mgpu(arg_types=(each,), return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each))
+    def apply(_: Any, numbers: Any) -> Any:
+        registers = np.empty_like(numbers.registers)
+        for place, register in np.ndenumerate(numbers.registers):
+            registers[place] = vector.broadcast(register.type, function(vector.extract(register, [], [0])))
+        return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed)
+
+    return apply(numbers)

@@ -1,7 +1,7 @@
-"""`plan_decode` on Hopper: one program, one warpgroup, so that a step pays for one short kernel.
+"""`plan_decode` on Hopper: one program, so that a step pays for one short kernel.
 
-Rows are taken a chunk at a time, a few of them by each thread. Prefix sums of what they cost stay in shared memory,
-where every place among the rows is then found by bisection:
+It has about as many threads as there are rows or programs, and takes these a chunk at a time, one of them a thread.
+Prefix sums of what rows cost stay in shared memory, where every place among them is then found by bisection:
 
     rows      cost              -> ends: where each row ends         (prefix sums)
     total     -> share, own share
@@ -15,7 +15,7 @@ where every place among the rows is then found by bisection:
     programs  start             -> place, page, piece
 
 What is not needed is not done: every instruction is fetched once, and most of the kernel's time is latency. Nothing
-waits but the threads of the warpgroup for each other.
+waits but threads for each other; they all take the same branches.
 """
 
 from __future__ import annotations
@@ -34,22 +34,11 @@ from jaxtyping import Array, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref, unknown_zero
-from pallas_attn.ops.common.mosaic_lanes import (
-    LANES,
-    WARP,
-    barrier,
-    count_larger,
-    prefix_sums,
-    put_sums,
-    take_sum,
-)
+from pallas_attn.ops.common.mosaic_lanes import MOST_WARPGROUPS, PER_THREAD, Lanes, count_larger
 from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
-
-MAX_CHUNK = 4 * THREADS
-"""Rows or programs at a time: more would be more registers, fewer more rounds."""
 
 MAX_ROWS = 24 * 1024
 """What fits shared memory, twice."""
@@ -75,6 +64,19 @@ class Static:
     def for_each_row(self) -> bool:
         """Whether there are programs enough for that."""
         return self.is_balanced and self.rows <= self.programs
+
+    @property
+    def warpgroups(self) -> int:
+        return min(MOST_WARPGROUPS, pl.cdiv(max(self.rows, self.programs + 1), THREADS))
+
+    @property
+    def chunk(self) -> int:
+        """Rows or programs that threads take at a time."""
+        return self.warpgroups * THREADS
+
+    @property
+    def padded_rows(self) -> int:
+        return pl.cdiv(self.rows, self.chunk) * self.chunk
 
     @property
     def most_pieces(self) -> int:
@@ -118,14 +120,12 @@ class Memory(NamedTuple):
 
     Attributes:
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
-      scratch: a number a warp of a chunk, of prefix sums on their way.
-      busy: the same, of rows that are not idle.
+      lanes: the threads.
     """
 
     ends: Any
     piece_ends: Any
-    scratch: Any
-    busy: Any
+    lanes: Any
 
 
 def plan_decode(
@@ -150,33 +150,29 @@ def plan_decode(
         rows=rows,
         programs=num_programs,
     )
-    padded, warps = pl.cdiv(rows, _chunk(rows)) * _chunk(rows), _chunk(rows) // WARP
+    sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(Outputs.types(static),),
-        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (padded, padded, warps, warps)],
+        scratch_types=(Memory(sums, sums, Lanes.types(static.warpgroups)),),
+        num_threads=static.warpgroups,
+        thread_name="warpgroup",
         kernel_name="plan_decode",
     )(mosaic.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
 
 
-def _chunk(count: int) -> int:
-    """How many of so many are taken at a time."""
-    return min(MAX_CHUNK, pl.cdiv(count, THREADS) * THREADS)
-
-
-def _each_chunk(count: int, body: Any, carry: Any) -> Any:
-    """body(first, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, of which `first` begins one."""
-    chunk = _chunk(count)
+def _each_chunk(static: Static, lanes: Lanes, count: int, body: Any, carry: Any = None) -> Any:
+    """body(numbers, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, a number for each thread."""
 
     def step(i: Any, carry: Any) -> Any:
-        return body(i * chunk, carry)
+        return body(lanes.number() + i * static.chunk, carry)
 
-    return lax.fori_loop(0, pl.cdiv(count, chunk), step, carry)
+    return lax.fori_loop(0, pl.cdiv(count, static.chunk), step, carry)
 
 
-def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
-    mem, sharing = Memory(*memory), static.sharing
+def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:
+    sharing = static.sharing
     total, busy = _lay_out(static, x, mem)
     share = sharing.share(total, static.programs)
     if static.for_each_row:
@@ -191,15 +187,13 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, *memory: Ref) -> None:
 def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
     """Sums up what rows cost, as they come; returns the sum of all, and how many are not idle."""
 
-    def lay_out(first: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-        cost_before, busy_before = before
-        row = LANES.iota(_chunk(static.rows)) + first
+    def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        cost, busy = before
         pages = jnp.where(row < static.rows, _walk(static, x, row).num_pages, 0)
-        ends = prefix_sums(static.sharing.cost(pages), mem.scratch) + cost_before
-        put_sums(mem.busy, jnp.where(pages > 0, 1, 0))  # who still read them has passed a barrier by now
-        return _put(mem.ends, first, ends), busy_before + take_sum(mem.busy)
+        return _append(mem, mem.ends, row, static.sharing.cost(pages), cost), busy + jnp.where(pages > 0, 1, 0)
 
-    return _each_chunk(static.rows, lay_out, (jnp.int32(0), jnp.int32(0)))
+    _, busy = _each_chunk(static, mem.lanes, static.rows, lay_out, (_of_each(0), _of_each(0)))
+    return _last(static, mem.ends), mem.lanes.sum(busy)
 
 
 # --- programs for each row
@@ -208,13 +202,13 @@ def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
 def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
     """Sums up parts of rows, as they come; returns whether they are even enough, and no more than programs."""
 
-    def part(first: Any, before: Any) -> Any:
-        row = LANES.iota(_chunk(static.rows)) + first
+    def part(row: Any, before: Any) -> Any:
         parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
         is_uneven = static.sharing.is_part_uneven(pages, share)
-        return _append(mem.piece_ends, first, _flagged(static, parts, is_uneven), mem.scratch, before)
+        return _append(mem, mem.piece_ends, row, _flagged(static, parts, is_uneven), before)
 
-    return _each_chunk(static.rows, part, jnp.int32(0)) <= static.programs
+    _each_chunk(static, mem.lanes, static.rows, part, _of_each(0))
+    return _last(static, mem.piece_ends) <= static.programs
 
 
 def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
@@ -223,18 +217,17 @@ def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
 
 
 def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share: Any) -> None:
-    _list_in_order(static, x, plan)
-    _list_rows(static, plan, mem, lambda place: _find(static, mem.piece_ends, LANES.take(mem.piece_ends, place)))
+    _list_in_order(static, x, plan, mem.lanes)
+    _list_rows(static, plan, mem, lambda place: _find(static, mem.piece_ends, PER_THREAD.take(mem.piece_ends, place)))
 
-    def start(first: Any, _: None) -> None:
-        program = LANES.iota(_chunk(static.programs + 1)) + first
+    def start(program: Any, _: None) -> None:
         row = _find(static, mem.piece_ends, program)
         pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
         before = _before(mem.piece_ends, row)
         page = jnp.where(row < static.rows, (program - before) * pages, 0)
         _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
 
-    _each_chunk(static.programs + 1, start, None)
+    _each_chunk(static, mem.lanes, static.programs + 1, start)
 
 
 # --- programs for groups, or for all
@@ -246,13 +239,13 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
     if is_dealt:
         _deal(static, x, plan, mem, groups)
     else:
-        _list_in_order(static, x, plan)
+        _list_in_order(static, x, plan, mem.lanes)
 
     def following(place: Any) -> Any:
         """The next place of a row that is not idle."""
         if is_dealt:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
-        return _find(static, mem.ends, LANES.take(mem.ends, place))
+        return _find(static, mem.ends, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
         """Where groups begin and end, and the share of each one's programs."""
@@ -261,7 +254,7 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
 
     def pieces_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
-        begin, end = _before(mem.ends, place), LANES.take(mem.ends, place)
+        begin, end = _before(mem.ends, place), PER_THREAD.take(mem.ends, place)
         pieces = sharing.pieces(begin - start, end - start, shares)
         return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
 
@@ -273,11 +266,11 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
         return Start(number, shares, begin, begin + at)
 
     def pieces(place: Any) -> Any:
-        return sharing.pieces(_before(mem.ends, place), LANES.take(mem.ends, place), share)
+        return sharing.pieces(_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
     def start(program: Any) -> Start:
         at = jnp.minimum(sharing.start(program, share, total), total)
-        return Start(program, LANES.filled(share, program.shape[0]), jnp.zeros_like(program), at)
+        return Start(program, _of_each(share), jnp.zeros_like(program), at)
 
     def at_equal_distances() -> None:
         _cut(static, mem, pieces)
@@ -309,28 +302,28 @@ class Start(NamedTuple):
 
 def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups) -> None:
     """Lists rows in the order of groups, and sums up what they cost."""
-    row, zero = LANES.iota(_chunk(static.rows)), unknown_zero()  # constants are no indices
+    row = mem.lanes.number()
     walk = _walk(static, x, row)
     key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1)
-    barrier()  # who still reads
-    LANES.put(mem.piece_ends, row, key)
-    barrier()
+    mem.lanes.barrier()  # who still reads what was there has done so
+    PER_THREAD.put(mem.piece_ends, row, key)
+    mem.lanes.barrier()
     place = groups.place(count_larger(mem.piece_ends, key))
     _list(static, plan, place, row, walk)
-    LANES.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
-    barrier()
-    pages = jnp.where(row < static.rows, LANES.take(mem.ends, row), 0)  # of places now
-    _append(mem.ends, zero, static.sharing.cost(pages), mem.scratch, zero)
+    PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
+    mem.lanes.barrier()
+    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # of places now
+    _append(mem, mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
 def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
     """Sums up pieces of the rows at these places; returns the sum of all."""
 
-    def cut(first: Any, before: Any) -> Any:
-        place = LANES.iota(_chunk(static.rows)) + first
-        return _append(mem.piece_ends, first, jnp.where(place < static.rows, pieces(place), 0), mem.scratch, before)
+    def cut(place: Any, before: Any) -> Any:
+        return _append(mem, mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
 
-    return _each_chunk(static.rows, cut, jnp.int32(0))
+    _each_chunk(static, mem.lanes, static.rows, cut, _of_each(0))
+    return _last(static, mem.piece_ends)
 
 
 def _list_pieces(
@@ -339,66 +332,64 @@ def _list_pieces(
     sharing = static.sharing
     _list_rows(static, plan, mem, following)
 
-    def list_programs(first: Any, _: None) -> None:
-        program = LANES.iota(_chunk(static.programs + 1)) + first
+    def list_programs(program: Any, _: None) -> None:
         number, share, begin, at = start(program)
         place = _find(static, mem.ends, at)
         last = jnp.minimum(place, static.rows - 1)
-        untailed = sharing.untailed(at, jnp.maximum(LANES.take(mem.ends, last), at))
+        untailed = sharing.untailed(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
         place = jnp.where(untailed > at, following(last), place)
         row_begin = _before(mem.ends, place)
         into = untailed - row_begin
         piece = sharing.piece(number, row_begin - begin, into, _before(mem.piece_ends, place), share)
         _list_programs(static, plan, program, (place, sharing.page(into), piece))
 
-    _each_chunk(static.programs + 1, list_programs, None)
+    _each_chunk(static, mem.lanes, static.programs + 1, list_programs)
 
 
 # --- what is listed
 
 
-def _list_in_order(static: Static, x: Inputs, plan: Outputs) -> None:
+def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> None:
     """Lists rows as they come."""
 
-    def write(first: Any, _: None) -> None:
-        row = LANES.iota(_chunk(static.rows)) + first
+    def write(row: Any, _: None) -> None:
         _list(static, plan, row, row, _walk(static, x, row))
 
-    _each_chunk(static.rows, write, None)
+    _each_chunk(static, lanes, static.rows, write)
 
 
 def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
     """Writes what a plan lists of rows to their places."""
     refs = plan.row, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
-        LANES.put(ref, jnp.where(row < static.rows, place, -1), values)
+        PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
 
 
 def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any]) -> None:
     """Writes which place follows each, where its pieces begin, and which are merged."""
 
-    def write(first: Any, merged_before: Any) -> Any:
-        place = LANES.iota(_chunk(static.rows)) + first
-        at = jnp.where(place < static.rows, place, -1)
-        before = _before(mem.piece_ends, place)
-        LANES.put(plan.next_place, at, following(place))
-        LANES.put(plan.piece_offsets, at, before)
-        is_merged = (place < static.rows) & (LANES.take(mem.piece_ends, place) - before != 1)
-        merged = prefix_sums(jnp.where(is_merged, 1, 0), mem.scratch) + merged_before  # up to and with this place
-        to = jnp.where(is_merged, merged - 1, static.rows - (place - merged))  # others fill the list from its end
-        LANES.put(plan.merged_place, jnp.where(place < static.rows, to, -1), jnp.where(is_merged, place, static.rows))
-        return merged_before + take_sum(mem.scratch)
+    def write(place: Any, merged_before: Any) -> Any:
+        exists, is_last = place < static.rows, place == static.rows - 1
+        end, begin = PER_THREAD.take(mem.piece_ends, place), _before(mem.piece_ends, place)
+        PER_THREAD.put(plan.next_place, jnp.where(exists, place, -1), following(place))
+        PER_THREAD.put(plan.piece_offsets, jnp.where(exists, place, -1), begin)
+        PER_THREAD.put(plan.piece_offsets, jnp.where(is_last, static.rows, -1), end)
+        is_merged = exists & (end - begin != 1)
+        so_far, of_all = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
+        so_far += merged_before
+        at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))  # others fill the list from its end
+        PER_THREAD.put(plan.merged_place, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
+        PER_THREAD.put(plan.merged_place, jnp.where(is_last, so_far, -1), _of_each(static.rows))
+        return merged_before + of_all
 
-    merged = _each_chunk(static.rows, write, jnp.int32(0))
-    plan.merged_place[merged] = static.rows
-    plan.piece_offsets[static.rows] = mem.piece_ends[mem.piece_ends.shape[0] - 1]
+    _each_chunk(static, mem.lanes, static.rows, write, _of_each(0))
 
 
 def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
     """Writes place, page and piece."""
     at = jnp.where(program <= static.programs, program, -1)
     for ref, values in zip((plan.program_place, plan.program_page, plan.program_piece), start, strict=True):
-        LANES.put(ref, at, values)
+        PER_THREAD.put(ref, at, values)
 
 
 # --- rows and places
@@ -409,12 +400,12 @@ def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
     row = jnp.minimum(row, static.rows - 1)
     batch = ratio(row, static.num_kv_heads)
     head = row - batch * static.num_kv_heads
-    kv_len = LANES.take(x.kv_lens, batch)
-    q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else LANES.take(x.q_lens, batch)
+    kv_len = PER_THREAD.take(x.kv_lens, batch)
+    q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else PER_THREAD.take(x.q_lens, batch)
     if x.window is None:
         window, sink_tokens = jnp.full_like(kv_len, static.window), jnp.zeros_like(kv_len)
     else:
-        window, sink_tokens = LANES.take(x.window.window, head), LANES.take(x.window.sink_tokens, head)
+        window, sink_tokens = PER_THREAD.take(x.window.window, head), PER_THREAD.take(x.window.sink_tokens, head)
     end = jnp.where(q_len > 0, kv_len, 0)
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
 
@@ -422,37 +413,44 @@ def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
 def _pages(static: Static, mem: Memory, row: Any) -> Any:
     """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
     last = jnp.minimum(row, static.rows - 1)
-    cost = LANES.take(mem.ends, last) - _before(mem.ends, last)
+    cost = PER_THREAD.take(mem.ends, last) - _before(mem.ends, last)
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
-def _append(sums: Ref, first: Any, values: Any, scratch: Ref, before: Any) -> Any:
-    """Writes prefix sums of a chunk to `sums` from `first` on, on top of the sum `before`; returns the last one."""
-    return _put(sums, first, prefix_sums(values, scratch) + before)
+def _of_each(number: Any) -> Any:
+    """One number for each thread."""
+    return PER_THREAD.filled(jnp.int32(number), THREADS)
 
 
-def _put(sums: Ref, first: Any, values: Any) -> Any:
-    """Writes a chunk to `sums` from `first` on, for all threads to read; returns the last one."""
-    chunk = values.shape[0]
-    LANES.put(sums, LANES.iota(chunk) + first, values)
-    barrier()
-    return sums[first + (chunk - 1)]
+def _append(mem: Memory, sums: Ref, place: Any, values: Any, before: Any) -> Any:
+    """Writes prefix sums of a chunk to `sums`, on top of the sum `before`; returns that with all of them."""
+    within, of_all = mem.lanes.prefix_sums(values)
+    PER_THREAD.put(sums, place, before + within)
+    mem.lanes.barrier()
+    return before + of_all
+
+
+def _last(static: Static, sums: Ref) -> Any:
+    """The sum of all."""
+    return sums[static.padded_rows - 1 + unknown_zero()]  # constants are no indices
 
 
 def _before(sums: Ref, i: Any) -> Any:
     """The sum of all that come before number i."""
-    return jnp.where(i > 0, LANES.take(sums, jnp.maximum(i - 1, 0)), 0)
+    return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
 
 
 def _find(static: Static, ends: Ref, place: Any) -> Any:
     """The row that covers each place, by where rows end; the number of rows past the end. Each round reads three ends
     and leaves a quarter.
     """
-    found = LANES.filled(jnp.int32(0), place.shape[0])
+    found = _of_each(0)
     step = 4 ** ((static.rows.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
     while step:
         ends_at = [found + (i * step - 1) for i in range(1, 4)]
-        passed = [(at < static.rows) & (LANES.take(ends, jnp.minimum(at, static.rows - 1)) <= place) for at in ends_at]
+        passed = [
+            (at < static.rows) & (PER_THREAD.take(ends, jnp.minimum(at, static.rows - 1)) <= place) for at in ends_at
+        ]
         found += sum(jnp.where(one, step, 0) for one in passed)
         step //= 4
     return found
