@@ -30,7 +30,7 @@ PER_THREAD = RowLayout(threads=1, vector=1)
 """How the numbers of a warpgroup lie, [128]."""
 
 COMPARED = 32
-"""Numbers that `count_larger` reads in a turn of its loop."""
+"""Numbers that `Lanes.count_larger` reads in a turn of its loop."""
 
 
 class Lanes(NamedTuple):
@@ -90,37 +90,43 @@ class Lanes(NamedTuple):
         self.barrier()
         return functools.reduce(jnp.add, [self.sums[zero + i] for i in range(self.sums.shape[0])])
 
+    def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
+        """How many of the numbers in shared memory, a multiple of 32 of them, are larger than each thread's own; of
+        threads past as many, anything.
 
-def count_larger(numbers: Ref, than: jax.Array) -> jax.Array:
-    """How many of the numbers in shared memory, a multiple of 32 of them, are larger than each thread's."""
-    if interpreted():
-        return jnp.sum(numbers[...][None, :] > than[:, None], axis=1, dtype=jnp.int32)
-    each = PER_THREAD.per_row
+        Args:
+          numbers, own: float32 [n] and [128], whole numbers below 2**24. A difference of those, saturated, is 1 or 0:
+            two instructions a comparison, of the kind that multiprocessors do most of at a time.
+        """
+        if interpreted():
+            return jnp.sum(numbers[...][None, :] > own[:, None], axis=1, dtype=jnp.int32)
+        each, count = PER_THREAD.per_row, numbers.shape[0]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), each, each),
-        return_type=plgpu.ShapeDtypeStruct(than.shape, jnp.int32, layout=each),
-    )
-    def add(_: Any, some: ir.Value, than: Any, counts: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        pointer = mgpu.utils.memref_ptr(some)
-        ((place, register),) = np.ndenumerate(than.registers)
-        own, count = (vector.extract(x.registers[place], [], [0]) for x in (than, counts))
-        for i in range(0, COMPARED, 4):
-            at = mgpu.utils.getelementptr(pointer, [i], i32)
-            four = llvm.load(ir.VectorType.get((4,), i32), at, alignment=16)
-            for j in range(4):
-                is_larger = arith.cmpi(arith.CmpIPredicate.sgt, vector.extract(four, [], [j]), own)
-                count = arith.addi(count, arith.extui(i32, is_larger))
-        registers = np.empty_like(counts.registers)
-        registers[place] = vector.broadcast(register.type, count)
-        return mgpu.FragmentedArray(_registers=registers, _layout=counts.layout, _is_signed=True)
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), each, each),
+            return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=each),
+        )
+        def add(_: Any, some: ir.Value, own: Any, larger: Any) -> Any:
+            f32, pointer = ir.F32Type.get(), mgpu.utils.memref_ptr(some)
+            registers = np.empty_like(larger.registers)
+            for place, register in np.ndenumerate(larger.registers):
+                mine, total = (vector.extract(x, [], [0]) for x in (own.registers[place], register))
+                for i in range(0, COMPARED, 4):
+                    at = mgpu.utils.getelementptr(pointer, [i], f32)
+                    four = llvm.load(ir.VectorType.get((4,), f32), at, alignment=16)
+                    others = (vector.extract(four, [], [j]) for j in range(4))
+                    ones = [mgpu.utils.inline_ptx("sub.sat.f32 $0, $1, $2;", x, mine, result_types=f32) for x in others]
+                    pairs = [arith.addf(*ones[j : j + 2]) for j in (0, 2)]
+                    total = arith.addf(total, arith.addf(*pairs))  # waits once for four of them
+                registers[place] = vector.broadcast(register.type, total)
+            return mgpu.FragmentedArray(_registers=registers, _layout=larger.layout, _is_signed=None)
 
-    def step(i: Any, counts: jax.Array) -> jax.Array:
-        return add(numbers.at[pl.ds(i * COMPARED, COMPARED)], than, counts)
+        def step(i: Any, larger: jax.Array) -> jax.Array:
+            return add(numbers.at[pl.ds(i * COMPARED, COMPARED)], own, larger)
 
-    nothing = PER_THREAD.filled(jnp.int32(0), than.shape[0])
-    return lax.fori_loop(0, numbers.shape[0] // COMPARED, step, nothing)
+        has_own = lax.axis_index("warpgroup") * THREADS < count
+        nothing = PER_THREAD.filled(jnp.float32(0), THREADS)
+        return lax.fori_loop(0, jnp.where(has_own, count // COMPARED, 0), step, nothing).astype(jnp.int32)
 
 
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ UNEVENNESS = 16
 MAX_DEALT = 256
 """Rows that are put in order: each is compared with each, in one chunk of a kernel. A power of two."""
 
-MOST_COMPARED = (1 << 31) // MAX_DEALT - 1
-"""Pages beyond which rows count as equally long where they are put in order."""
+MOST_COMPARED = (1 << 24) // MAX_DEALT - 1
+"""Pages beyond which rows count as equally long where they are put in order: a key is a whole number in float32."""
 
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:

@@ -34,7 +34,7 @@ from jaxtyping import Array, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref, unknown_zero
-from pallas_attn.ops.common.mosaic_lanes import MOST_WARPGROUPS, PER_THREAD, Lanes, count_larger
+from pallas_attn.ops.common.mosaic_lanes import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes
 from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.visibility import PageWalk, page_walk
@@ -120,11 +120,13 @@ class Memory(NamedTuple):
 
     Attributes:
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
+      keys: float32, by which rows are put in order; None where they are not.
       lanes: the threads.
     """
 
     ends: Any
     piece_ends: Any
+    keys: Any
     lanes: Any
 
 
@@ -151,10 +153,11 @@ def plan_decode(
         programs=num_programs,
     )
     sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
+    keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if sharing.are_dealt(rows) else None
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(Outputs.types(static),),
-        scratch_types=(Memory(sums, sums, Lanes.types(static.warpgroups)),),
+        scratch_types=(Memory(sums, sums, keys, Lanes.types(static.warpgroups)),),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
@@ -304,11 +307,10 @@ def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups)
     """Lists rows in the order of groups, and sums up what they cost."""
     row = mem.lanes.number()
     walk = _walk(static, x, row)
-    key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1)
-    mem.lanes.barrier()  # who still reads what was there has done so
-    PER_THREAD.put(mem.piece_ends, row, key)
+    key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1).astype(jnp.float32)
+    PER_THREAD.put(mem.keys, jnp.where(row < mem.keys.shape[0], row, -1), key)
     mem.lanes.barrier()
-    place = groups.place(count_larger(mem.piece_ends, key))
+    place = groups.place(mem.lanes.count_larger(mem.keys, key))
     _list(static, plan, place, row, walk)
     PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
     mem.lanes.barrier()
