@@ -11,8 +11,10 @@ import pytest
 
 from pallas_attn import FULL, HeadWindow, explain, plan_decode
 from pallas_attn.ops.common import sharing
+from pallas_attn.ops.common.mosaic_lanes import MOST_WARPGROUPS
+from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.decode_plan import mosaic_sm90
-from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_ROWS, MOST_WARPGROUPS, THREADS
+from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_ROWS
 from tests.ops import harness
 
 PS = 16
@@ -60,7 +62,8 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
         check(mode, 132, **given)
 
 
-@pytest.mark.parametrize(("idle", "num_programs"), [(0, 49), (2, 12)])
+@pytest.mark.parametrize("num_programs", [49, 12])
+@pytest.mark.parametrize("idle", [0, 2])
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows so alike that none is cut: fewer than programs, and several of each."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)

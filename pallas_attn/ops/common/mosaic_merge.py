@@ -251,11 +251,11 @@ def merge_pieces(
     rows, head_dim = lse.shape[1], out.shape[3]
     parts = head_dim // MERGE_ROWS
     narrow = columns.narrowed(parts * columns.blocks * rows)
-    width, programs = narrow.width, merge_programs(parts * narrow.blocks * rows)
+    width = narrow.width
     refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, columns, narrow, parts, programs),
-        grid=(programs,),
+        functools.partial(_merge_kernel, columns, narrow),
+        grid=(merge_programs(parts * narrow.blocks * rows),),
         grid_names=("program",),
         scratch_types=[
             Arrivals.types(partials, columns.blocks * rows, width, blocks_of(MERGE_ROWS * width)),
@@ -270,8 +270,6 @@ def merge_pieces(
 def _merge_kernel(
     columns: Columns,
     narrow: Columns,
-    parts: int,
-    programs: int,
     out: Ref,
     lse: Ref,
     partials: Partials,
@@ -281,7 +279,7 @@ def _merge_kernel(
     tile: Ref,
 ) -> None:
     """Some values of some columns of rows, one after the other."""
-    width, slices = narrow.width, columns.width // narrow.width
+    width, slices, parts = narrow.width, columns.width // narrow.width, out.shape[3] // MERGE_ROWS
     here = blocks_of(MERGE_ROWS * width)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
@@ -299,5 +297,5 @@ def _merge_kernel(
         output = Output(out, lse.at[block, row, some], tile)
         output.write(narrow, narrow_block, row, merged, sink, part * MERGE_ROWS)
 
-    for_each_merged(plan, parts * narrow.blocks, programs, merge)
+    for_each_merged(plan, parts * narrow.blocks, merge)
     plgpu.wait_smem_to_gmem(0)

@@ -13,7 +13,9 @@ from pallas_attn.ops.common import mosaic
 from pallas_attn.types import DecodePlan
 
 MERGE_PROGRAMS = 3
-"""Programs of a merge that a multiprocessor has shared memory for."""
+"""Programs of a merge on a multiprocessor; each has up to 64 KB of states on their way. Where outputs are so wide that
+fewer fit, the others wait.
+"""
 
 
 class Span(NamedTuple):
@@ -57,15 +59,17 @@ def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any
 
 
 def merge_programs(items: int) -> int:
-    """How many programs merge so many parts of rows: as many as run at a time. Where nothing is to be merged, more
-    would only have to be started.
+    """How many programs merge at most so many parts of rows: about as many as run at a time. Where nothing is to be
+    merged, more would only have to be started.
     """
     return min(items, MERGE_PROGRAMS * mosaic.multiprocessors())
 
 
-def for_each_merged(plan: DecodePlan, parts: int, programs: int, work: Callable[[Any, Any], None]) -> None:
-    """Calls work(place, part) for this program's share of the rows that are not in one piece, so many parts of each."""
-    rows = plan.row.shape[0]
+def for_each_merged(plan: DecodePlan, parts: int, work: Callable[[Any, Any], None]) -> None:
+    """Calls work(place, part) for this program's share, by its index of axis "program", of the rows that are not in one
+    piece, so many parts of each.
+    """
+    rows, programs = plan.row.shape[0], lax.axis_size("program")
 
     def place(item: Any) -> Any:
         return plan.merged_place[jnp.minimum(lax.div(item, parts), rows)]

@@ -1,7 +1,7 @@
 """`plan_decode` on Hopper: one program, so that a step pays for one short kernel.
 
 It has about as many threads as there are rows or programs, and takes these a chunk at a time, one of them a thread.
-Prefix sums of what rows cost stay in shared memory, where every place among them is then found by bisection:
+Prefix sums of what rows cost stay in shared memory, where every place among them is then searched for:
 
     rows      cost              -> ends: where each row ends         (prefix sums)
     total     -> share, own share
@@ -116,7 +116,7 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory, all int32.
+    """Shared memory; int32 unless it says otherwise.
 
     Attributes:
       ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.

@@ -50,11 +50,10 @@ def merge_pieces(
     columns = MOST_COLUMNS
     while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= mosaic.multiprocessors():
         columns //= 2  # to keep them all busy
-    parts = latent_dim // columns
-    refs, programs = (mosaic.changeable(out), mosaic.changeable(lse)), merge_programs(parts * blocks * batch)
+    refs = mosaic.changeable(out), mosaic.changeable(lse)
     plgpu.kernel(
-        functools.partial(_kernel, columns, parts, programs),
-        grid=(programs,),
+        functools.partial(_kernel, columns),
+        grid=(merge_programs(latent_dim // columns * blocks * batch),),
         grid_names=("program",),
         scratch_types=[
             Arrivals.types(partials, blocks * batch, ROWS, blocks_of(ROWS * columns)),
@@ -67,18 +66,10 @@ def merge_pieces(
 
 
 def _kernel(
-    columns: int,
-    parts: int,
-    programs: int,
-    out: Ref,
-    lse: Ref,
-    partials: Partials,
-    plan: DecodePlan,
-    arrivals: Arrivals,
-    tile: Ref,
+    columns: int, out: Ref, lse: Ref, partials: Partials, plan: DecodePlan, arrivals: Arrivals, tile: Ref
 ) -> None:
     """Some columns of the latent of blocks of rows, one after the other."""
-    blocks, here = lse.shape[0], blocks_of(ROWS * columns)
+    blocks, parts, here = lse.shape[0], out.shape[2] // columns, blocks_of(ROWS * columns)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
         m, l = (mosaic.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
@@ -104,5 +95,5 @@ def _kernel(
         def _store_lse() -> None:
             lse[block, row] = log_sum(merged.m * LOG2E, merged.l)
 
-    for_each_merged(plan, parts * blocks, programs, merge)
+    for_each_merged(plan, parts * blocks, merge)
     plgpu.wait_smem_to_gmem(0)
