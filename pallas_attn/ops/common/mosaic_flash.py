@@ -44,6 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_rows import RowLayout
 
 QUERIES = 64
@@ -190,11 +191,7 @@ class Producer:
 
     def _clear(self, slot: Any, alive: Callable[[jax.Array], jax.Array]) -> None:
         for first in range(0, self.static.tile_keys, 64):
-            kept = alive(mosaic.token_iota(64) + first)
-            for column in range(0, self.static.value_dim, 64):  # in few registers
-                part = self.mem.v.at[slot, pl.ds(first, 64), pl.ds(column, 64)]
-                values = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(over_tokens(kept, values.shape), values, jnp.zeros((), values.dtype))
+            clear_rows(self.mem.v.at[slot, pl.ds(first, 64)], alive(mosaic.token_iota(64) + first))
 
     def drain(self, tiles: Any, any_block: Any) -> None:
         """After the last of so many tiles: sees the ends of all phases."""

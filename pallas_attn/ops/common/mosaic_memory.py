@@ -123,6 +123,11 @@ class Inputs(NamedTuple):
         columns = [q.shape[-1] for q in self.q] if len(self.q) > 1 else [self.k.shape[2]]
         return list(zip(itertools.accumulate(columns, initial=0), columns, strict=False))
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a swizzled tile: a copy looks at whole rows of the pool."""
+        return 64 if self.k.shape[2] * self.k.dtype.itemsize % 128 else 128
+
     def looks_ahead(self, static: Static) -> bool:
         """Whether the pages of a tile are looked up before its slot is free. They wait in registers, of which sums of
         many columns leave few.
@@ -167,8 +172,7 @@ class Memory(NamedTuple):
     def types(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> Memory:
         stages, (tokens, width), q_dtype = static.stages, static.shape, x.q[0].dtype
         terms = [1 if static.raw_queries else q.shape[0] for q in x.q]
-        row_bytes = 64 if x.k.shape[2] * x.k.dtype.itemsize % 128 else 128  # a copy looks at whole rows of the pool
-        operand = functools.partial(mosaic.operand, row_bytes=row_bytes)
+        operand = functools.partial(mosaic.operand, row_bytes=x.row_bytes)
         tiles = [(stages, static.rows(x.k, tokens), columns) for _, columns in x.key_parts]
         scales = (stages, 2, static.pages, max(32, static.groups))
         return Memory(

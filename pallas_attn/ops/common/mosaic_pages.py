@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic, mosaic_quantised
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
 from pallas_attn.ops.common.mosaic_merge import State
 from pallas_attn.ops.common.mosaic_share import Span
@@ -247,7 +248,8 @@ class Piece:
     def sees_all(self, base: list[Any]) -> Any:
         """Whether every query sees every token of a tile."""
         last = functools.reduce(jnp.maximum, base) + (self.static.page_tokens - 1)  # of an absent page, if there is one
-        whole = (last - base[0] == self.static.tokens - 1) & (last < self.first)
+        newest = self.first if self.x.drafts is None else self.first - 1  # which masks may hide from itself
+        whole = (last - base[0] == self.static.tokens - 1) & (last <= newest)
         if self.window is not None:
             whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
         return whole
@@ -262,10 +264,7 @@ class Piece:
         if self.x.v is None:
             plgpu.commit_smem()  # every warp has its scores: the keys may change
         if self.static.scales is None:
-            for i in range(0, v.shape[1], 64):  # in few registers
-                part = v.at[:, pl.ds(i, 64)]
-                values = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(over_tokens(alive, values.shape), values, jnp.zeros((), values.dtype))
+            clear_rows(v, alive, self.x.row_bytes)
         else:
             mosaic_quantised.clear(v, self.x.value_dim, alive)
             plgpu.commit_smem()

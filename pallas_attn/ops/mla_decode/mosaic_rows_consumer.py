@@ -13,8 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_columns, over_tokens
+from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_wgmma import HEADROOM, finish, partial_sums, shrink
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
+    BY_ALL,
+    BY_NONE,
     LOWEST,
     NO_DRAFT,
     PARTS,
@@ -121,7 +124,7 @@ class Consumer:
         plgpu.barrier_wait(mem.ready.at[1])
         m_both = mosaic.load(mem.stats.at[1], PER_ROW)
         acc, l = shrink((acc, l), m, m_both)  # noqa: E741
-        self.clear(piece, pair, 1, other)
+        self.clear_unseen(piece, pair, 1, other)
         acc = self.start_values(self.p(other, 1), other, acc)
         acc = finish(acc, under_way=0)
         self.release(other)
@@ -143,7 +146,7 @@ class Consumer:
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = mosaic.load(mem.stats.at[0], PER_ROW)
         acc, l = shrink((state.acc, state.l), state.m, m_first)  # noqa: E741
-        self.clear(piece, pair, 0, other)
+        self.clear_unseen(piece, pair, 0, other)
         acc = self.start_values(self.p(other, 0), other, acc)
         s = finish(s, under_way=1)
         m, p, p16 = self.probabilities(piece, pair, mine, m_first, s, whole)
@@ -201,7 +204,7 @@ class Consumer:
 
     def is_whole(self, pair: Any, tile: int) -> Any:
         """Whether every row sees every token of a tile that is there."""
-        return self.note(pair, tile)[0] == 1
+        return self.note(pair, tile)[0] == BY_ALL
 
     def bits(self, piece: Piece, pair: Any, tile: int, token: Any) -> Any:
         """Which bit of what a row sees tells of each token of a tile."""
@@ -228,19 +231,14 @@ class Consumer:
             return jnp.where(newer >= 0, bits | jnp.int32(-(2**REAL)), 0)
         return mosaic.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
 
-    def clear(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
-        """`clear_unseen` where a tile is not whole."""
-        pl.when(~self.is_whole(pair, tile))(lambda: self.clear_unseen(piece, pair, tile, slot))
-
     def clear_unseen(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
-        """Makes values that no row sees 0, whatever they are: 0 · NaN is NaN."""
-        bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
-        every = jnp.int32(self.static.drafts - 2**REAL)
-        any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[piece.row]
-        alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
-        columns = self.static.row_bytes // 2  # in few registers
-        for i in range(0, self.static.widths[self.half], columns):
-            part = self.mem.k[self.half].at[slot, :, pl.ds(i, columns)]
-            loaded = plgpu.load(part, layout=mosaic.TILE)
-            part[...] = jnp.where(over_tokens(alive, loaded.shape), loaded, jnp.zeros((), loaded.dtype))
-        plgpu.commit_smem()
+        """Makes values that no row sees 0, whatever they are, in this warpgroup's half of a tile."""
+
+        @pl.when(self.note(pair, tile)[0] == BY_NONE)
+        def _clear() -> None:
+            bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
+            every = jnp.int32(self.static.drafts - 2**REAL)
+            any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[piece.row]
+            alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
+            clear_rows(self.mem.k[self.half].at[slot], alive, self.static.row_bytes)
+            plgpu.commit_smem()

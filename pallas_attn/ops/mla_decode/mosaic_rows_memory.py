@@ -32,6 +32,9 @@ REAL, NO_DRAFT = 31, 30
 LOWEST = -1e30
 """What the largest score begins with: finite, so that no difference is NaN, and smaller than any score."""
 
+BY_ALL, BY_SOME, BY_NONE = 2, 1, 0
+"""Whether a tile's tokens are all seen by every row; or each by some row; or perhaps one by none, or is not there."""
+
 PARTS = 3
 """Of a tile: the columns of the latent that either warpgroup accumulates, and the rotated ones."""
 
@@ -50,6 +53,7 @@ class Static:
       queries, heads: of which rows are made, query by query.
       pairs: of tiles in shared memory.
       cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
+      causal: a query sees all drafts up to itself; else those that `Inputs.seen` tells of.
       sm_scale: multiplies the scores.
     """
 
@@ -60,6 +64,7 @@ class Static:
     page_size: int
     pairs: int
     cluster: int
+    causal: bool
     sm_scale: float
 
     @property
@@ -160,8 +165,8 @@ class Memory(NamedTuple):
       k: [2 · pairs, TOKENS, columns].
       p: [2, ROWS, TOKENS], probabilities of either tile of a pair, or None.
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
-      notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, whether every row sees all of it, and the position of each
-        page's first token or NOWHERE.
+      notes: int32 [2 · pairs, 2, 1 + pages]: of a tile, by whom its tokens are seen, and the position of each page's
+        first token or NOWHERE.
       ids: int32 [pairs + 1, 2, pages]: of a pair, the pages of either tile, looked up before there is room for them;
         negative where there is none. Where nothing is copied, a warp can be `pairs` ahead of another.
       q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
@@ -222,9 +227,13 @@ class Piece(NamedTuple):
     is_all: Any
     pair: Any
 
+    def queries(self, static: Static, x: Inputs) -> Any:
+        """How many there are."""
+        return static.queries if x.q_lens is None else x.q_lens[self.row]
+
     def oldest_query(self, static: Static, x: Inputs) -> Any:
         """Its position."""
-        return x.kv_lens[self.row] - (static.queries if x.q_lens is None else x.q_lens[self.row])
+        return x.kv_lens[self.row] - self.queries(static, x)
 
     def num_pairs(self, static: Static) -> Any:
         tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page

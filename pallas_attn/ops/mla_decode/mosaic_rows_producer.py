@@ -13,6 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
+    BY_ALL,
+    BY_NONE,
+    BY_SOME,
     NOWHERE,
     PARTS,
     Q_FREE,
@@ -94,17 +97,24 @@ class Producer:
                 self.note(piece, i, tile, oldest_query)
 
     def note(self, piece: Piece, i: Any, tile: int, oldest_query: Any) -> None:
-        """Leaves for the others which tokens a tile holds, before the last copies of the tile are started."""
+        """Leaves for the others which tokens a tile holds, before the last copies of the tile are started.
+
+        All rows see what is older than their queries, and the newest one that is there sees everything if masks are
+        causal. The oldest query itself is seen by all then.
+        """
         static, ids = self.static, self.ids(piece, i, tile)
         notes = self.mem.notes.at[static.notes_slot(piece.pair + i), tile]
         first, part = static.page_and_part(2 * i + tile)
         first_token = (piece.start + first) * static.page_size + part * TOKENS
-        seen_by_all = first_token + TOKENS <= oldest_query
+        newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
+        seen = jnp.where(newer <= (1 if static.causal else 0), BY_ALL, BY_NONE)
+        if static.causal:
+            seen = jnp.where(newer <= piece.queries(static, self.x), jnp.maximum(seen, BY_SOME), seen)
         for j in range(static.pages):
             there = ids[j] >= 0
-            seen_by_all &= there
+            seen = jnp.where(there, seen, BY_NONE)
             notes[1 + j] = jnp.where(there, first_token + j * static.page_tokens, NOWHERE)
-        notes[0] = seen_by_all.astype(jnp.int32)
+        notes[0] = seen
 
     def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, of_page: Any) -> None:
         """Starts the copies of parts of a tile, of which `page` is the first page."""

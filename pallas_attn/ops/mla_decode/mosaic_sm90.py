@@ -125,6 +125,7 @@ def _decode_rows(
         page_size=page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
+        causal=draft_mask is None,
         sm_scale=sm_scale,
     )
     out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)

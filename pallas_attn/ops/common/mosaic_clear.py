@@ -1,0 +1,58 @@
+"""Values that nobody sees become 0 where they lie: no probability of 0 keeps them out of sums, 0 · NaN being NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_attn.ops.common import mosaic_wgmma
+from pallas_attn.ops.common.mosaic import PER_TOKEN, Ref, interpreted, over_tokens
+
+CHUNK = 16
+"""Bytes that a thread writes at once. Four threads share a row, as in layout PER_TOKEN."""
+
+
+def clear_rows(tile: Ref, alive: jax.Array, row_bytes: int = mosaic_wgmma.ROW_BYTES) -> None:
+    """Makes rows of a 16-bit tile [rows, columns] in shared memory 0 where alive [rows], in layout PER_TOKEN, is false.
+
+    The other rows are left alone. Nothing is waited for: who multiplies the tile needs a `plgpu.commit_smem` before.
+
+    Args:
+      tile: as `mosaic.operand` lays it out, in rows of `row_bytes`.
+    """
+    if interpreted():
+        tile[...] = jnp.where(over_tokens(alive, tile.shape), tile[...], jnp.zeros((), tile.dtype))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(mosaic_wgmma.operand(row_bytes), PER_TOKEN))
+    def write_zeros(_: Any, tile: ir.Value, alive: Any) -> None:
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        memref_type = ir.MemRefType(tile.type)  # [rows / 8, columns of row_bytes, 8, row_bytes]
+        eight_rows, column = (2 * stride for stride in memref_type.get_strides_and_offset()[0][:2])
+        thread = mgpu.utils.thread_idx()
+
+        def bits(first: int, count: int, times: int) -> ir.Value:
+            """Some bits of the thread's number, as a number, times another."""
+            shifted = arith.shrui(thread, mgpu.c(first, i32))
+            return arith.muli(arith.andi(shifted, mgpu.c(2**count - 1, i32)), mgpu.c(times, i32))
+
+        # Chunks of a row lie in another order in each of eight rows, but all of them in that row.
+        own = arith.addi(arith.addi(bits(5, 2, 2 * eight_rows), bits(2, 3, row_bytes)), bits(0, 2, CHUNK))
+        begin = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [own], i8)
+        zeros = vector.broadcast(ir.VectorType.get((CHUNK // 4,), i32), mgpu.c(0, i32))
+        for i, flag in enumerate(alive.registers.flat):
+            block, half = divmod(i, 2)
+            first = (8 * block + half) * eight_rows
+            is_alive = vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, is_alive, mgpu.c(0, i32))):
+                for at in range(0, memref_type.shape[1] * column, column):
+                    for part in range(0, row_bytes, 4 * CHUNK):
+                        llvm.store(zeros, mgpu.utils.getelementptr(begin, [first + at + part], i8))
+
+    write_zeros(tile, jnp.where(alive, 1, 0))
