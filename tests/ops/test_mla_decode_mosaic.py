@@ -58,6 +58,7 @@ CASES = {
     "draft trees, absent pages": TREE,
     "all idle": replace(TREE, kv_lens=(0,) * 4),
     "no latents but the draft's": replace(TREE, kv_lens=(0, 3, 1, 2), absent_pages=False),
+    "tiles that end with the first draft": replace(TREE, kv_lens=(0, 66, 64, 129), absent_pages=False),
     "all of maximum length": replace(TREE, kv_lens=(320,) * 4, absent_pages=False, num_pages=100),
     "large scores of either sign": replace(TREE, exact=True),
 }

@@ -65,6 +65,7 @@ CASES = {
     "sink tokens of a full head, and past a window's start": replace(WINDOWED, head_windows=((FULL, 9), (12, 100))),
     "scores to 6e4": replace(WINDOWED, exact=True),
     "draft trees over any head's rows": TREE,
+    "tiles that end with the first draft": replace(TREE, kv_lens=(0, 67, 64, 66)),
     "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),
     "no keys but the draft's": replace(TREE, kv_lens=(0, 3, 1, 2)),
 }

@@ -24,7 +24,8 @@ holds one pair where latents are wide, so everything hangs on how soon probabili
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
 
 Masking and clearing are for the tiles that need them, by notes that the copying warpgroup leaves: a tile that all rows
-see all of is not masked. In others, latents that no row sees become 0 before they are values, since 0 · NaN is NaN.
+see all of is not masked. Latents that no row sees, past a sequence's end for one, become 0 before they are values,
+since 0 · NaN is NaN.
 
 No wait can last. Below, "waits for x" means that x was asked for, and is not itself waiting for the waiter.
 
