@@ -1,5 +1,6 @@
 """The engine's benchmark: it runs, and what it writes adds up. What it measures is nobody's promise."""
 
+import functools
 import json
 
 import pytest
@@ -10,7 +11,10 @@ from tests.models.engine_case import CONFIG
 
 @pytest.fixture
 def tiny(monkeypatch):
+    """A tiny model, and steps of one size: each size is a compilation."""
     monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", CONFIG)
+    one_bucket = functools.partial(bench_engine.Workload, max_batched_tokens=32)
+    monkeypatch.setattr(bench_engine, "Workload", one_bucket)
 
 
 def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
