@@ -17,9 +17,6 @@ from tests.cases import Decode, MlaDecode, MlaPrefill, Prefill
 LATENT_SIZE = 0.25
 """Of latents: the tolerances, FlashMLA's, are meant for values like these. Queries make up for it."""
 
-VALUE_SIZE = 0.1
-"""Of values. Tokens that see few keys have outputs of that size, and errors of rounding to match."""
-
 MLA_SM_SCALE = 192**-0.5
 
 
@@ -74,9 +71,7 @@ def mla_prefill_arrays(case: MlaPrefill, key: jax.Array) -> dict[str, Any]:
         "q_rope": normal(rope, (tokens, case.heads, case.rope_dim), 1 / LATENT_SIZE),
         "latent_new": normal(new, (tokens, case.latent_dim + case.rope_dim), LATENT_SIZE),
         "w_uk": normal(w_uk, (case.heads, case.nope_dim, case.latent_dim), case.latent_dim**-0.5),
-        "w_uv": normal(
-            w_uv, (case.heads, case.value_dim, case.latent_dim), VALUE_SIZE / LATENT_SIZE * case.latent_dim**-0.5
-        ),
+        "w_uv": normal(w_uv, (case.heads, case.value_dim, case.latent_dim), case.latent_dim**-0.5),
         **_lengths(case),
         **_paged_latent(case, case.sequences, length, pool),
     }
@@ -101,7 +96,8 @@ def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Arr
     )
     shape = spec.arrays["k"].shape
     k, v, sinks = jax.random.split(key, 3)
-    kv = PagedKV(normal(k, shape), normal(v, shape, VALUE_SIZE))
+    # Values of the size that the tolerances, FlashMLA's, are meant for.
+    kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
     ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
     arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}
     return arrays | ({"sinks": jax.random.normal(sinks, (case.q_heads,))} if case.learned_sinks else {})

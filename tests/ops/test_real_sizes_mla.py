@@ -70,7 +70,7 @@ def test_prefill_numbers(variant: harness.Variant, case: cases.MlaPrefill) -> No
     position = case.cached_tokens + index
     page, offset = arrays["block_tables"][sequence, position // case.page_size], position % case.page_size
     cache = write_latent(arrays["cache"], arrays["latent_new"], (page * case.page_size + offset).astype(jnp.int32))
-    token = jnp.sort(jax.random.choice(key, jnp.flatnonzero(position >= 16), (16,), replace=False))
+    token = jnp.sort(jax.random.choice(key, jnp.flatnonzero(position >= 64), (16,), replace=False))
     w_uk, w_uv, q = (arrays[name].astype(jnp.float32) for name in ("w_uk", "w_uv", "q_nope"))
     absorbed, _ = reference(
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -45,14 +46,31 @@ def clear_rows(tile: Ref, alive: jax.Array, row_bytes: int = mosaic_wgmma.ROW_BY
         # Chunks of a row lie in another order in each of eight rows, but all of them in that row.
         own = arith.addi(arith.addi(bits(5, 2, 2 * eight_rows), bits(2, 3, row_bytes)), bits(0, 2, CHUNK))
         begin = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [own], i8)
-        zeros = vector.broadcast(ir.VectorType.get((CHUNK // 4,), i32), mgpu.c(0, i32))
-        for i, flag in enumerate(alive.registers.flat):
-            block, half = divmod(i, 2)
+
+        def chunks(block: int, half: int) -> Iterator[ir.Value]:
             first = (8 * block + half) * eight_rows
-            is_alive = vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, is_alive, mgpu.c(0, i32))):
-                for at in range(0, memref_type.shape[1] * column, column):
-                    for part in range(0, row_bytes, 4 * CHUNK):
-                        llvm.store(zeros, mgpu.utils.getelementptr(begin, [first + at + part], i8))
+            for at in range(0, memref_type.shape[1] * column, column):
+                for part in range(0, row_bytes, 4 * CHUNK):
+                    yield mgpu.utils.getelementptr(begin, [first + at + part], i8)
+
+        write_zeros_unless(alive, chunks)
 
     write_zeros(tile, jnp.where(alive, 1, 0))
+
+
+def write_zeros_unless(alive: Any, chunks: Callable[[int, int], Iterable[ir.Value]]) -> None:
+    """In the language of the compiler: zeros for a thread's share of each row whose number in alive [rows], in layout
+    PER_TOKEN, is 0.
+
+    Args:
+      chunks: chunks(i, j) are pointers to the thread's own in the one of its rows that is in the i-th 64 and the upper
+        or lower 8 of a warp's 16.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    zeros = vector.broadcast(ir.VectorType.get((CHUNK // 4,), i32), mgpu.c(0, i32))
+    for i, register in enumerate(alive.registers.flat):
+        pointers = chunks(*divmod(i, 2))
+        number = vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, number, mgpu.c(0, i32))):
+            for pointer in pointers:
+                llvm.store(zeros, pointer)

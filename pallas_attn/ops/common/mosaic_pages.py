@@ -248,7 +248,7 @@ class Piece:
     def sees_all(self, base: list[Any]) -> Any:
         """Whether every query sees every token of a tile."""
         last = functools.reduce(jnp.maximum, base) + (self.static.page_tokens - 1)  # of an absent page, if there is one
-        newest = self.first if self.x.drafts is None else self.first - 1  # which masks may hide from itself
+        newest = self.first if self.x.drafts is None else self.first - 1  # the first query, unless masks may hide it
         whole = (last - base[0] == self.static.tokens - 1) & (last <= newest)
         if self.window is not None:
             whole &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)

@@ -30,7 +30,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from jaxtyping import Array, Float
 
-from pallas_attn.ops.common import mosaic_wgmma
+from pallas_attn.ops.common import mosaic_clear, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
 from pallas_attn.types import PagedKV, ScaleLayout
 
@@ -169,15 +169,13 @@ def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(NARROW, PER_TOKEN))
     def write_zeros(_: Any, tile: ir.Value, alive: Any) -> None:
         warp, lane = _warp_and_lane()
-        zeros = vector.broadcast(ir.VectorType.get((4,), _i32()), mgpu.c(0, _i32()))
-        for i, flag in enumerate(alive.registers.flat):
-            block, half = divmod(i, 2)
+
+        def chunks(block: int, half: int) -> Iterator[ir.Value]:
             token = _sum(_sum(_times(warp, 16), _shifted(lane, 2)), mgpu.c(64 * block + 8 * half, _i32()))
             at = _Chunks(tile, channels, token, _masked(lane, 3))
-            first = vector.extract(flag, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, first, mgpu.c(0, _i32()))):
-                for chunk in range(0, channels // 16, 4):
-                    llvm.store(zeros, at.pointer(0, chunk))
+            return (at.pointer(0, chunk) for chunk in range(0, channels // 16, 4))
+
+        mosaic_clear.write_zeros_unless(alive, chunks)
 
     write_zeros(tile, jnp.where(alive, 1, 0))
 
