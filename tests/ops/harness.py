@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PAGE_NONE
 from pallas_attn.ops.common import mosaic, mosaic_flash_parts
-from pallas_attn.ops.common.mosaic_flash_parts import Parts
+from pallas_attn.ops.common.mosaic_flash_parts import Cuts
 from pallas_attn.ops.common.online_softmax import XlaConfig
 from pallas_attn.ops.common.page_tiles import PageTiles
 
@@ -315,22 +315,22 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 
 @contextlib.contextmanager
-def keys_cut(multiprocessors: int = 64) -> Iterator[list[Parts]]:
+def keys_cut(multiprocessors: int = 64) -> Iterator[list[Cuts]]:
     """Within it kernels of `mosaic_flash` are traced for so many multiprocessors, as if cutting keys cost nothing.
 
     Fills a list with how they are cut; calls that were traced before, with the same settings, are not among them.
     """
-    cut: list[Parts] = []
-    choose = Parts.of
+    cut: list[Cuts] = []
+    choose = Cuts.of
 
-    def recording(*args: Any, **kwargs: Any) -> Parts:
+    def recording(*args: Any, **kwargs: Any) -> Cuts:
         cut.append(choose(*args, **kwargs))
         return cut[-1]
 
     with (
         mock.patch.multiple(mosaic_flash_parts, PIECE_TILES=0, MERGE_TILES=0),
         mock.patch.object(mosaic, "multiprocessors", return_value=multiprocessors),
-        mock.patch.object(Parts, "of", recording),
+        mock.patch.object(Cuts, "of", recording),
     ):
         yield cut
 

@@ -1,9 +1,13 @@
-"""How the kernels of `mosaic_flash` share out their work: every row once. (That every piece is done shows in their
-results, of which the interpreter fills what nobody writes with NaN.)
+"""How the kernels of `mosaic_flash` share out their work: blocks that hold every row once, the most work first. (That
+every piece is done shows in their results, of which the interpreter fills what nobody writes with NaN.)
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -11,44 +15,156 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.ops.common import mosaic, mosaic_flash_parts, mosaic_flash_work
-from pallas_attn.ops.common.mosaic_flash_parts import Parts
+from pallas_attn import FULL, HeadWindow
+from pallas_attn.ops.common import mosaic, mosaic_flash_blocks
+from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listed, Listing, list_blocks
+from pallas_attn.ops.common.mosaic_flash_parts import Cuts
+from pallas_attn.ops.common.mosaic_flash_work import Block, Piece
 from pallas_attn.ops.ragged_attention.config import heads_together
 from tests.ops import harness
 
+UNCUT = Cuts(most=1, heads=1, limit=1, programs=1)
+RAGGED = Listing(rows=300, rows_of_token=1, block_rows=64, tile_keys=64, causal=True)
+compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 
-def test_blocks_hold_every_row_once() -> None:
-    """And begin at rows that copies may begin at."""
+
+@contextlib.contextmanager
+def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    with contextlib.nullcontext() if mode == "compiled" else harness.interpreting(capsys):
+        yield
+
+
+class Case(NamedTuple):
+    """Lengths of sequences, and where keys are not in pages."""
+
+    q_lens: np.ndarray
+    kv_lens: np.ndarray
+    packed_keys: bool = True
+
+    @staticmethod
+    def draw(rng: np.random.Generator, tokens: int, sequences: int, *, packed_keys: bool = True) -> Case:
+        """Some sequences have no queries, and some no keys; rows may follow the last one."""
+        q_lens = rng.multinomial(rng.integers(tokens + 1), rng.dirichlet([0.5] * sequences))
+        kv_lens = rng.integers(0, 1000, sequences) * (rng.random(sequences) < 0.8)
+        return Case(q_lens, kv_lens, packed_keys)
+
+    @property
+    def lengths(self) -> Lengths:
+        cu_q_lens, cu_kv_lens = (np.cumsum((0, *lens)).astype(np.int32) for lens in (self.q_lens, self.kv_lens))
+        if self.packed_keys:
+            return Lengths(jnp.asarray(cu_q_lens), jnp.asarray(cu_kv_lens))
+        return Lengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
+
+    def blocks(self, listing: Listing) -> list[Block]:
+        """What is to be listed, worked out one by one."""
+        found, begin, first_key = [], 0, 0
+        for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            end, end_key = begin + q_len * listing.rows_of_token, first_key + kv_len
+            for start in range(begin // 8 * 8, end if q_len else 0, listing.block_rows):
+                newest = min(end, start + listing.block_rows) - 1
+                unseen = (end - 1) // listing.rows_of_token - newest // listing.rows_of_token if listing.causal else 0
+                tiles = max(1, -(-(end_key - unseen - first_key // 8 * 8) // listing.tile_keys))
+                found.append(Block(sequence, start, begin, end, first_key, end_key, tiles))
+            begin, first_key = end, end_key if self.packed_keys else 0
+        last = len(self.q_lens) - 1
+        starts = range(begin // 8 * 8, listing.rows if begin < listing.rows else 0, listing.block_rows)
+        found += [Block(last, start, begin, listing.rows, first_key, first_key, 1) for start in starts]
+        return sorted(found, key=lambda block: -block.tiles)
+
+
+def check(case: Case, listing: Listing, cuts: Cuts = UNCUT) -> Listed:
+    listed = jax.tree.map(np.asarray, jax.jit(lambda lengths: list_blocks(listing, lengths, cuts))(case.lengths))
+    want = case.blocks(listing)
+    assert listed.count[0] == len(want)
+    np.testing.assert_array_equal(listed.blocks[: len(want)], np.asarray(want).reshape(-1, len(Block._fields)))
+    np.testing.assert_array_equal(listed.zero, [0])
+    return listed
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of keys that follow one another, and of pages, for several heads of a query side by side."""
+    rng, listing = harness.fresh_rng(), replace(RAGGED, causal=causal)
+    with running(mode, capsys):
+        for _ in range(4):
+            check(Case.draw(rng, 300, 5), listing)
+        packed = replace(listing, rows=900, rows_of_token=3, block_rows=128)
+        check(Case.draw(rng, 300, 5, packed_keys=False), packed)
+
+
+EDGES = {
+    "none": Case(np.zeros(3, int), np.zeros(3, int)),
+    "one": Case(np.asarray([300]), np.asarray([300])),
+    "more queries than keys": Case(np.asarray([200, 100]), np.asarray([3, 0])),
+    "equal ones": Case(np.full(4, 64), np.full(4, 128)),
+}
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_edges(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(mode, capsys):
+        for case in EDGES.values():
+            check(case, RAGGED)
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_blocks_in_chunks(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """More sequences, and more blocks, than threads."""
     rng = harness.fresh_rng()
-    num_tokens = 300
-    make = jax.jit(lambda cu_q_lens: mosaic_flash_work.QueryBlocks.of(cu_q_lens, num_tokens, 64))
-    for _ in range(20):
-        lens = rng.multinomial(rng.integers(num_tokens + 1), rng.dirichlet([0.5] * 5))
-        cu_q_lens = jnp.asarray(np.cumsum((0, *lens)), jnp.int32)
-        blocks = jax.tree.map(np.asarray, make(cu_q_lens))
-        assert not np.any(blocks.start % 8)
-        rows = []
-        for i in np.flatnonzero(blocks.exists):
-            place = np.arange(blocks.start[i], blocks.start[i] + 64)
-            rows += place[(place >= blocks.first_row[i]) & (place < blocks.end_row[i])].tolist()
-        assert rows == list(range(num_tokens))
+    case = Case(rng.integers(0, 30, 130), rng.integers(0, 300, 130))
+    with running(mode, capsys), mock.patch.object(mosaic_flash_blocks, "MOST_WARPGROUPS", 1):
+        check(case, replace(RAGGED, rows=4000, block_rows=24))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "sequences"), [(70_000, 8), (70_000, 900), (300_000, 1), (8192, 64)])
+def test_many_blocks(tokens: int, sequences: int) -> None:
+    check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, rows=tokens, block_rows=128))
+
+
+def test_more_blocks_than_there_is_room_for_are_refused() -> None:
+    case = Case(np.zeros(1, int), np.zeros(1, int))
+    with pytest.raises(NotImplementedError, match=r"takes at most 49152 sequences and blocks .* got 1 sequences of"):
+        list_blocks(replace(RAGGED, rows=2**22), case.lengths, UNCUT)
+
+
+# --- keys in parts
 
 
 def choose(*, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None) -> tuple[int, int]:
+    """Room for parts, and how many are chosen by a kernel, for a sequence of so many blocks of so many tiles."""
+    listing = replace(RAGGED, rows=64 * blocks, causal=False)
     with mock.patch.object(mosaic, "multiprocessors", return_value=132):
-        parts = Parts.of(
-            jnp.int32(blocks), jnp.int32(tiles), heads=heads, blocks=(blocks, most_blocks or blocks), limit=limit
-        )
-    return parts.most, int(parts.number)
+        cuts = Cuts.of(heads=heads, blocks=(blocks, most_blocks or blocks), limit=limit)
+        if cuts.most == 1:
+            return 1, 1
+        listed = check(Case(np.asarray([64 * blocks]), np.asarray([64 * tiles])), listing, cuts)
+    return cuts.most, int(listed.count[1])
 
 
-def test_keys_are_cut_where_multiprocessors_would_be_idle() -> None:
-    assert choose(blocks=4, heads=16, tiles=260) == (2, 2)
-    assert choose(blocks=1, heads=8, tiles=256) == (16, 16)
-    assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "programs for all blocks, nearly"
-    assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "merging takes longer"
-    assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "and here as well, but that is not known ahead"
-    assert choose(blocks=40, heads=2, tiles=260) == (3, 3), "two rounds of a third"
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(mode, capsys):
+        assert choose(blocks=4, heads=16, tiles=260) == (2, 2)
+        assert choose(blocks=1, heads=8, tiles=256) == (16, 16)
+        assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "programs for all blocks, nearly"
+        assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "merging takes longer"
+        assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "and here as well, but that is not known ahead"
+        assert choose(blocks=40, heads=2, tiles=260) == (3, 3), "two rounds of a third"
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the head which sees most."""
+    case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
+    cuts = Cuts(most=16, heads=8, limit=260, programs=132)
+    with running(mode, capsys):
+        for width, sink_tokens, parts in ((100, 0, 1), (100, 16_000, 16), (FULL, 0, 16)):
+            head_window = HeadWindow(jnp.asarray([5, width], jnp.int32), jnp.asarray([0, sink_tokens], jnp.int32))
+            lengths = case.lengths._replace(window=head_window)
+            listed = list_blocks(replace(RAGGED, rows=64), lengths, cuts)
+            assert int(listed.count[1]) == parts
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 16])
@@ -56,7 +172,8 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle() -> None:
 def test_parts_have_every_tile_once(tiles: int, parts: int) -> None:
     taken = []
     for part in range(parts):
-        first, count = map(int, mosaic_flash_parts.share(jnp.int32(tiles), jnp.int32(part), jnp.int32(parts)))
+        piece = Piece(Block(*[0] * 7), head=0, part=jnp.int32(part), parts=jnp.int32(parts))
+        first, count = map(int, piece.share(jnp.int32(tiles)))
         assert count >= 1
         taken += range(first, first + count)
     assert [tile for tile in taken if tile < tiles] == list(range(tiles))

@@ -16,83 +16,102 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref, interpreted
-from pallas_attn.ops.common.stretches import stretch_of
 
 ALIGNMENT = 8
 """Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
 
 
-class QueryBlocks(NamedTuple):
-    """Packed queries, cut into blocks of neighbours of one sequence; padding rows are a sequence more.
+class Block(NamedTuple):
+    """Neighbouring rows of queries of a sequence, and its keys.
 
     Attributes:
-      sequence: int32 [n].
-      start: int32 [n], the row a block begins at; of a sequence's first, it is rounded down to a multiple of 8.
-      first_row, end_row: int32 [n], rows of the sequence.
-      exists: bool [n]; blocks that do not come last.
+      sequence: which one; of rows after the last one, that.
+      start: row of the first one's place in the block, a multiple of 8.
+      first_row, end_row: rows of the sequence.
+      first_key, end_key: its keys; none of rows after the last sequence.
+      tiles: of keys that the block sees at most, from the row on that copies of `first_key` begin at; at least 1.
     """
 
     sequence: Any
     start: Any
     first_row: Any
     end_row: Any
-    exists: Any
+    first_key: Any
+    end_key: Any
+    tiles: Any
 
-    @staticmethod
-    def of(cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int, rows: int) -> QueryBlocks:
-        sequences = cu_q_lens.shape[0]
-        ends = jnp.append(cu_q_lens[1:], jnp.int32(num_tokens))
-        starts = cu_q_lens // ALIGNMENT * ALIGNMENT
-        last = jnp.cumsum(jnp.where(ends > cu_q_lens, -(-(ends - starts) // rows), 0), dtype=jnp.int32)
-        most = min(num_tokens, (num_tokens + (ALIGNMENT - 1) * sequences) // rows + sequences)
-        block = jnp.arange(most, dtype=jnp.int32)
-        sequence = jnp.minimum(stretch_of(last, block), sequences - 1)
-        number = block - jnp.where(sequence > 0, last[sequence - 1], 0)
-        start = starts[sequence] + number * rows
-        return QueryBlocks(sequence, start, cu_q_lens[sequence], ends[sequence], block < last[-1])
+
+class Piece(NamedTuple):
+    """Of work: a block of a head, or one of the parts that its keys are cut into.
+
+    Attributes:
+      part, parts: which one, of how many; None if keys are not cut.
+    """
+
+    block: Block
+    head: Any
+    part: Any = None
+    parts: Any = None
+
+    def share(self, tiles: Any) -> tuple[Any, Any]:
+        """The first of so many tiles of the block that is the piece's, and how many are, at least 1: that after the
+        last, of which nothing is seen, where there are too few.
+        """
+        if self.parts is None:
+            return 0, tiles
+        first, end = (lax.div(tiles * part, self.parts) for part in (self.part, self.part + 1))
+        return jnp.where(first < end, first, tiles), jnp.maximum(end - first, 1)
+
+    def output(self, row: Any, rows: int) -> Any:
+        """Where a row of an output of so many is written to: parts leave outputs one after the other."""
+        return row if self.part is None else self.part * rows + row
 
 
 class Work(NamedTuple):
     """What a program does: blocks of queries of a head, one after the other. Blocks of `together` heads alternate.
 
     Attributes:
-      blocks: [n, fields] int32 in global memory.
+      blocks: int32 [n, fields of a `Block`] in global memory.
       count: how many of them there are.
+      parts: of each block, where keys may be cut; else None.
       num_heads: that they are done for.
       queue: where numbers of pieces come from; None if a program does that of its own number.
     """
 
     blocks: Ref
     count: Any
+    parts: Any
     num_heads: int
     together: int
     queue: Queue | None
 
     @staticmethod
     def of(blocks: Ref, count: Ref, num_heads: int, together: int, queue: Queue | None) -> Work:
-        return Work(blocks, count[0], num_heads, together, queue)
+        return Work(blocks, count[0], count[1] if count.shape[0] > 1 else None, num_heads, together, queue)
 
-    def produce(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> tuple[Any, Any]:
-        """Calls work(whether it is not the first, number of the first tile, fields of the block, head), which returns
-        how many tiles it took, for each piece; takes them from the queue.
+    def produce(self, work: Callable[[Any, Any, Piece], Any]) -> tuple[Any, Any]:
+        """Calls work(whether it is not the first, number of its first tile, piece), which returns how many tiles it
+        took, for each piece; takes them from the queue.
 
         Returns:
           how many pieces there were, and how many tiles.
         """
         return self._each(work, Queue.draw)
 
-    def consume(self, work: Callable[[Any, Any, list[Any], Any], Any]) -> None:
+    def consume(self, work: Callable[[Any, Any, Piece], Any]) -> None:
         """The same in other warpgroups, for the pieces that the producer has taken."""
         self._each(work, Queue.hear)
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[Queue, Any, Any], Any]) -> tuple[Any, Any]:
-        queue, pieces = self.queue, self.count * self.num_heads
+        queue, of_head = self.queue, self.count if self.parts is None else self.count * self.parts
+        pieces = of_head * self.num_heads
 
         def do(number: Any, again: Any, tile: Any) -> Any:
-            some_heads, rest = divided(number, self.count * self.together)
-            block, head = divided(rest, self.together)
-            fields = [self.blocks[block, field] for field in range(self.blocks.shape[1])]
-            return work(again, tile, fields, some_heads * self.together + head)
+            some_heads, rest = divided(number, of_head * self.together)
+            place, head = divided(rest, self.together)
+            place, part = (place, None) if self.parts is None else divided(place, self.parts)
+            block = Block(*(self.blocks[place, field] for field in range(self.blocks.shape[1])))
+            return work(again, tile, Piece(block, some_heads * self.together + head, part, self.parts))
 
         def number(i: Any, before: Any) -> Any:
             """Of the program's i-th piece, which comes after that of number `before`, if there is one."""
@@ -131,9 +150,9 @@ class Queue(NamedTuple):
     landed: Ref
 
     @staticmethod
-    def untouched(programs: int, pieces: int) -> Ref | None:
+    def untouched(zero: Int32[Array, "1"], programs: int, pieces: int) -> Ref | None:
         """`taken` for so many programs, or None if no piece is left after the first ones."""
-        return mosaic.changeable(jnp.zeros(1, jnp.int32)) if programs < pieces else None
+        return mosaic.changeable(zero) if programs < pieces else None
 
     @staticmethod
     def types(taken: Ref | None) -> tuple[Any, Any]:

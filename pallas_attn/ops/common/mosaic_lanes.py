@@ -53,6 +53,19 @@ class Lanes(NamedTuple):
         """int32 [128]: which of all threads each is."""
         return PER_THREAD.iota(THREADS) + lax.axis_index("warpgroup") * THREADS
 
+    @property
+    def threads(self) -> int:
+        return self.sums.shape[0] * WARP
+
+    def each_chunk(self, count: int, body: Callable[[jax.Array, Any], Any], carry: Any = None) -> Any:
+        """body(numbers, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, a number for each thread;
+        what the last one returns.
+        """
+        if count <= self.threads:
+            return body(self.number(), carry)
+        chunks = pl.cdiv(count, self.threads)
+        return lax.fori_loop(0, chunks, lambda i, carry: body(self.number() + i * self.threads, carry), carry)
+
     def barrier(self) -> None:
         """Waits for all threads, which see then what each has written to shared memory."""
         if interpreted():
@@ -81,14 +94,30 @@ class Lanes(NamedTuple):
         before, of_all = _warp_sums(jnp.where(lane < warp, sum_of_warp, 0)), _warp_sums(sum_of_warp)
         return within + before, of_all
 
+    def append(self, sums: Ref, place: jax.Array, numbers: jax.Array, before: jax.Array) -> jax.Array:
+        """Writes prefix sums of threads' numbers to these places of `sums`, on top of the sum `before`; returns that
+        with all of them. All threads may read what is written.
+        """
+        within, of_all = self.prefix_sums(numbers)
+        PER_THREAD.put(sums, place, before + within)
+        self.barrier()
+        return before + of_all
+
     def sum(self, numbers: jax.Array) -> jax.Array:
         """Of all threads' numbers, one. Takes two barriers like `prefix_sums`."""
+        return functools.reduce(jnp.add, self._of_warps(_warp_sums(numbers)))
+
+    def max(self, numbers: jax.Array) -> jax.Array:
+        """The largest of all threads' numbers, in the same way."""
+        return functools.reduce(jnp.maximum, self._of_warps(_warp_max(numbers)))
+
+    def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
+        """One for each warp, of whose threads each has it."""
         thread, zero = self.number(), unknown_zero()  # constants are no indices
-        within = _warp_sums(numbers)
         self.barrier()
-        PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), within)
+        PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), numbers)
         self.barrier()
-        return functools.reduce(jnp.add, [self.sums[zero + i] for i in range(self.sums.shape[0])])
+        return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 
     def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
         """How many of the numbers in shared memory, a multiple of 32 of them, are larger than each thread's own; of
@@ -129,6 +158,25 @@ class Lanes(NamedTuple):
         return lax.fori_loop(0, jnp.where(has_own, count // COMPARED, 0), step, nothing).astype(jnp.int32)
 
 
+def find(ends: Ref, count: int, place: jax.Array) -> jax.Array:
+    """The stretch that covers each place, by where `count` of them end, in order; `count` for places past the end. Each
+    round reads three ends and leaves a quarter.
+    """
+    found = PER_THREAD.filled(jnp.int32(0), THREADS)
+    step = 4 ** ((count.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
+    while step:
+        ends_at = [found + (i * step - 1) for i in range(1, 4)]
+        passed = [(at < count) & (PER_THREAD.take(ends, jnp.minimum(at, count - 1)) <= place) for at in ends_at]
+        found += sum(jnp.where(one, step, 0) for one in passed)
+        step //= 4
+    return found
+
+
+def sum_before(sums: Ref, i: jax.Array) -> jax.Array:
+    """By prefix sums: the sum of all that come before number i."""
+    return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
+
+
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
     """In every round each takes in the one twice as far back as in the round before (Hillis and Steele, 1986)."""
     if interpreted():
@@ -150,13 +198,19 @@ def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
 def _warp_sums(numbers: jax.Array) -> jax.Array:
     """Of a warp's numbers, for each of its threads."""
     if interpreted():
-        sums = jnp.sum(numbers.reshape(-1, WARP), axis=1, keepdims=True, dtype=jnp.int32)
-        return jnp.broadcast_to(sums, (sums.size, WARP)).reshape(-1)
+        return jnp.repeat(jnp.sum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32), WARP)
+    return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.ADD), numbers)
 
-    def sum_up(number: ir.Value) -> ir.Value:
-        return mgpu.utils.redux(number, arith.constant(number.type, -1), nvvm.ReductionKind.ADD)
 
-    return _by_thread(sum_up, numbers)
+def _warp_max(numbers: jax.Array) -> jax.Array:
+    """The largest of a warp's numbers, for each of its threads."""
+    if interpreted():
+        return jnp.repeat(jnp.max(numbers.reshape(-1, WARP), axis=1), WARP)
+    return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.MAX), numbers)
+
+
+def _reduced(kind: nvvm.ReductionKind, number: ir.Value) -> ir.Value:
+    return mgpu.utils.redux(number, arith.constant(number.type, -1), kind)
 
 
 def _by_thread(function: Callable[[ir.Value], ir.Value], numbers: jax.Array) -> jax.Array:

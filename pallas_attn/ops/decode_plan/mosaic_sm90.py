@@ -27,14 +27,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_attn.ops.common import mosaic
 from pallas_attn.ops.common.mosaic import Ref, unknown_zero
-from pallas_attn.ops.common.mosaic_lanes import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes
+from pallas_attn.ops.common.mosaic_lanes import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
 from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.common.sharing import Groups, Sharing, ratio
 from pallas_attn.ops.common.visibility import PageWalk, page_walk
@@ -165,15 +164,6 @@ def plan_decode(
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
 
 
-def _each_chunk(static: Static, lanes: Lanes, count: int, body: Any, carry: Any = None) -> Any:
-    """body(numbers, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, a number for each thread."""
-
-    def step(i: Any, carry: Any) -> Any:
-        return body(lanes.number() + i * static.chunk, carry)
-
-    return lax.fori_loop(0, pl.cdiv(count, static.chunk), step, carry)
-
-
 def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:
     sharing = static.sharing
     total, busy = _lay_out(static, x, mem)
@@ -193,9 +183,9 @@ def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         cost, busy = before
         pages = jnp.where(row < static.rows, _walk(static, x, row).num_pages, 0)
-        return _append(mem, mem.ends, row, static.sharing.cost(pages), cost), busy + jnp.where(pages > 0, 1, 0)
+        return mem.lanes.append(mem.ends, row, static.sharing.cost(pages), cost), busy + jnp.where(pages > 0, 1, 0)
 
-    _, busy = _each_chunk(static, mem.lanes, static.rows, lay_out, (_of_each(0), _of_each(0)))
+    _, busy = mem.lanes.each_chunk(static.rows, lay_out, (_of_each(0), _of_each(0)))
     return _last(static, mem.ends), mem.lanes.sum(busy)
 
 
@@ -208,9 +198,9 @@ def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
     def part(row: Any, before: Any) -> Any:
         parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
         is_uneven = static.sharing.is_part_uneven(pages, share)
-        return _append(mem, mem.piece_ends, row, _flagged(static, parts, is_uneven), before)
+        return mem.lanes.append(mem.piece_ends, row, _flagged(static, parts, is_uneven), before)
 
-    _each_chunk(static, mem.lanes, static.rows, part, _of_each(0))
+    mem.lanes.each_chunk(static.rows, part, _of_each(0))
     return _last(static, mem.piece_ends) <= static.programs
 
 
@@ -221,16 +211,18 @@ def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
 
 def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share: Any) -> None:
     _list_in_order(static, x, plan, mem.lanes)
-    _list_rows(static, plan, mem, lambda place: _find(static, mem.piece_ends, PER_THREAD.take(mem.piece_ends, place)))
+    _list_rows(
+        static, plan, mem, lambda place: find(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
+    )
 
     def start(program: Any, _: None) -> None:
-        row = _find(static, mem.piece_ends, program)
+        row = find(mem.piece_ends, static.rows, program)
         pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
-        before = _before(mem.piece_ends, row)
+        before = sum_before(mem.piece_ends, row)
         page = jnp.where(row < static.rows, (program - before) * pages, 0)
         _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
 
-    _each_chunk(static, mem.lanes, static.programs + 1, start)
+    mem.lanes.each_chunk(static.programs + 1, start)
 
 
 # --- programs for groups, or for all
@@ -248,16 +240,16 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
         """The next place of a row that is not idle."""
         if is_dealt:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
-        return _find(static, mem.ends, PER_THREAD.take(mem.ends, place))
+        return find(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
         """Where groups begin and end, and the share of each one's programs."""
-        begin, end = (_before(mem.ends, groups.start(group + i)) for i in range(2))
+        begin, end = (sum_before(mem.ends, groups.start(group + i)) for i in range(2))
         return begin, end, sharing.share(end - begin, groups.programs)
 
     def pieces_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
-        begin, end = _before(mem.ends, place), PER_THREAD.take(mem.ends, place)
+        begin, end = sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place)
         pieces = sharing.pieces(begin - start, end - start, shares)
         return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
 
@@ -269,7 +261,7 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
         return Start(number, shares, begin, begin + at)
 
     def pieces(place: Any) -> Any:
-        return sharing.pieces(_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
+        return sharing.pieces(sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
     def start(program: Any) -> Start:
         at = jnp.minimum(sharing.start(program, share, total), total)
@@ -315,16 +307,16 @@ def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups)
     PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
     mem.lanes.barrier()
     pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # of places now
-    _append(mem, mem.ends, row, static.sharing.cost(pages), _of_each(0))
+    mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
 def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
     """Sums up pieces of the rows at these places; returns the sum of all."""
 
     def cut(place: Any, before: Any) -> Any:
-        return _append(mem, mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
+        return mem.lanes.append(mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
 
-    _each_chunk(static, mem.lanes, static.rows, cut, _of_each(0))
+    mem.lanes.each_chunk(static.rows, cut, _of_each(0))
     return _last(static, mem.piece_ends)
 
 
@@ -336,16 +328,16 @@ def _list_pieces(
 
     def list_programs(program: Any, _: None) -> None:
         number, share, begin, at = start(program)
-        place = _find(static, mem.ends, at)
+        place = find(mem.ends, static.rows, at)
         last = jnp.minimum(place, static.rows - 1)
         untailed = sharing.untailed(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
         place = jnp.where(untailed > at, following(last), place)
-        row_begin = _before(mem.ends, place)
+        row_begin = sum_before(mem.ends, place)
         into = untailed - row_begin
-        piece = sharing.piece(number, row_begin - begin, into, _before(mem.piece_ends, place), share)
+        piece = sharing.piece(number, row_begin - begin, into, sum_before(mem.piece_ends, place), share)
         _list_programs(static, plan, program, (place, sharing.page(into), piece))
 
-    _each_chunk(static, mem.lanes, static.programs + 1, list_programs)
+    mem.lanes.each_chunk(static.programs + 1, list_programs)
 
 
 # --- what is listed
@@ -357,7 +349,7 @@ def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> No
     def write(row: Any, _: None) -> None:
         _list(static, plan, row, row, _walk(static, x, row))
 
-    _each_chunk(static, lanes, static.rows, write)
+    lanes.each_chunk(static.rows, write)
 
 
 def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
@@ -372,7 +364,7 @@ def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[
 
     def write(place: Any, merged_before: Any) -> Any:
         exists, is_last = place < static.rows, place == static.rows - 1
-        end, begin = PER_THREAD.take(mem.piece_ends, place), _before(mem.piece_ends, place)
+        end, begin = PER_THREAD.take(mem.piece_ends, place), sum_before(mem.piece_ends, place)
         PER_THREAD.put(plan.next_place, jnp.where(exists, place, -1), following(place))
         PER_THREAD.put(plan.piece_offsets, jnp.where(exists, place, -1), begin)
         PER_THREAD.put(plan.piece_offsets, jnp.where(is_last, static.rows, -1), end)
@@ -384,7 +376,7 @@ def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[
         PER_THREAD.put(plan.merged_place, jnp.where(is_last, so_far, -1), _of_each(static.rows))
         return merged_before + of_all
 
-    _each_chunk(static, mem.lanes, static.rows, write, _of_each(0))
+    mem.lanes.each_chunk(static.rows, write, _of_each(0))
 
 
 def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
@@ -415,7 +407,7 @@ def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
 def _pages(static: Static, mem: Memory, row: Any) -> Any:
     """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
     last = jnp.minimum(row, static.rows - 1)
-    cost = PER_THREAD.take(mem.ends, last) - _before(mem.ends, last)
+    cost = PER_THREAD.take(mem.ends, last) - sum_before(mem.ends, last)
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
@@ -424,35 +416,6 @@ def _of_each(number: Any) -> Any:
     return PER_THREAD.filled(jnp.int32(number), THREADS)
 
 
-def _append(mem: Memory, sums: Ref, place: Any, values: Any, before: Any) -> Any:
-    """Writes prefix sums of a chunk to `sums`, on top of the sum `before`; returns that with all of them."""
-    within, of_all = mem.lanes.prefix_sums(values)
-    PER_THREAD.put(sums, place, before + within)
-    mem.lanes.barrier()
-    return before + of_all
-
-
 def _last(static: Static, sums: Ref) -> Any:
     """The sum of all."""
     return sums[static.padded_rows - 1 + unknown_zero()]  # constants are no indices
-
-
-def _before(sums: Ref, i: Any) -> Any:
-    """The sum of all that come before number i."""
-    return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
-
-
-def _find(static: Static, ends: Ref, place: Any) -> Any:
-    """The row that covers each place, by where rows end; the number of rows past the end. Each round reads three ends
-    and leaves a quarter.
-    """
-    found = _of_each(0)
-    step = 4 ** ((static.rows.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
-    while step:
-        ends_at = [found + (i * step - 1) for i in range(1, 4)]
-        passed = [
-            (at < static.rows) & (PER_THREAD.take(ends, jnp.minimum(at, static.rows - 1)) <= place) for at in ends_at
-        ]
-        found += sum(jnp.where(one, step, 0) for one in passed)
-        step //= 4
-    return found

@@ -15,8 +15,7 @@ class Inputs(NamedTuple):
       q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
       k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
-      blocks: int32 [n, 5 or 6], a `Block` each.
-      count: int32 [1 or 2], how many of them there are, and parts of a block where keys are cut.
+      blocks, count: as they are `Listed`.
       window: a `HeadWindow` or None.
       sinks: [Hq] or None.
     """
@@ -31,25 +30,6 @@ class Inputs(NamedTuple):
     count: Any
     window: HeadWindow | None
     sinks: Any
-
-
-class Block(NamedTuple):
-    """Neighbouring rows of a sequence.
-
-    Attributes:
-      sequence: whose pages it sees.
-      start: the first row's place in the block, a multiple of 8.
-      first_row, end_row: rows of the sequence.
-      kv_len: keys of the sequence; 0 for what follows the last one.
-      part: which one of its parts a piece of work is, where keys are cut.
-    """
-
-    sequence: Any
-    start: Any
-    first_row: Any
-    end_row: Any
-    kv_len: Any
-    part: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,11 +29,12 @@ from pallas_attn.ops.common.mosaic_flash import (
     Producer,
     Static,
 )
-from pallas_attn.ops.common.mosaic_flash_parts import Parts, share
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, padded
+from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
+from pallas_attn.ops.common.mosaic_flash_parts import Cuts
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block, Piece, Queue, Work, padded
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
-from pallas_attn.ops.paged_prefill.mosaic_inputs import Block, Inputs, Paged
+from pallas_attn.ops.paged_prefill.mosaic_inputs import Inputs, Paged
 from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
 from pallas_attn.types import HeadWindow, PagedKV
 
@@ -62,9 +63,12 @@ def paged_prefill(
     pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
     int_window = window if isinstance(window, int) else None
     paged = Paged(num_tokens, pack, group, num_kv_heads, page_size, int_window, scales, beside)
-    blocks, count = _blocks(static, paged, cu_q_lens, kv_lens)
-    parts = _parts(static, paged, blocks, count, kv_lens, block_tables.shape[-1] * page_size, window)
-    blocks, count = parts.pieces(blocks, count)
+    listing = Listing(num_tokens * pack, pack, static.queries, static.tile_keys, causal=True)
+    head_window = window if isinstance(window, HeadWindow) else None
+    lengths = Lengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
+    limit = _limit(static, block_tables.shape[-1] * page_size, window)
+    cuts = Cuts.of(heads=num_heads // pack, blocks=listing.blocks(lengths), limit=limit)
+    listed = list_blocks(listing, lengths, cuts)
     inputs = Inputs(
         q=tuple(padded(_packed(term[0], pack), QUERIES) for term in terms),
         k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
@@ -72,19 +76,19 @@ def paged_prefill(
         k_scale=None if scales == "channel" else _flat(kv.k_scale),
         v_scale=_flat(kv.v_scale),
         block_tables=block_tables,
-        blocks=blocks,
-        count=count,
-        window=window if isinstance(window, HeadWindow) else None,
-        sinks=sinks if parts.most == 1 else None,
+        blocks=listed.blocks,
+        count=listed.count,
+        window=head_window,
+        sinks=sinks if cuts.most == 1 else None,
     )
-    pieces = blocks.shape[0] * num_heads // pack
+    pieces = listed.blocks.shape[0] * num_heads // pack * cuts.most
     programs = min(pieces, mosaic.multiprocessors())
-    taken = Queue.untouched(programs, pieces)
-    rows = parts.most * num_tokens * num_heads
+    taken = Queue.untouched(listed.zero, programs, pieces)
+    rows = cuts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, paged, programs),
         out_type=(
-            jax.ShapeDtypeStruct((rows, head_dim), out_dtype if parts.most == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows, head_dim), out_dtype if cuts.most == 1 else jnp.float32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(programs,),
@@ -100,7 +104,7 @@ def paged_prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
     )(mosaic.unsliced(inputs), taken)
-    return parts.merged(out, lse, (num_tokens, num_heads), sinks, out_dtype)
+    return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), sinks, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
@@ -147,50 +151,11 @@ def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
     return scale.reshape(-1) if scale is not None and scale.ndim == 3 else scale
 
 
-def _blocks(
-    static: Static,
-    paged: Paged,
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    kv_lens: Int32[Array, "S"],
-) -> tuple[Int32[Array, "n 5"], Int32[Array, ""]]:
-    """All blocks, those of the newest queries first, and how many there are."""
-    queries = QueryBlocks.of(cu_q_lens * paged.pack, paged.num_tokens * paged.pack, static.queries)
-    kv_len = jnp.append(kv_lens, jnp.int32(0))[queries.sequence]
-    sequence = jnp.minimum(queries.sequence, kv_lens.shape[0] - 1)
-    newest = kv_len * paged.pack - jnp.maximum(queries.end_row - queries.start - static.queries, 0)
-    order = jnp.argsort(jnp.where(queries.exists, -newest, jnp.iinfo(jnp.int32).max))
-    fields = (sequence, queries.start, queries.first_row, queries.end_row, kv_len)
-    return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
-
-
-def _parts(
-    static: Static,
-    paged: Paged,
-    blocks: Int32[Array, "n 5"],
-    count: Int32[Array, ""],
-    kv_lens: Int32[Array, "S"],
-    limit: int,
-    window: int | HeadWindow | None,
-) -> Parts:
-    """How the keys of blocks are cut, of which a sequence can have so many.
-
-    What a block sees is taken to be what the longest sequence, and the head of the longest window, can make it see.
-    """
-    rows = paged.num_tokens * paged.pack
-    keys = longest = jnp.max(kv_lens)
+def _limit(static: Static, most_keys: int, window: int | HeadWindow | None) -> int:
+    """Of the tiles that a block sees, of a sequence which can have so many keys."""
     if isinstance(window, int):
-        limit = min(limit, window + static.queries)
-        keys = jnp.minimum(keys, limit)
-    elif window is not None:
-        seen = jnp.minimum(window.window, longest) + jnp.minimum(window.sink_tokens, longest) + static.queries
-        keys = jnp.minimum(keys, jnp.max(seen))
-    return Parts.of(
-        count,
-        pl.cdiv(keys, static.tile_keys),
-        heads=paged.num_kv_heads * paged.group // paged.pack,
-        blocks=(-(-rows // static.queries), blocks.shape[0]),
-        limit=-(-limit // static.tile_keys),
-    )
+        most_keys = min(most_keys, window + static.queries)
+    return -(-most_keys // static.tile_keys)
 
 
 # --- the kernel
@@ -210,10 +175,10 @@ def _kernel(
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
 
-        def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            span = Span.of(static, paged, x, Block(*fields), head)
+        def copy(again: Any, tile: Any, piece: Piece) -> Any:
+            span = Span.of(static, paged, x, piece)
             mosaic_flash.wait_if(again, mem.q_free)
-            span.copy_queries(mem, head)
+            span.copy_queries(mem)
             if narrow is None:
                 span.copy(producer, notes, tile)
             else:
@@ -228,12 +193,12 @@ def _kernel(
         consumer = Consumer(static, mem, warpgroup, x.q[0].dtype)
         scales = Scales(paged.scales, x.k_scale, x.v_scale, None if narrow is None else narrow.factors)
 
-        def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            span = Span.of(static, paged, x, Block(*fields), head)
+        def attend(_: Any, tile: Any, piece: Piece) -> Any:
+            span = Span.of(static, paged, x, piece)
             row = span.rows(warpgroup)
             view = scales.view(functools.partial(span.mask, row, notes, tile), span.kv_head, tile)
             o, m, l = consumer.attend(tile, span.tiles, view)  # noqa: E741
-            place, sink = span.place(row, warpgroup, head)
+            place, sink = span.place(row, warpgroup)
             mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), sink)
             return span.tiles
 
@@ -259,7 +224,7 @@ class Span(NamedTuple):
     static: Static
     paged: Paged
     x: Inputs
-    block: Block
+    piece: Piece
     kv_head: Any
     shift: Any
     first: Any
@@ -271,9 +236,9 @@ class Span(NamedTuple):
     tiles: Any
 
     @staticmethod
-    def of(static: Static, paged: Paged, x: Inputs, block: Block, head: Any) -> Span:
-        kv_head = lax.div(head * paged.pack, paged.group)
-        shift = block.kv_len - lax.div(block.end_row, paged.pack)
+    def of(static: Static, paged: Paged, x: Inputs, piece: Piece) -> Span:
+        block, kv_head = piece.block, lax.div(piece.head * paged.pack, paged.group)
+        shift = block.end_key - lax.div(block.end_row, paged.pack)
         last_row = jnp.minimum(block.start + static.queries, block.end_row) - 1
         first = jnp.maximum(lax.div(jnp.maximum(block.start, block.first_row), paged.pack) + shift, 0)
         end = jnp.maximum(lax.div(last_row, paged.pack) + shift + 1, 0)
@@ -285,8 +250,12 @@ class Span(NamedTuple):
         sink_tiles = jnp.minimum(pl.cdiv(jnp.minimum(sink_tokens, end), static.tile_keys), first_tile)
         tiles = jnp.maximum(sink_tiles + pl.cdiv(end, static.tile_keys) - first_tile, 1)
         walk = PageWalk(sink_tiles, first_tile, tiles)
-        part = (0, tiles) if x.count.shape[0] == 1 else share(tiles, block.part, x.count[1])
-        return Span(static, paged, x, block, kv_head, shift, first, end, window, sink_tokens, walk, *part)
+        share = piece.share(tiles)
+        return Span(static, paged, x, piece, kv_head, shift, first, end, window, sink_tokens, walk, *share)
+
+    @property
+    def block(self) -> Block:
+        return self.piece.block
 
     def base(self, i: Any) -> Any:
         """Position of the first token of the i-th tile."""
@@ -294,11 +263,11 @@ class Span(NamedTuple):
 
     # Copies
 
-    def copy_queries(self, mem: Memory, head: Any) -> None:
+    def copy_queries(self, mem: Memory) -> None:
         for i in range(self.static.consumers):
             for term, q in enumerate(self.x.q):
                 start = jnp.minimum(self.block.start + i * QUERIES, q.shape[0] - QUERIES)
-                source = q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
+                source = q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), self.piece.head]
                 plgpu.copy_gmem_to_smem(source, mem.q.at[i * len(self.x.q) + term], mem.q_landed)
 
     def copy(self, producer: Producer, notes: Ref, tile: Any) -> None:
@@ -396,7 +365,7 @@ class Span(NamedTuple):
             else:
                 page = tables[self.block.sequence, entry]
                 row = jnp.where(page < 0, page, page * self.paged.num_kv_heads + self.kv_head)
-            seen = position < self.block.kv_len
+            seen = position < self.block.end_key
             if self.window is not None:
                 newest = position + self.part_tokens - 1
                 seen &= (position < self.sink_tokens) | (newest > self.first - self.window)
@@ -431,7 +400,7 @@ class Span(NamedTuple):
         """Whether some row, of this block or another, sees every token of the i-th tile."""
         base = self.base(i)
         end = base + self.static.tile_keys
-        whole = (self.there(pages) == self.all_there) & (end <= self.block.kv_len)
+        whole = (self.there(pages) == self.all_there) & (end <= self.block.end_key)
         if self.window is not None:
             whole &= (base > self.first - self.window) | (end <= self.sink_tokens)
         return whole
@@ -442,7 +411,7 @@ class Span(NamedTuple):
         there = lax.shift_right_logical(
             ROWS.filled(self.there(pages), token.shape[0]), lax.div(token, self.part_tokens)
         )
-        alive = (position < self.block.kv_len) & ((there & 1) == 1)
+        alive = (position < self.block.end_key) & ((there & 1) == 1)
         if self.window is not None:
             alive &= (position < self.sink_tokens) | (position > self.first - self.window)
         return alive
@@ -473,12 +442,12 @@ class Span(NamedTuple):
 
         return lax.cond(sees_all, lambda s: s, hide, s)
 
-    def place(self, row: jax.Array, number: Any, head: Any) -> tuple[jax.Array, jax.Array | None]:
+    def place(self, row: jax.Array, number: Any) -> tuple[jax.Array, jax.Array | None]:
         """Of each row in the output, or -1; and the learned sinks of their heads."""
-        pack, num_heads = self.paged.pack, self.x.q[0].shape[1] * self.paged.pack
+        pack, num_heads, head = self.paged.pack, self.x.q[0].shape[1] * self.paged.pack, self.piece.head
         low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
         # MLIR folds row % 1 to a constant, and then leaves casts to the registers that `take` reads: no kernel.
         q_head = ROWS.filled(head, QUERIES) if pack == 1 else head * pack + lax.rem(row, pack)
-        token = self.block.part * self.paged.num_tokens + lax.div(row, pack)
+        token = self.piece.output(lax.div(row, pack), self.paged.num_tokens)
         place = jnp.where((row >= low) & (row < self.block.end_row), token * num_heads + q_head, -1)
         return place, None if self.x.sinks is None else ROWS.take(self.x.sinks, q_head)

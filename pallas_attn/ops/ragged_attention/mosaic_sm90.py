@@ -2,8 +2,7 @@
 
 Copies begin at multiples of 8 rows, sequences anywhere: the first rows of a block of queries, or of a tile of keys, and
 the last ones, may be those of neighbours, whatever they hold. Queries of neighbours are computed and not written, keys
-are masked, values cleared. Blocks are ordered so that those of the most keys of a few heads come first: the last ones
-to run are short, and what runs at a time finds its keys and values in the L2 cache.
+are masked, values cleared.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from pallas_attn.ops.common.mosaic_flash import (
     Static,
     View,
 )
-from pallas_attn.ops.common.mosaic_flash_parts import Parts, share
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, QueryBlocks, Queue, Work, aligned, padded
+from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
+from pallas_attn.ops.common.mosaic_flash_parts import Cuts
+from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -42,8 +42,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
-      blocks: int32 [n, 6 or 7], a `Block` each.
-      count: int32 [1 or 2], how many of them there are, and parts of a block where keys are cut.
+      blocks, count: as they are `Listed`.
     """
 
     q: Any
@@ -51,37 +50,6 @@ class Inputs(NamedTuple):
     v: Any
     blocks: Any
     count: Any
-
-
-class Block(NamedTuple):
-    """Neighbouring queries of a sequence, and its keys.
-
-    Attributes:
-      start: row of the first one's place in the block, a multiple of 8.
-      first_row, end_row: rows of the sequence's queries.
-      first_key, end_key: rows of its keys.
-      tiles: of keys that the block sees; at least 1.
-      part: which one of its parts a piece of work is, where keys are cut.
-      first_tile: the first of its tiles then, of which it has `tiles`.
-    """
-
-    start: Any
-    first_row: Any
-    end_row: Any
-    first_key: Any
-    end_key: Any
-    tiles: Any
-    part: Any = 0
-    first_tile: Any = 0
-
-    @staticmethod
-    def of(x: Inputs, fields: list[Any]) -> Block:
-        """In a kernel: what a piece of work is."""
-        block = Block(*fields)
-        if x.count.shape[0] == 1:
-            return block
-        first_tile, tiles = share(block.tiles, block.part, x.count[1])
-        return block._replace(first_tile=first_tile, tiles=tiles)
 
 
 class Call(NamedTuple):
@@ -113,26 +81,21 @@ def ragged_attention(
     static = Static(
         key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
     )
-    blocks, count = _blocks(static, cu_q_lens, cu_kv_lens, num_tokens, causal=causal)
-    parts = Parts.of(
-        count,
-        blocks[0, Block._fields.index("tiles")],
-        heads=num_heads,
-        blocks=(-(-num_tokens // static.queries), blocks.shape[0]),
-        limit=-(-num_keys // static.tile_keys),
-    )
-    blocks, count = parts.pieces(blocks, count)
+    listing = Listing(num_tokens, 1, static.queries, static.tile_keys, causal)
+    lengths = Lengths(cu_q_lens, cu_kv_lens)
+    cuts = Cuts.of(heads=num_heads, blocks=listing.blocks(lengths), limit=-(-num_keys // static.tile_keys))
+    listed = list_blocks(listing, lengths, cuts)
     q = padded(q, QUERIES)
     k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
-    pieces = blocks.shape[0] * num_heads
+    pieces = listed.blocks.shape[0] * num_heads * cuts.most
     programs = min(pieces, mosaic.multiprocessors())
-    taken = Queue.untouched(programs, pieces)
-    rows = parts.most * num_tokens * num_heads
+    taken = Queue.untouched(listed.zero, programs, pieces)
+    rows = cuts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
         functools.partial(_kernel, static, Call(causal, num_tokens, together, programs)),
         out_type=(
-            jax.ShapeDtypeStruct((rows, value_dim), out_dtype if parts.most == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows, value_dim), out_dtype if cuts.most == 1 else jnp.float32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(programs,),
@@ -142,8 +105,8 @@ def ragged_attention(
         scratch_types=(*Memory.types(static, q.dtype), *Queue.types(taken)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(mosaic.unsliced(Inputs(q, k, v, blocks, count)), taken)
-    return parts.merged(out, lse, (num_tokens, num_heads), None, out_dtype)
+    )(mosaic.unsliced(Inputs(q, k, v, listed.blocks, listed.count)), taken)
+    return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), None, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
@@ -153,28 +116,6 @@ def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Ar
     if (q.shape[2], v.shape[2]) not in HEADS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {taken}, got {q.shape[2]}/{v.shape[2]}")
-
-
-def _blocks(
-    static: Static,
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    cu_kv_lens: Int32[Array, "S_plus_1"],
-    num_tokens: int,
-    *,
-    causal: bool,
-) -> tuple[Int32[Array, "n 6"], Int32[Array, ""]]:
-    """All blocks, those of the most keys first, and how many there are. What follows the last sequence sees no keys."""
-    queries = QueryBlocks.of(cu_q_lens, num_tokens, static.queries)
-    ends = jnp.concatenate([cu_kv_lens, cu_kv_lens[-1:]])
-    first_key, end_key = ends[queries.sequence], ends[queries.sequence + 1]
-    seen = end_key
-    if causal:
-        last_row = jnp.minimum(queries.start + static.queries, queries.end_row)
-        seen = end_key - (queries.end_row - last_row)
-    tiles = jnp.maximum(-(-(seen - first_key // ALIGNMENT * ALIGNMENT) // static.tile_keys), 1)
-    order = jnp.argsort(jnp.where(queries.exists, -tiles, 1))
-    fields = (queries.start, queries.first_row, queries.end_row, first_key, end_key, tiles)
-    return jnp.stack(fields, axis=1)[order], jnp.sum(queries.exists, dtype=jnp.int32)
 
 
 def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref) -> None:
@@ -189,10 +130,8 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, mem)
 
-        def copy(again: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            block = Block.of(x, fields)
-            _copy_block(producer, x, again, tile, block, head)
-            return block.tiles
+        def copy(again: Any, tile: Any, piece: Piece) -> Any:
+            return _copy_piece(producer, x, again, tile, piece)
 
         pieces, tiles = work().produce(copy)
         producer.drain(tiles, pieces > 0)
@@ -201,12 +140,11 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         plgpu.set_max_registers(static.registers[0], action="increase")
         consumer = Consumer(static, mem, warpgroup, x.q.dtype)
 
-        def attend(_: Any, tile: Any, fields: list[Any], head: Any) -> Any:
-            block = Block.of(x, fields)
-            rows = _Rows.of(static, call, x, block, warpgroup)
-            result = consumer.attend(tile, block.tiles, View(rows.mask))
-            mosaic_flash.write_rows(out, lse, rows.place(num_heads, head), result)
-            return block.tiles
+        def attend(_: Any, tile: Any, piece: Piece) -> Any:
+            rows = _Rows.of(static, call, x, piece, warpgroup)
+            result = consumer.attend(tile, rows.tiles, View(rows.mask))
+            mosaic_flash.write_rows(out, lse, rows.place(num_heads), result)
+            return rows.tiles
 
         consumer.start_round()
         work().consume(attend)
@@ -220,28 +158,37 @@ class _Rows(NamedTuple):
 
     Attributes:
       newer: what makes of a row the first key that it does not see, if causal.
+      first_tile, tiles: of the piece.
     """
 
     static: Static
     call: Call
     num_keys: int
-    block: Block
+    piece: Piece
     start: Any
     first: Any
     newer: Any
+    first_tile: Any
+    tiles: Any
 
     @staticmethod
-    def of(static: Static, call: Call, x: Inputs, block: Block, number: Any) -> _Rows:
+    def of(static: Static, call: Call, x: Inputs, piece: Piece, number: Any) -> _Rows:
+        block = piece.block
         start = block.start + number * QUERIES
         first = jnp.minimum(start, x.q.shape[0] - QUERIES)
-        return _Rows(static, call, x.k.shape[0], block, start, first, block.end_key - block.end_row + 1)
+        newer = block.end_key - block.end_row + 1
+        return _Rows(static, call, x.k.shape[0], piece, start, first, newer, *piece.share(block.tiles))
+
+    @property
+    def block(self) -> Block:
+        return self.piece.block
 
     @property
     def row(self) -> jax.Array:
         return self.first + mosaic.token_iota(QUERIES)
 
     def mask(self, tile: Any, s: jax.Array) -> jax.Array:
-        nominal = aligned(self.block.first_key) + (self.block.first_tile + tile) * self.static.tile_keys
+        nominal = aligned(self.block.first_key) + (self.first_tile + tile) * self.static.tile_keys
         start = jnp.minimum(nominal, self.num_keys - self.static.tile_keys)
         low = jnp.maximum(nominal, self.block.first_key)
         end = jnp.minimum(self.block.end_key, self.first + self.newer) if self.call.causal else self.block.end_key
@@ -255,17 +202,20 @@ class _Rows(NamedTuple):
         sees_all = (low == start) & (start + self.static.tile_keys <= end)
         return lax.cond(sees_all, lambda s: s, hide, s)
 
-    def place(self, num_heads: int, head: Any) -> jax.Array:
+    def place(self, num_heads: int) -> jax.Array:
         """Of each row in the output, or -1."""
         ours = (self.row >= jnp.maximum(self.start, self.block.first_row)) & (self.row < self.block.end_row)
-        return jnp.where(ours, (self.block.part * self.call.num_tokens + self.row) * num_heads + head, -1)
+        return jnp.where(ours, self.piece.output(self.row, self.call.num_tokens) * num_heads + self.piece.head, -1)
 
 
-def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Block, head: Any) -> None:
-    """Copies what a block needs: its queries, and its keys and values from number `tile` of the rings on."""
-    static, mem = producer.static, producer.mem
+def _copy_piece(producer: Producer, x: Inputs, again: Any, tile: Any, piece: Piece) -> Any:
+    """Copies what a piece needs: its queries, and its keys and values from number `tile` of the rings on; returns how
+    many tiles these are.
+    """
+    static, mem, block, head = producer.static, producer.mem, piece.block, piece.head
+    first_tile, tiles = piece.share(block.tiles)
     kv_head = lax.div(head, x.q.shape[1] // x.k.shape[1])
-    start_key = aligned(block.first_key) + block.first_tile * static.tile_keys
+    start_key = aligned(block.first_key) + first_tile * static.tile_keys
 
     def rows(i: Any) -> Any:
         """Where the copies of the i-th tile begin."""
@@ -287,7 +237,7 @@ def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Blo
         )
 
     def work(i: Any, _: None) -> None:
-        pl.when(i + 1 < block.tiles)(lambda: keys(i + 1))
+        pl.when(i + 1 < tiles)(lambda: keys(i + 1))
         pl.when(i >= 0)(lambda: values(i))
 
     mosaic_flash.wait_if(again, mem.q_free)
@@ -295,4 +245,5 @@ def _copy_block(producer: Producer, x: Inputs, again: Any, tile: Any, block: Blo
         start = jnp.minimum(block.start + i * QUERIES, x.q.shape[0] - QUERIES)
         source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
         plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
-    lax.fori_loop(-1, block.tiles, work, None)
+    lax.fori_loop(-1, tiles, work, None)
+    return tiles
