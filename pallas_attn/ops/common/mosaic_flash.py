@@ -193,6 +193,19 @@ class Producer:
         for first in range(0, self.static.tile_keys, 64):
             clear_rows(self.mem.v.at[slot, pl.ds(first, 64)], alive(mosaic.token_iota(64) + first))
 
+    def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
+        """Starts the copies of a block's queries at once, if it is the first one. Else they come when those before are
+        no longer needed, which is later than the first tiles may come: returns what to call after each value tile's
+        copies with its number in the block.
+        """
+
+        def load() -> None:
+            plgpu.barrier_wait(self.mem.q_free)
+            copy()
+
+        pl.when(~again)(copy)
+        return lambda i: pl.when(again & (i == 0))(load)
+
     def drain(self, tiles: Any, any_block: Any) -> None:
         """After the last of so many tiles: sees the ends of all phases."""
 
@@ -280,7 +293,6 @@ class Consumer:
         plgpu.barrier_wait(self.mem.q_landed)
         state = self._first(begin, tiles > 1, functools.partial(self._scores, view, jnp.int32(0)))
         state = lax.fori_loop(1, tiles, step, state)
-        plgpu.barrier_arrive(self.mem.q_free)
         return self._last(begin + tiles - 1, state), state.m, state.l.sum(axis=1)
 
     def start_round(self) -> None:
@@ -307,7 +319,7 @@ class Consumer:
         plgpu.barrier_wait(mem.k_landed.at[slot])
         self._await_turn()
         s = mosaic_wgmma.multiply(self._terms(), mem.k.at[slot], self._pass_turn)
-        plgpu.barrier_arrive(mem.k_free.at[slot])
+        self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.outgrow(mosaic.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
         p, l = scores.weights(m)  # noqa: E741
@@ -324,7 +336,7 @@ class Consumer:
         s, o = mosaic_wgmma.start(self._terms(), k, state.p, v, state.o)
         self._pass_turn()
         s = mosaic_wgmma.finish(s, under_way=1)
-        plgpu.barrier_arrive(mem.k_free.at[slot])
+        self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.outgrow(state.m)
         o, l = mosaic_wgmma.shrink((o, state.l), state.m, m, finished=False)  # noqa: E741
@@ -341,6 +353,11 @@ class Consumer:
         o = mosaic_wgmma.accumulate(state.p, self.mem.v.at[slot], state.o)
         plgpu.barrier_arrive(self.mem.v_free.at[slot])
         return o
+
+    def _release_keys(self, slot: Any, more: Any) -> None:
+        """After their products; the queries, too, if these were the block's last."""
+        plgpu.barrier_arrive(self.mem.k_free.at[slot])
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self.mem.q_free))
 
     def _await_keys(self, tile: Any, more: Any) -> None:
         wait_if(more, self.mem.k_landed.at[turn_of(tile, self.static.stages)])

@@ -10,6 +10,7 @@ What `mosaic_widening` says of caches of 8 bits is where tiles are not copied to
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -177,12 +178,11 @@ def _kernel(
 
         def copy(again: Any, tile: Any, piece: Piece) -> Any:
             span = Span.of(static, paged, x, piece)
-            mosaic_flash.wait_if(again, mem.q_free)
-            span.copy_queries(mem)
+            later_queries = producer.load_queries(again, lambda: span.copy_queries(mem))
             if narrow is None:
-                span.copy(producer, notes, tile)
+                span.copy(producer, notes, tile, later_queries)
             else:
-                span.widen(Widener(static, mem, narrow), notes, tile)
+                span.widen(Widener(static, mem, narrow), notes, tile, later_queries)
             return span.tiles
 
         pieces, tiles = work().produce(copy)
@@ -270,7 +270,7 @@ class Span(NamedTuple):
                 source = q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), self.piece.head]
                 plgpu.copy_gmem_to_smem(source, mem.q.at[i * len(self.x.q) + term], mem.q_landed)
 
-    def copy(self, producer: Producer, notes: Ref, tile: Any) -> None:
+    def copy(self, producer: Producer, notes: Ref, tile: Any, later_queries: Callable[[Any], None]) -> None:
         """Copies the block's keys and values from number `tile` of the rings on."""
 
         def keys(i: Any, pages: list[Any]) -> None:
@@ -292,11 +292,12 @@ class Span(NamedTuple):
             following = self.locate(i + 1)
             pl.when(i + 1 < self.tiles)(lambda: keys(i + 1, following))
             pl.when(i >= 0)(lambda: values(i, found))
+            later_queries(i)
             return following
 
         lax.fori_loop(-1, self.tiles, work, [jnp.int32(-1)] * self.static.copies)
 
-    def widen(self, widener: Widener, notes: Ref, tile: Any) -> None:
+    def widen(self, widener: Widener, notes: Ref, tile: Any, later_queries: Callable[[Any], None]) -> None:
         """Copies the block's keys and values, and brings them to the rings, from number `tile` of them on."""
         x, narrow = self.x, widener.narrow
 
@@ -322,6 +323,7 @@ class Span(NamedTuple):
 
             first_or_more = (i >= 0) & (i + 1 < self.tiles)
             pl.when(first_or_more)(lambda: self.copy_pages(x.v, i + 1, following, narrow.v, narrow.landed.at[1]))
+            later_queries(i)
             return following, after
 
         first = self.locate(jnp.int32(0))

@@ -236,14 +236,18 @@ def _copy_piece(producer: Producer, x: Inputs, again: Any, tile: Any, piece: Pie
             alive=lambda token: (token >= low - start) & (token < block.end_key - start),
         )
 
+    def queries() -> None:
+        for i in range(static.consumers):
+            start = jnp.minimum(block.start + i * QUERIES, x.q.shape[0] - QUERIES)
+            source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
+            plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
+
+    later_queries = producer.load_queries(again, queries)
+
     def work(i: Any, _: None) -> None:
         pl.when(i + 1 < tiles)(lambda: keys(i + 1))
         pl.when(i >= 0)(lambda: values(i))
+        later_queries(i)
 
-    mosaic_flash.wait_if(again, mem.q_free)
-    for i in range(static.consumers):
-        start = jnp.minimum(block.start + i * QUERIES, x.q.shape[0] - QUERIES)
-        source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), head]
-        plgpu.copy_gmem_to_smem(source, mem.q.at[i], mem.q_landed)
     lax.fori_loop(-1, tiles, work, None)
     return tiles
