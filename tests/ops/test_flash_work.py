@@ -5,9 +5,10 @@ every piece is done shows in their results, of which the interpreter fills what 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, HeadWindow
+from pallas_attn import FULL, HeadWindow, ragged_attention
 from pallas_attn.ops.common import mosaic, mosaic_flash_blocks
 from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listed, Listing, list_blocks
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
@@ -121,6 +122,22 @@ def test_blocks_in_chunks(mode: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(("tokens", "sequences"), [(70_000, 8), (70_000, 900), (300_000, 1), (8192, 64)])
 def test_many_blocks(tokens: int, sequences: int) -> None:
     check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, rows=tokens, block_rows=128))
+
+
+def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As layers of a step make them: only then XLA sees that they list the same blocks. Not so for other lengths."""
+    q = jnp.zeros((24, 1, 64), jnp.bfloat16)
+    ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
+
+    def layers(q: jax.Array, some: jax.Array, others: jax.Array) -> list[Any]:
+        return [ragged_attention(q, q, q, lens, lens, implementation="mosaic") for lens in (some, some, others)]
+
+    with harness.interpreting(capsys):
+        module = jax.jit(layers).lower(q, *ends).as_text()
+    assert module.count("func.func private @_listed") == 1
+    # Arguments come after what orders the interpreter's effects.
+    first, second, third = re.findall(r"call @_listed\(.*?(%\w+, %\w+)\)", module)
+    assert first == second != third
 
 
 def test_more_blocks_than_there_is_room_for_are_refused() -> None:

@@ -9,12 +9,12 @@ Consumers take turns at starting products, so that one's softmax falls into the 
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
-    producer     Q K0 K1 V0 K2 V1 ······ as slots are freed
+    producer     Q K0 K1 V0 K2 V1 ······ as slots are freed; of the next block K0 K1 V0 Q K2 V1 ······
 
 Barriers (n is the number of consumers):
 
     q_landed        n copies       consumers, before the first product of a block
-    q_free          n consumers    producer, before the queries of its next block
+    q_free          n consumers    producer, before the queries of its next block, for which there is one place
     k_landed[slot]  the copies     consumers, before S
     k_free[slot]    n consumers    producer, before the slot is filled again
     v_landed, v_free               the same for values
@@ -24,7 +24,8 @@ Barriers (n is the number of consumers):
 (and two of `mosaic_flash_work.Queue`, where programs draw what they do.)
 
 No wait can last: all warpgroups go through the same blocks and tiles. The producer waits for slots that every consumer
-frees one product after it used them, and a consumer for tiles that the producer brings in the order in which they are
+frees one product after it used them, and for queries to be given up after the last product of the block before, for
+which it has brought everything; and a consumer for tiles that the producer brings in the order in which they are
 used, keys of a tile before values of the one before. Who has its turn waits for nothing before it passes it on, and
 passes it on once a tile, as all do; the last consumer starts the round, and the first sees its end.
 """
