@@ -79,6 +79,11 @@ def check(case: Case, listing: Listing, cuts: Cuts = UNCUT) -> Listed:
     assert listed.count[0] == len(want)
     np.testing.assert_array_equal(listed.blocks[: len(want)], np.asarray(want).reshape(-1, len(Block._fields)))
     np.testing.assert_array_equal(listed.zero, [0])
+    rows: list[int] = []
+    for block in (Block(*fields) for fields in listed.blocks[: len(want)]):
+        assert block.start % 8 == 0, "where no copy may begin"
+        rows += range(max(block.start, block.first_row), min(block.start + listing.block_rows, block.end_row))
+    assert sorted(rows) == list(range(listing.rows)), "each of them once"
     return listed
 
 

@@ -2,8 +2,8 @@
 
 A sequence's queries are cut into blocks; rows after the last sequence are a sequence more, which sees no keys. Blocks
 of the most tiles of keys come first: the last ones to run are short, and what runs at a time finds its keys and values
-in the L2 cache. Where XLA would start eight kernels for that, this one has a thread for each sequence, and then for
-each block:
+in the L2 cache. Where XLA would start up to eight kernels for that, this one has a thread for each sequence, and then
+for each block:
 
     sequences   blocks             -> ends: of their blocks      (prefix sums)
     blocks      sequence, tiles    -> keys
@@ -30,7 +30,7 @@ from pallas_attn.ops.common.mosaic_flash_parts import Cuts
 from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block
 from pallas_attn.ops.common.mosaic_lanes import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
 from pallas_attn.ops.common.mosaic_rows import THREADS
-from pallas_attn.ops.common.sharing import ratio
+from pallas_attn.ops.common.sharing import order_key, ratio
 from pallas_attn.types import HeadWindow
 
 MOST_LISTED = 48 * 1024
@@ -75,7 +75,7 @@ class Listing:
     tile_keys: int
     causal: bool
 
-    def blocks(self, lengths: Lengths) -> tuple[int, int]:
+    def num_blocks(self, lengths: Lengths) -> tuple[int, int]:
         """The least and the most that there can be of these rows. What follows the last sequence may have some, too,
         and rows before a block's first may fill up to 7 places.
         """
@@ -118,7 +118,7 @@ def list_blocks(listing: Listing, lengths: Lengths, cuts: Cuts) -> Listed:
     Raises:
       NotImplementedError: there can be too many.
     """
-    _, most = listing.blocks(lengths)
+    _, most = listing.num_blocks(lengths)
     if lengths.sequences + most > MOST_LISTED:
         raise NotImplementedError(
             f"takes at most {MOST_LISTED} sequences and blocks of {listing.block_rows} rows together, got "
@@ -129,7 +129,7 @@ def list_blocks(listing: Listing, lengths: Lengths, cuts: Cuts) -> Listed:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _listed(listing: Listing, cuts: Cuts, lengths: Lengths) -> Listed:
-    stretches, (_, most) = lengths.sequences + 1, listing.blocks(lengths)
+    stretches, (_, most) = lengths.sequences + 1, listing.num_blocks(lengths)
     warpgroups = min(MOST_WARPGROUPS, pl.cdiv(max(stretches, most, cuts.most), THREADS))
     chunk = warpgroups * THREADS
     memory = Memory(
@@ -155,7 +155,7 @@ def _listed(listing: Listing, cuts: Cuts, lengths: Lengths) -> Listed:
 
 
 def _kernel(listing: Listing, cuts: Cuts, x: Lengths, listed: Listed, mem: Memory) -> None:
-    lanes, (_, most), nothing = mem.lanes, listing.blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
+    lanes, (_, most), nothing = mem.lanes, listing.num_blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
     there = lanes.each_chunk(x.sequences + 1, functools.partial(_lay_out, listing, x, mem), nothing)
     here = lanes.number()
     first = _described(listing, x, mem, here, there)
@@ -206,8 +206,7 @@ def _described(listing: Listing, x: Lengths, mem: Memory, number: Any, there: An
         seen -= ratio(newer, listing.rows_of_token)
     tiles = ratio(jnp.maximum(seen, 1) + (listing.tile_keys - 1), listing.tile_keys)
     block = Block(jnp.minimum(sequence, x.sequences - 1), start, first_row, end_row, first_key, end_key, tiles)
-    power = 1 << listing.blocks(x)[1].bit_length()
-    key = jnp.minimum(tiles, (1 << 24) // power - 1) * power + (power - 1 - number)  # whole, in float32
+    key = order_key(tiles, number, 1 << listing.num_blocks(x)[1].bit_length())
     return block, jnp.where(number < there, key, -1).astype(jnp.float32)
 
 
@@ -228,6 +227,7 @@ def _keys(x: Lengths, sequence: Any) -> tuple[Any, Any]:
 
 
 def _aligned(row: Any) -> Any:
+    """`mosaic_flash_work.aligned`, of each of several."""
     return row & -ALIGNMENT
 
 
@@ -243,9 +243,11 @@ def _parts(listing: Listing, cuts: Cuts, x: Lengths, lanes: Lanes, blocks: Any, 
 
         keys = lanes.max(lanes.each_chunk(x.window.window.shape[0], seen, PER_THREAD.filled(jnp.int32(0), THREADS)))
         tiles = jnp.minimum(tiles, pl.cdiv(keys + listing.block_rows, listing.tile_keys))
+    # The least time is found together with who reckoned it: both are one number, a time above and a thread below.
     power = 1 << cuts.most.bit_length()
+    longest = (1 << 31) // power - 1
     parts = lanes.number() + 1
-    time = jnp.minimum(cuts.time(blocks, parts, tiles), (1 << 31) // power - 1)
-    time = jnp.where(parts <= cuts.most, time, (1 << 31) // power - 1)
+    time = jnp.minimum(cuts.time(blocks, parts, tiles), longest)
+    time = jnp.where(parts <= cuts.most, time, longest)
     least = -lanes.max(-(time * power + lanes.number() % power))
     return least % power + 1

@@ -1,8 +1,9 @@
 """Keys of blocks cut into parts, where `mosaic_flash` has fewer blocks of queries than there are multiprocessors.
 
 All blocks are cut into as many parts, and each part of a block is a piece of work. It leaves a partial output and its
-LSE, which XLA merges. How many parts there are is decided on the device, from how many blocks there are and how many
-tiles of keys they see; what parts leave has room for the most that a call of these shapes can have.
+LSE, which XLA merges. How many parts there are is decided on the device, by the kernel that lists the blocks
+(`mosaic_flash_blocks`), from how many there are and how many tiles of keys they see; what parts leave has room for the
+most that a call of these shapes can have.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Queue(NamedTuple):
 
     @staticmethod
     def untouched(zero: Int32[Array, "1"], programs: int, pieces: int) -> Ref | None:
-        """`taken` for so many programs, or None if no piece is left after the first ones."""
+        """`taken` for so many programs, or None if no piece is left after the first ones; `zero` as it is listed."""
         return mosaic.changeable(zero) if programs < pieces else None
 
     @staticmethod

@@ -29,6 +29,13 @@ def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, 
     return lax.div(*unsigned).astype(jnp.int32)
 
 
+def order_key(size: Int32[Array, "n"], number: Int32[Array, "n"], count: int) -> Int32[Array, "n"]:
+    """By which as many as `count` are put in order, the largest first, and of those as large the first: whole numbers
+    that float32 holds. Sizes beyond what that leaves room for count as equal.
+    """
+    return jnp.minimum(size, (1 << 24) // count - 1) * count + (count - 1 - number)
+
+
 class Groups(NamedTuple):
     """Rows that share programs which no other rows have a part in.
 
@@ -119,7 +126,7 @@ class Sharing:
 
     def length_key(self, num_pages: Int32[Array, "rows"], row: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """By which rows are put in order, the largest first: the longest, and the first of those as long."""
-        return jnp.minimum(num_pages, MOST_COMPARED) * MAX_DEALT + (MAX_DEALT - 1 - row)
+        return order_key(num_pages, row, MAX_DEALT)
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """Of each row; an idle one costs nothing."""

@@ -68,7 +68,7 @@ def paged_prefill(
     head_window = window if isinstance(window, HeadWindow) else None
     lengths = Lengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
     limit = _limit(static, block_tables.shape[-1] * page_size, window)
-    cuts = Cuts.of(heads=num_heads // pack, blocks=listing.blocks(lengths), limit=limit)
+    cuts = Cuts.of(heads=num_heads // pack, blocks=listing.num_blocks(lengths), limit=limit)
     listed = list_blocks(listing, lengths, cuts)
     inputs = Inputs(
         q=tuple(padded(_packed(term[0], pack), QUERIES) for term in terms),

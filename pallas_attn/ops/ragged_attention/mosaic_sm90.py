@@ -83,7 +83,7 @@ def ragged_attention(
     )
     listing = Listing(num_tokens, 1, static.queries, static.tile_keys, causal)
     lengths = Lengths(cu_q_lens, cu_kv_lens)
-    cuts = Cuts.of(heads=num_heads, blocks=listing.blocks(lengths), limit=-(-num_keys // static.tile_keys))
+    cuts = Cuts.of(heads=num_heads, blocks=listing.num_blocks(lengths), limit=-(-num_keys // static.tile_keys))
     listed = list_blocks(listing, lengths, cuts)
     q = padded(q, QUERIES)
     k, v = (padded(x, static.tile_keys) for x in (k, v))
