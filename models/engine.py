@@ -230,8 +230,7 @@ class Engine:
         Without it a shape is compiled when the first step needs it.
         """
         before = self._runner.compile_s
-        for bucket in self._runner.buckets(self._capture_logits):
-            self._runner.compile(bucket)
+        self._runner.compile(self._runner.buckets(self._capture_logits))
         return self._runner.compile_s - before
 
     def add_request(

@@ -157,21 +157,24 @@ class Runner:
             if len(plan.decode) <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
         )
 
-    def compile(self, bucket: Bucket) -> None:
-        """Compiles a bucket unless that was done already. On a GPU it is also run without rows: the first time kernels
-        are loaded, and the second time XLA records them.
+    def compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compiles those of the buckets that are not yet. On a GPU all there are, are then run without rows: the first
+        time kernels are loaded, and the second time XLA records them. Not one after the other as they are compiled:
+        whenever XLA makes a program with CUDA graphs, it drops those of all programs before.
         """
-        if bucket in self._compiled:
+        new = [bucket for bucket in buckets if bucket not in self._compiled]
+        if not new:
             return
         began = time.perf_counter()
-        function = functools.partial(_run_step, self._step, self._config, bucket)
-        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
-        lowered = jax.jit(function, donate_argnums=(1, 2)).lower(self._weights, self._caches, self._last_tokens, packed)
         on_gpu = all(device.platform == "gpu" for device in self._last_tokens.devices())
-        self._compiled[bucket] = lowered.compile(GPU_OPTIONS if on_gpu else None)
-        if on_gpu:
-            for _ in range(2):
-                self.run_idle(bucket)
+        for bucket in new:
+            function = functools.partial(_run_step, self._step, self._config, bucket)
+            packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
+            donating = jax.jit(function, donate_argnums=(1, 2))
+            lowered = donating.lower(self._weights, self._caches, self._last_tokens, packed)
+            self._compiled[bucket] = lowered.compile(GPU_OPTIONS if on_gpu else None)
+        for bucket in [*self._compiled] * 2 if on_gpu else []:
+            self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
 
     def run_idle(self, bucket: Bucket) -> None:
@@ -186,7 +189,7 @@ class Runner:
         If this raises, the caches may be gone: call `reset`.
         """
         bucket = self.bucket_of(plan, all_logits)
-        self.compile(bucket)
+        self.compile([bucket])
         tokens, logits = self._run(bucket, plan)
         tokens.copy_to_host_async()
         return StepResult(plan, tokens, bucket, logits)

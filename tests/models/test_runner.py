@@ -126,7 +126,7 @@ def test_every_cache_group_has_tables_and_slots_of_its_own():
 @pytest.mark.parametrize("bucket", [Bucket(4, 0), Bucket(0, 16), Bucket(4, 16)], ids=str)
 def test_a_compiled_step_copies_no_cache(runner, bucket):
     """Donated caches are the outputs' memory, and nothing of a cache's shape is copied on the way."""
-    runner.compile(bucket)
+    runner.compile([bucket])
     compiled = runner._compiled[bucket]
     assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
     shape = ",".join(map(str, (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)))
@@ -161,6 +161,6 @@ def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     fresh.launch(MIXED).sampled()
     before = jax.tree.map(np.array, (fresh._caches, fresh._last_tokens))
     assert any(leaf.any() for leaf in jax.tree.leaves(before))
-    fresh.compile(bucket)
+    fresh.compile([bucket])
     fresh.run_idle(bucket)
     jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
