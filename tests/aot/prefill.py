@@ -14,8 +14,7 @@ from jax import export
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.ops.common.flash_config import MosaicConfig
-from pallas_attn.ops.common.mosaic_flash import QUERIES
+from pallas_attn.ops.common.flash_config import QUERIES, MosaicConfig
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import MosaicKey
@@ -98,11 +97,13 @@ def paged(
     sizes: MosaicConfig | None = None,
     features: Iterable[str] = (),
     parts: int = 0,
+    group: int = 4,
     **static: Any,
 ) -> Case:
-    """A call of 32 query heads over 8 KV heads with these sizes, or those of a card that nothing was measured on.
+    """A call of 8 KV heads with these sizes, or those of a card that nothing was measured on.
 
     Args:
+      group: query heads of each.
       cache: dtype and scales of a quantised one; None for q's dtype.
       parts: that the keys of blocks are cut into at most, if they are.
     """
@@ -118,7 +119,7 @@ def paged(
     )
     terms = 2 if scales == "channel" else 1
     arguments: dict[str, Any] = {
-        "q": shape(tokens, 32, head_dim, dtype=dtype),
+        "q": shape(tokens, 8 * group, head_dim, dtype=dtype),
         "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
         "block_tables": ints(SEQUENCES, 8, pages) if "head-tables" in features else ints(SEQUENCES, pages),
         "cu_q_lens": ints(SEQUENCES + 1),
@@ -127,7 +128,7 @@ def paged(
     if "head-windows" in features:
         arguments["window"] = jax.eval_shape(HeadWindow, ints(8), ints(8))
     if "sinks" in features:
-        arguments["sinks"] = shape(32, dtype=jnp.float32)
+        arguments["sinks"] = shape(8 * group, dtype=jnp.float32)
 
     def call(**arguments: Any) -> Any:
         with looking_up(sizes):
@@ -139,8 +140,8 @@ def paged(
         chosen = paged_config.mosaic_config(key)
     elements = chosen.tile_keys * head_dim
     tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
-    arranged = terms * tokens * 32 * head_dim * 2 if tokens < TOKENS or cache else 0
-    arranged += partial_outputs(parts, tokens, 32, head_dim)
+    arranged = terms * tokens * 8 * group * head_dim * 2 if cache else 0
+    arranged += partial_outputs(parts, tokens, 8 * group, head_dim)
     return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
 
 
@@ -196,7 +197,7 @@ PREFILL: dict[str, Case] = {
     "ragged-export": exported(ragged(128, 128)),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
     **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
-    "paged-prefill-packed": paged(tokens=512),
+    **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 7, 16)},
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),

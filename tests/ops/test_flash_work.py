@@ -21,11 +21,12 @@ from pallas_attn.ops.common import mosaic, mosaic_flash_blocks
 from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listed, Listing, list_blocks
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
 from pallas_attn.ops.common.mosaic_flash_work import Block, Piece
+from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import heads_together
 from tests.ops import harness
 
 UNCUT = Cuts(most=1, heads=1, limit=1, programs=1)
-RAGGED = Listing(rows=300, rows_of_token=1, block_rows=64, tile_keys=64, causal=True)
+RAGGED = Listing(rows=300, block_rows=64, tile_keys=64, causal=True)
 compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 
 
@@ -60,10 +61,9 @@ class Case(NamedTuple):
         """What is to be listed, worked out one by one."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
-            end, end_key = begin + q_len * listing.rows_of_token, first_key + kv_len
+            end, end_key = begin + q_len, first_key + kv_len
             for start in range(begin // 8 * 8, end if q_len else 0, listing.block_rows):
-                newest = min(end, start + listing.block_rows) - 1
-                unseen = (end - 1) // listing.rows_of_token - newest // listing.rows_of_token if listing.causal else 0
+                unseen = max(end - (start + listing.block_rows), 0) if listing.causal else 0
                 tiles = max(1, -(-(end_key - unseen - first_key // 8 * 8) // listing.tile_keys))
                 found.append(Block(sequence, start, begin, end, first_key, end_key, tiles))
             begin, first_key = end, end_key if self.packed_keys else 0
@@ -90,13 +90,12 @@ def check(case: Case, listing: Listing, cuts: Cuts = UNCUT) -> Listed:
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of keys that follow one another, and of pages, for several heads of a query side by side."""
+    """Of keys that follow one another, and of pages, for the few queries of many heads that fill a block."""
     rng, listing = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
             check(Case.draw(rng, 300, 5), listing)
-        packed = replace(listing, rows=900, rows_of_token=3, block_rows=128)
-        check(Case.draw(rng, 300, 5, packed_keys=False), packed)
+        check(Case.draw(rng, 300, 5, packed_keys=False), replace(listing, block_rows=8))
 
 
 EDGES = {
@@ -206,3 +205,12 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     assert heads_together(32, 8, kv_bytes=4 * 2**20) == 32
     assert heads_together(32, 8, kv_bytes=5 * 2**20) == 16
     assert heads_together(128, 128, kv_bytes=2**30) == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "queries", "packing"),
+    [(1, 10, (1, 1)), (4, 10, (4, 4)), (4, 10_000, (4, 4)), (16, 10, (8, 8)), (7, 100, (7, 8)), (7, 2000, (1, 1))],
+    ids=str,
+)
+def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
+    assert paged_config.packing(group, queries, 128) == packing

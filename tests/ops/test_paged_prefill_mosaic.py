@@ -99,9 +99,12 @@ def test_parts_of_pages_int_window_soft_cap() -> None:
     check(replace(WIDE, window=150))
 
 
-def test_heads_that_are_not_packed() -> None:
-    with mock.patch.object(config, "packed_heads", return_value=1):
-        check(replace(WIDE, q_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=12))
+@pytest.mark.parametrize(("group", "packing"), [(2, (1, 1)), (2, (2, 2)), (7, (7, 8)), (10, (5, 8))], ids=str)
+def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
+    """One, one for each consumer, some with a place left over, and a part of a group."""
+    case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
+    with mock.patch.object(config, "packing", return_value=config.Packing(*packing)):
+        check(replace(case, sinks="mixed", padding=5), TWO_CONSUMERS)
 
 
 CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1))

@@ -1,8 +1,14 @@
-"""What can be turned in the kernels of `mosaic_flash`."""
+"""What can be turned in the kernels of `mosaic_flash`, and what that depends on."""
 
 from __future__ import annotations
 
 import dataclasses
+
+QUERIES = 64
+"""Rows of a consumer: wgmma's M."""
+
+ALIGNMENT = 8
+"""Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +18,7 @@ class MosaicConfig:
     Attributes:
       tile_keys: keys it takes at once.
       stages: tiles of keys, and as many of values, in shared memory.
-      consumers: warpgroups that compute, 64 rows of queries each.
+      consumers: warpgroups that compute, `QUERIES` rows each.
     """
 
     tile_keys: int

@@ -13,7 +13,7 @@ Consumers take turns at starting products, so that one's softmax falls into the 
 
 Barriers (n is the number of consumers):
 
-    q_landed        n copies       consumers, before the first product of a block
+    q_landed        the copies     consumers, before the first product of a block
     q_free          n consumers    producer, before the queries of its next block, for which there is one place
     k_landed[slot]  the copies     consumers, before S
     k_free[slot]    n consumers    producer, before the slot is filled again
@@ -44,12 +44,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic, mosaic_wgmma
+from pallas_attn.ops.common.flash_config import QUERIES
 from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_rows import RowLayout
-
-QUERIES = 64
-"""Of a consumer: wgmma's M."""
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 WIDENING_REGISTERS = {1: (248, 72), 2: (224, 56), 3: (152, 56)}
@@ -79,6 +77,7 @@ class Static:
       copies: that bring a tile of keys, and one of values.
       score_scale: multiplies q kᵀ.
       query_terms: numbers of 16 bits whose sum a query is.
+      query_copies: that bring a term of a consumer's queries.
       widens: keys and values come as 8 bits, and the producer makes 16 of them.
     """
 
@@ -91,11 +90,12 @@ class Static:
     score_scale: float
     soft_cap: float | None = None
     query_terms: int = 1
+    query_copies: int = 1
     widens: bool = False
 
     @property
     def queries(self) -> int:
-        """Of a block."""
+        """Rows of a block."""
         return QUERIES * self.consumers
 
     @property
@@ -136,7 +136,7 @@ class Memory(NamedTuple):
             q=mosaic.operand((queries, QUERIES, static.key_dim), dtype),
             k=mosaic.operand((stages, keys, static.key_dim), dtype),
             v=mosaic.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_arrivals=queries),
+            q_landed=plgpu.Barrier(num_arrivals=queries * static.query_copies),
             q_free=plgpu.Barrier(num_arrivals=consumers),
             k_landed=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
             k_free=free,

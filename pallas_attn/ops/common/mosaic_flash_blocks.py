@@ -26,8 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.flash_config import ALIGNMENT
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block
+from pallas_attn.ops.common.mosaic_flash_work import Block
 from pallas_attn.ops.common.mosaic_lanes import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
 from pallas_attn.ops.common.mosaic_rows import THREADS
 from pallas_attn.ops.common.sharing import order_key, ratio
@@ -63,14 +64,12 @@ class Listing:
 
     Attributes:
       rows: of all queries.
-      rows_of_token: neighbours that are the heads of one query.
       block_rows: of a block.
       tile_keys: of a tile.
       causal: the keys of a block end with its last query's.
     """
 
     rows: int
-    rows_of_token: int
     block_rows: int
     tile_keys: int
     causal: bool
@@ -202,8 +201,7 @@ def _described(listing: Listing, x: Lengths, mem: Memory, number: Any, there: An
     start = _aligned(first_row) + (number - sum_before(mem.ends, sequence)) * listing.block_rows
     seen = end_key - _aligned(first_key)
     if listing.causal:
-        newer = jnp.maximum(end_row - (start + listing.block_rows), 0)  # rows, of queries that the block does not have
-        seen -= ratio(newer, listing.rows_of_token)
+        seen -= jnp.maximum(end_row - (start + listing.block_rows), 0)  # those of queries that the block does not have
     tiles = ratio(jnp.maximum(seen, 1) + (listing.tile_keys - 1), listing.tile_keys)
     block = Block(jnp.minimum(sequence, x.sequences - 1), start, first_row, end_row, first_key, end_key, tiles)
     key = order_key(tiles, number, 1 << listing.num_blocks(x)[1].bit_length())
@@ -212,9 +210,9 @@ def _described(listing: Listing, x: Lengths, mem: Memory, number: Any, there: An
 
 def _rows(listing: Listing, x: Lengths, sequence: Any) -> tuple[Any, Any]:
     """Of the queries of sequences; number S is what follows the last one."""
-    next_one = PER_THREAD.take(x.cu_q_lens, jnp.minimum(sequence + 1, x.sequences)) * listing.rows_of_token
+    next_one = PER_THREAD.take(x.cu_q_lens, jnp.minimum(sequence + 1, x.sequences))
     end_row = jnp.where(sequence < x.sequences, next_one, listing.rows)
-    return PER_THREAD.take(x.cu_q_lens, sequence) * listing.rows_of_token, end_row
+    return PER_THREAD.take(x.cu_q_lens, sequence), end_row
 
 
 def _keys(x: Lengths, sequence: Any) -> tuple[Any, Any]:

@@ -15,10 +15,8 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic
+from pallas_attn.ops.common.flash_config import ALIGNMENT
 from pallas_attn.ops.common.mosaic import Ref, interpreted
-
-ALIGNMENT = 8
-"""Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
 
 
 class Block(NamedTuple):

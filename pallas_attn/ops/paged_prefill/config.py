@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.flash_config import MosaicConfig
+from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES, MosaicConfig
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -62,13 +63,37 @@ def _heuristic(key: MosaicKey) -> MosaicConfig:
     return MosaicConfig(tile_keys, stages, consumers)
 
 
-def packed_heads(group: int, queries: int, block: int) -> int:
-    """How many heads of a group follow one another for each query.
+class Packing(NamedTuple):
+    """How heads of a group share a block.
 
-    Packing copies the queries. It pays where the queries of a sequence do not fill a few blocks.
+    Attributes:
+      heads: that do.
+      places: for them, a power of two; those left over repeat the last head.
+    """
+
+    heads: int
+    places: int
+
+
+MOST_PLACES = QUERIES // ALIGNMENT
+"""For heads in a block, so that one of the smallest blocks has as many queries of each as copies begin at multiples
+of.
+"""
+
+
+def packing(group: int, queries: int, block: int) -> Packing:
+    """That with the fewest rows of blocks, as many heads as possible if there are several. The more heads share a
+    block, the fewer queries of each it has, and the less of a sequence's last one is empty.
 
     Args:
+      group: heads of one.
       queries: of a sequence, on average.
       block: rows of a block.
     """
-    return group if queries < 4 * block else 1
+
+    def rows(some: Packing) -> float:
+        """Expected of a head: queries begin anywhere, the rows before them that copies bring, and a last block's."""
+        return some.places / some.heads * (queries + (ALIGNMENT - 1) / 2 + block // some.places - 1)
+
+    heads = [heads for heads in range(min(group, MOST_PLACES), 0, -1) if group % heads == 0]
+    return min((Packing(several, 1 << (several - 1).bit_length()) for several in heads), key=rows)

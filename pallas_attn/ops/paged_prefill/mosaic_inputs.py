@@ -12,7 +12,7 @@ class Inputs(NamedTuple):
     """Arrays, or in the kernel references to them.
 
     Attributes:
-      q: [rows, Hq / pack, D] each, rows padded to a multiple of 8 and a block; queries are their sum.
+      q: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings; queries are their sum.
       k, v: [N·Hkv, ps, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, count: as they are `Listed`.
@@ -38,14 +38,18 @@ class Paged:
 
     Attributes:
       num_tokens: T.
-      pack: heads of a query that follow one another.
+      queries: of a block, for each of its heads.
+      heads: of a group, that share a block.
+      apart: consumers that have the same queries, of other heads.
       group: query heads of a KV head.
       window: of all heads, if there is no `HeadWindow`.
       beside: tokens in a row of the pools.
     """
 
     num_tokens: int
-    pack: int
+    queries: int
+    heads: int
+    apart: int
     group: int
     num_kv_heads: int
     page_size: int

@@ -1,15 +1,18 @@
 """`paged_prefill` on Hopper; see `mosaic_flash` for how a program works.
 
-A row is a head of a query: where queries are few, `pack` heads of a group follow one another for each, so that a block
-of rows is full and its keys are read once for all of them. A tile of keys is a stretch of positions, in several pages
-or in a part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages
-that no row of a block sees, or that are absent, are not copied: their tokens are masked, and their values cleared.
-What `mosaic_widening` says of caches of 8 bits is where tiles are not copied to the rings themselves.
+A block has some neighbouring queries of a head, then the same ones of others of its group, each head's brought by
+copies of its own: so blocks are nearly full where queries are few, and keys are read once for all heads in them. A tile
+of keys is a stretch of positions, in several pages or in a part of one. Tiles with a visible key are walked like the
+pages of decode, those of sink tokens first. Pages that no row of a block sees, or that are absent, are not copied:
+their tokens are masked, and their values cleared. What `mosaic_widening` says of caches of 8 bits is where tiles are
+not copied to the rings themselves.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,20 +24,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_quantised, mosaic_wgmma
+from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES
 from pallas_attn.ops.common.mosaic import Ref
-from pallas_attn.ops.common.mosaic_flash import (
-    QUERIES,
-    ROWS,
-    Consumer,
-    Memory,
-    Producer,
-    Static,
-)
+from pallas_attn.ops.common.mosaic_flash import ROWS, Consumer, Memory, Producer, Static
 from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block, Piece, Queue, Work, padded
+from pallas_attn.ops.common.mosaic_flash_work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.common.visibility import PageWalk
 from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.config import Packing
 from pallas_attn.ops.paged_prefill.mosaic_inputs import Inputs, Paged
 from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
 from pallas_attn.types import HeadWindow, PagedKV
@@ -59,19 +57,20 @@ def paged_prefill(
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
     scales, beside = mosaic_quantised.scale_layout(kv), mosaic_quantised.tokens_in_row(kv)
     terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
-    static = _static(kv, len(terms), sm_scale / query_scale, soft_cap)
     group = num_heads // num_kv_heads
-    pack = config.packed_heads(group, num_tokens // kv_lens.shape[0], static.queries)
+    static, packing = _static(kv, len(terms), sm_scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
+    heads, queries = packing.heads, static.queries // packing.places
+    apart = packing.places // static.query_copies
     int_window = window if isinstance(window, int) else None
-    paged = Paged(num_tokens, pack, group, num_kv_heads, page_size, int_window, scales, beside)
-    listing = Listing(num_tokens * pack, pack, static.queries, static.tile_keys, causal=True)
+    paged = Paged(num_tokens, queries, heads, apart, group, num_kv_heads, page_size, int_window, scales, beside)
+    listing = Listing(num_tokens, queries, static.tile_keys, causal=True)
     head_window = window if isinstance(window, HeadWindow) else None
     lengths = Lengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
     limit = _limit(static, block_tables.shape[-1] * page_size, window)
-    cuts = Cuts.of(heads=num_heads // pack, blocks=listing.num_blocks(lengths), limit=limit)
+    cuts = Cuts.of(heads=num_heads // heads, blocks=listing.num_blocks(lengths), limit=limit)
     listed = list_blocks(listing, lengths, cuts)
     inputs = Inputs(
-        q=tuple(padded(_packed(term[0], pack), QUERIES) for term in terms),
+        q=tuple(padded(term[0], queries) for term in terms),
         k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
         v=kv.v.reshape(-1, page_size // beside, head_dim * beside),
         k_scale=None if scales == "channel" else _flat(kv.k_scale),
@@ -82,7 +81,7 @@ def paged_prefill(
         window=head_window,
         sinks=sinks if cuts.most == 1 else None,
     )
-    pieces = listed.blocks.shape[0] * num_heads // pack * cuts.most
+    pieces = listed.blocks.shape[0] * num_heads // heads * cuts.most
     programs = min(pieces, mosaic.multiprocessors())
     taken = Queue.untouched(listed.zero, programs, pieces)
     rows = cuts.most * num_tokens * num_heads
@@ -116,8 +115,10 @@ def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
     mosaic_limits.require_page_size(kv.page_size)
 
 
-def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None) -> Static:
-    """What a kernel is compiled for."""
+def _static(
+    kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None, group: int, queries: int
+) -> tuple[Static, Packing]:
+    """What a kernel is compiled for, and how heads of a group share a block, for so many queries a sequence."""
     page_size, head_dim = kv.k.shape[2:]
     scales = mosaic_quantised.scale_layout(kv)
     key = config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), terms)
@@ -126,7 +127,8 @@ def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None)
         raise NotImplementedError(
             f"takes tiles of whole pages, or of a part of one, got {settings.tile_keys} keys of pages of {page_size}"
         )
-    return Static(
+    packing = config.packing(group, queries, QUERIES * settings.consumers)
+    static = Static(
         head_dim,
         head_dim,
         settings.tile_keys,
@@ -136,15 +138,10 @@ def _static(kv: PagedKV, terms: int, score_scale: float, soft_cap: float | None)
         score_scale=score_scale,
         soft_cap=soft_cap,
         query_terms=terms,
+        query_copies=packing.places // math.gcd(packing.places, settings.consumers),
         widens=scales is not None,
     )
-
-
-def _packed(q: Float[Array, "T Hq D"], pack: int) -> Float[Array, "rows heads D"]:
-    """Rows of `pack` neighbouring heads of a query after one another."""
-    num_tokens, num_heads, head_dim = q.shape
-    q = q.reshape(num_tokens, num_heads // pack, pack, head_dim).swapaxes(1, 2)
-    return q.reshape(num_tokens * pack, num_heads // pack, head_dim)
+    return static, packing
 
 
 def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
@@ -166,11 +163,11 @@ def _kernel(
     static: Static, paged: Paged, programs: int, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref
 ) -> None:
     *memory, told, landed, notes, narrow = scratch
-    warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q[0].shape[1]
+    warpgroup, mem, num_packs = lax.axis_index("warpgroup"), Memory(*memory), x.q[0].shape[1] // paged.heads
 
     def work() -> Work:
         queue = None if taken is None else Queue(programs, taken, told, landed)
-        return Work.of(x.blocks, x.count, num_heads, paged.group // paged.pack, queue)
+        return Work.of(x.blocks, x.count, num_packs, paged.group // paged.heads, queue)
 
     def produce() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
@@ -195,10 +192,10 @@ def _kernel(
 
         def attend(_: Any, tile: Any, piece: Piece) -> Any:
             span = Span.of(static, paged, x, piece)
-            row = span.rows(warpgroup)
-            view = scales.view(functools.partial(span.mask, row, notes, tile), span.kv_head, tile)
+            query = span.rows(warpgroup)
+            view = scales.view(functools.partial(span.mask, query, notes, tile), span.kv_head, tile)
             o, m, l = consumer.attend(tile, span.tiles, view)  # noqa: E741
-            place, sink = span.place(row, warpgroup)
+            place, sink = span.place(query, warpgroup)
             mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), sink)
             return span.tiles
 
@@ -237,11 +234,10 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(static: Static, paged: Paged, x: Inputs, piece: Piece) -> Span:
-        block, kv_head = piece.block, lax.div(piece.head * paged.pack, paged.group)
-        shift = block.end_key - lax.div(block.end_row, paged.pack)
-        last_row = jnp.minimum(block.start + static.queries, block.end_row) - 1
-        first = jnp.maximum(lax.div(jnp.maximum(block.start, block.first_row), paged.pack) + shift, 0)
-        end = jnp.maximum(lax.div(last_row, paged.pack) + shift + 1, 0)
+        block, kv_head = piece.block, lax.div(piece.head * paged.heads, paged.group)
+        shift = block.end_key - block.end_row
+        first = jnp.maximum(jnp.maximum(block.start, block.first_row) + shift, 0)
+        end = jnp.maximum(jnp.minimum(block.start + paged.queries, block.end_row) + shift, 0)
         window, sink_tokens = paged.window, jnp.int32(0)
         if x.window is not None:
             window, sink_tokens = x.window.window[kv_head], x.window.sink_tokens[kv_head]
@@ -264,11 +260,14 @@ class Span(NamedTuple):
     # Copies
 
     def copy_queries(self, mem: Memory) -> None:
-        for i in range(self.static.consumers):
-            for term, q in enumerate(self.x.q):
-                start = jnp.minimum(self.block.start + i * QUERIES, q.shape[0] - QUERIES)
-                source = q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), QUERIES), self.piece.head]
-                plgpu.copy_gmem_to_smem(source, mem.q.at[i * len(self.x.q) + term], mem.q_landed)
+        for i, (term, q), copy in itertools.product(
+            range(self.static.consumers), enumerate(self.x.q), range(self.static.query_copies)
+        ):
+            place = i % self.paged.apart * self.static.query_copies + copy
+            head = self.first_head + min(place, self.paged.heads - 1)
+            source = q.at[pl.ds(pl.multiple_of(self.first_query(i), ALIGNMENT), self.queries), head]
+            slot = mem.q.at[i * len(self.x.q) + term, pl.ds(copy * self.queries, self.queries)]
+            plgpu.copy_gmem_to_smem(source, slot, mem.q_landed)
 
     def copy(self, producer: Producer, notes: Ref, tile: Any, later_queries: Callable[[Any], None]) -> None:
         """Copies the block's keys and values from number `tile` of the rings on."""
@@ -420,12 +419,28 @@ class Span(NamedTuple):
 
     # Rows
 
-    def rows(self, number: Any) -> jax.Array:
-        """[64]: rows of the queries that a consumer has."""
-        start = jnp.minimum(self.block.start + number * QUERIES, self.x.q[0].shape[0] - QUERIES)
-        return start + mosaic.token_iota(QUERIES)
+    @property
+    def first_head(self) -> Any:
+        """The first of those that share the block."""
+        return self.piece.head * self.paged.heads
 
-    def mask(self, row: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
+    @property
+    def queries(self) -> int:
+        """Of a head, that a consumer has."""
+        return QUERIES // self.static.query_copies
+
+    def first_query(self, number: Any) -> Any:
+        """The first one that a consumer has."""
+        start = aligned(jnp.minimum(self.block.start, self.x.q[0].shape[0] - self.paged.queries))
+        all_apart = self.paged.apart == self.static.consumers
+        return start if all_apart else start + lax.div(number, self.paged.apart) * self.queries
+
+    def rows(self, number: Any) -> jax.Array:
+        """[64]: of which query a consumer's rows are."""
+        row = mosaic.token_iota(QUERIES)
+        return self.first_query(number) + (row & (self.queries - 1))
+
+    def mask(self, query: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
         """Scores of the i-th tile, number tile + i of the rings."""
         base, there = self.base(i), notes[mosaic_flash.turn_of(tile + i, self.static.stages + 1), 0]
         end = base + self.static.tile_keys
@@ -434,7 +449,7 @@ class Span(NamedTuple):
             sees_all &= (base > self.end - 1 - self.window) | (end <= self.sink_tokens)
 
         def hide(s: jax.Array) -> jax.Array:
-            position = lax.div(row, self.paged.pack) + self.shift
+            position = query + self.shift
             low, sink = ROWS.filled(jnp.int32(0), QUERIES), None
             if self.window is not None:
                 low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - base
@@ -444,12 +459,14 @@ class Span(NamedTuple):
 
         return lax.cond(sees_all, lambda s: s, hide, s)
 
-    def place(self, row: jax.Array, number: Any) -> tuple[jax.Array, jax.Array | None]:
+    def place(self, query: jax.Array, number: Any) -> tuple[jax.Array, jax.Array | None]:
         """Of each row in the output, or -1; and the learned sinks of their heads."""
-        pack, num_heads, head = self.paged.pack, self.x.q[0].shape[1] * self.paged.pack, self.piece.head
-        low = jnp.maximum(self.block.start + number * QUERIES, self.block.first_row)
-        # MLIR folds row % 1 to a constant, and then leaves casts to the registers that `take` reads: no kernel.
-        q_head = ROWS.filled(head, QUERIES) if pack == 1 else head * pack + lax.rem(row, pack)
-        token = self.piece.output(lax.div(row, pack), self.paged.num_tokens)
-        place = jnp.where((row >= low) & (row < self.block.end_row), token * num_heads + q_head, -1)
-        return place, None if self.x.sinks is None else ROWS.take(self.x.sinks, q_head)
+        low = jnp.maximum(self.block.start, self.block.first_row)
+        ours = (query >= low) & (query < self.block.end_row)
+        place = ROWS.filled(lax.rem(number, self.paged.apart) * self.static.query_copies, QUERIES)
+        if self.static.query_copies > 1:  # MLIR folds row / 64 to a constant, and then no kernel comes of it
+            place += lax.div(mosaic.token_iota(QUERIES), jnp.int32(self.queries))
+        ours &= place < self.paged.heads
+        head = self.first_head + jnp.minimum(place, self.paged.heads - 1)
+        output = self.piece.output(query, self.paged.num_tokens) * self.x.q[0].shape[1] + head
+        return jnp.where(ours, output, -1), None if self.x.sinks is None else ROWS.take(self.x.sinks, head)

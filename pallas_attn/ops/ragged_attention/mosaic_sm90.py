@@ -18,19 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_wgmma
+from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES
 from pallas_attn.ops.common.mosaic import Ref
-from pallas_attn.ops.common.mosaic_flash import (
-    QUERIES,
-    ROWS,
-    Consumer,
-    Memory,
-    Producer,
-    Static,
-    View,
-)
+from pallas_attn.ops.common.mosaic_flash import ROWS, Consumer, Memory, Producer, Static, View
 from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import ALIGNMENT, Block, Piece, Queue, Work, aligned, padded
+from pallas_attn.ops.common.mosaic_flash_work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -81,7 +74,7 @@ def ragged_attention(
     static = Static(
         key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
     )
-    listing = Listing(num_tokens, 1, static.queries, static.tile_keys, causal)
+    listing = Listing(num_tokens, static.queries, static.tile_keys, causal)
     lengths = Lengths(cu_q_lens, cu_kv_lens)
     cuts = Cuts.of(heads=num_heads, blocks=listing.num_blocks(lengths), limit=-(-num_keys // static.tile_keys))
     listed = list_blocks(listing, lengths, cuts)
