@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from pallas_attn import mla_decode, mla_decode_programs
@@ -39,6 +40,12 @@ def _small_batches() -> list[MlaCase]:
     return [MlaCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
 
 
+def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaCase]:
+    widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
+    sizes = itertools.product(widths, heads)
+    return [MlaCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes]
+
+
 def _quick() -> list[MlaCase]:
     """The sizes that tell most, those that share a pool after each other."""
     sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
@@ -53,11 +60,8 @@ BENCH = Bench(
         "mla-varied": _grid(varied=True),
         "mla-batches": _small_batches(),
         "mla-quick": _quick(),
-        "mla-widths": [
-            MlaCase(MlaDecode(64, 8192, heads, latent_dim=latent, rope_dim=rope))
-            for latent, rope in ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
-            for heads in (16, 128)
-        ],
+        "mla-widths": _widths(64, 8192, (16, 128)),
+        "tune": _widths(128, 2048, (64, 128)),
         "models": [MlaCase(shape) for shape in cases.MLA_DECODE.values()],
         "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },

@@ -35,6 +35,9 @@ BENCH = Bench(
             for heads in (128, 16)
             for piece_tokens in (1024, 2048, 4096, 8192, 16384)
         ],
+        "tune": [
+            MlaChunkCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
+        ],
         "models": [MlaChunkCase(shape) for shape in cases.MLA_PREFILL.values()],
         "small": [MlaChunkCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
     },

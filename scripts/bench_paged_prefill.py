@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,12 @@ def ours(implementation: str, case: PagedCase, arrays: dict[str, Any], stopwatch
     return stopwatch.chain(call, arrays["q"], shared=shared)
 
 
+def _tune() -> list[PagedCase]:
+    """Widths and kinds of caches, those that share a pool after each other, in one sequence and in several."""
+    kinds = itertools.product((64, 128, 256), ("bf16", "int8-head", "fp8-token"), (1, 16))
+    return [PagedCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
+
+
 BENCH = Bench(
     grids={
         "prefill": [PagedCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
@@ -38,6 +45,7 @@ BENCH = Bench(
         ],
         "windows": [PagedCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
         "models": [PagedCase(shape) for shape in cases.PREFILL.values()],
+        "tune": _tune(),
         "small": [PagedCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
     },
     contenders=by_name(ours) | bench_flashinfer_chunk.PAGED_CONTENDERS,

@@ -31,12 +31,19 @@ def _quick() -> list[RaggedCase]:
     return [RaggedCase(Ragged(1, new, cached, *heads)) for new, cached, heads in sizes]
 
 
+def _tune() -> list[RaggedCase]:
+    """All widths that there are kernels for, in one sequence and in several."""
+    heads = (HEADS[1], *((32, 8, width, width) for width in (64, 128, 256)))
+    return [RaggedCase(Ragged(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
+
+
 BENCH = Bench(
     grids={
         "prefill": [RaggedCase(Ragged(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
         "prefill-quick": _quick(),
         "widths": [RaggedCase(Ragged(1, 8192, 0, 32, 8, width, width)) for width in (64, 128, 256)],
         "batches": [RaggedCase(Ragged(sequences, 8192 // sequences, 0, *HEADS[1])) for sequences in (1, 4, 16, 64)],
+        "tune": _tune(),
         "small": [RaggedCase(Ragged(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },
     contenders=by_name(ours)

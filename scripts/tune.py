@@ -86,6 +86,14 @@ def kv_write_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
         yield {"row_threads": row_threads} | ({} if scan_tokens is None else {"scan_tokens": scan_tokens})
 
 
+def mla_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
+    """Pairs of tiles of 64 latents that fit shared memory beside 64 queries, in programs that share them and not."""
+    row = 2 * (key["latent_dim"] + key["rope_dim"])
+    for pairs, cluster in itertools.product(range(1, 6), (1, 2)):
+        if 64 * row * (2 * pairs + 1) <= SHARED_BYTES:
+            yield {"pairs": pairs, "cluster": cluster}
+
+
 def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
     """Pieces whose keys and values take a gigabyte at most."""
     for piece_tokens in (512, 1024, 2048, 4096, 8192, 16384):
@@ -113,6 +121,7 @@ SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
     "paged_decode/xla": paged_decode_xla,
     "plan_decode": plan_decode,
     "kv_write/mosaic": kv_write_mosaic,
+    "mla_decode/mosaic": mla_decode_mosaic,
     "mla_prefill": mla_prefill,
     "ragged_attention/mosaic": flash_mosaic,
     "paged_prefill/mosaic": flash_mosaic,

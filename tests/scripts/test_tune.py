@@ -14,10 +14,15 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import plan_decode, tuning
+from pallas_attn.ops.common.flash_config import MosaicConfig as FlashConfig
 from pallas_attn.ops.decode_plan.config import PlanConfig, heuristic_costs
+from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import MosaicConfig, MosaicKey, mosaic_config
+from pallas_attn.ops.paged_prefill import config as paged_config
+from pallas_attn.ops.ragged_attention import config as ragged_config
 from scripts import bench_compiler, tune
 from scripts.bench_case import Bench
+from scripts.bench_ops import load
 from scripts.bench_timing import Stopwatch, Timing
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
@@ -169,6 +174,40 @@ def test_candidates_are_configurations_and_among_them_is_what_is_in_use(key):
     assert len(candidates) >= 2
     assert all(MosaicConfig(**candidate) for candidate in candidates)
     assert dataclasses.asdict(mosaic_config(key)) in candidates
+
+
+@pytest.mark.parametrize("widths", [(512, 64), (448, 64), (256, 64), (256, 32), (128, 32)], ids=str)
+def test_pairs_and_clusters_are_configurations(widths):
+    key = dict(zip(("latent_dim", "rope_dim", "page_size"), (*widths, 64), strict=True))
+    candidates = list(tune.mla_decode_mosaic(key))
+    assert all(mla_config.MosaicConfig(**candidate) for candidate in candidates)
+    assert dataclasses.asdict(mla_config.mosaic_config(**key)) in candidates
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64), (256, 256)], ids=str)
+def test_tiles_of_packed_keys_are_configurations(widths):
+    key = ragged_config.MosaicKey(*widths)
+    check_tiles(dataclasses.asdict(key), ragged_config.mosaic_config(key))
+
+
+@pytest.mark.parametrize("key", [(64, 64, 2, False, 1), (128, 64, 2, False, 1), (256, 64, 1, True, 1)], ids=str)
+def test_tiles_of_pages_are_configurations(key):
+    key = paged_config.MosaicKey(*key)
+    check_tiles(dataclasses.asdict(key), paged_config.mosaic_config(key))
+
+
+def check_tiles(key: dict[str, Any], used: FlashConfig) -> None:
+    candidates = list(tune.flash_mosaic(key))
+    assert all(FlashConfig(**candidate) for candidate in candidates)
+    assert dataclasses.asdict(used) in candidates
+
+
+TUNED = ["paged_decode", "mla_decode", "ragged_attention", "paged_prefill", "mla_prefill"]
+
+
+@pytest.mark.parametrize("operation", TUNED)
+def test_there_are_cases_to_tune_by(operation):
+    assert load(operation).grids["tune"]
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
