@@ -158,9 +158,9 @@ class Runner:
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles those of the buckets that are not yet. On a GPU all there are, are then run without rows: the first
-        time kernels are loaded, and the second time XLA records them. Not one after the other as they are compiled:
-        whenever XLA makes a program with CUDA graphs, it drops those of all programs before.
+        """Compiles the buckets that are not yet compiled. On a GPU every compiled one is then run without rows, twice:
+        the first run loads its kernels, the second records them. That comes last, because XLA drops the CUDA graphs of
+        all programs whenever it makes another.
         """
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
@@ -173,8 +173,9 @@ class Runner:
             donating = jax.jit(function, donate_argnums=(1, 2))
             lowered = donating.lower(self._weights, self._caches, self._last_tokens, packed)
             self._compiled[bucket] = lowered.compile(GPU_OPTIONS if on_gpu else None)
-        for bucket in [*self._compiled] * 2 if on_gpu else []:
-            self.run_idle(bucket)
+        if on_gpu:
+            for bucket in [*self._compiled] * 2:
+                self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
 
     def run_idle(self, bucket: Bucket) -> None:

@@ -41,6 +41,7 @@ def _small_batches() -> list[MlaCase]:
 
 
 def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaCase]:
+    """All widths that there are kernels for."""
     widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
     sizes = itertools.product(widths, heads)
     return [MlaCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes]

@@ -38,7 +38,7 @@ class Paged:
 
     Attributes:
       num_tokens: T.
-      queries: of a block, for each of its heads.
+      block_queries: that a block has, for each of its heads.
       heads: of a group, that share a block.
       apart: consumers that have the same queries, of other heads.
       group: query heads of a KV head.
@@ -47,7 +47,7 @@ class Paged:
     """
 
     num_tokens: int
-    queries: int
+    block_queries: int
     heads: int
     apart: int
     group: int

@@ -59,18 +59,18 @@ def paged_prefill(
     terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
     group = num_heads // num_kv_heads
     static, packing = _static(kv, len(terms), sm_scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
-    heads, queries = packing.heads, static.queries // packing.places
+    heads, block_queries = packing.heads, static.queries // packing.places
     apart = packing.places // static.query_copies
     int_window = window if isinstance(window, int) else None
-    paged = Paged(num_tokens, queries, heads, apart, group, num_kv_heads, page_size, int_window, scales, beside)
-    listing = Listing(num_tokens, queries, static.tile_keys, causal=True)
+    paged = Paged(num_tokens, block_queries, heads, apart, group, num_kv_heads, page_size, int_window, scales, beside)
+    listing = Listing(num_tokens, block_queries, static.tile_keys, causal=True)
     head_window = window if isinstance(window, HeadWindow) else None
     lengths = Lengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
     limit = _limit(static, block_tables.shape[-1] * page_size, window)
     cuts = Cuts.of(heads=num_heads // heads, blocks=listing.num_blocks(lengths), limit=limit)
     listed = list_blocks(listing, lengths, cuts)
     inputs = Inputs(
-        q=tuple(padded(term[0], queries) for term in terms),
+        q=tuple(padded(term[0], block_queries) for term in terms),
         k=kv.k.reshape(-1, page_size // beside, head_dim * beside),
         v=kv.v.reshape(-1, page_size // beside, head_dim * beside),
         k_scale=None if scales == "channel" else _flat(kv.k_scale),
@@ -237,7 +237,7 @@ class Span(NamedTuple):
         block, kv_head = piece.block, lax.div(piece.head * paged.heads, paged.group)
         shift = block.end_key - block.end_row
         first = jnp.maximum(jnp.maximum(block.start, block.first_row) + shift, 0)
-        end = jnp.maximum(jnp.minimum(block.start + paged.queries, block.end_row) + shift, 0)
+        end = jnp.maximum(jnp.minimum(block.start + paged.block_queries, block.end_row) + shift, 0)
         window, sink_tokens = paged.window, jnp.int32(0)
         if x.window is not None:
             window, sink_tokens = x.window.window[kv_head], x.window.sink_tokens[kv_head]
@@ -265,8 +265,8 @@ class Span(NamedTuple):
         ):
             place = i % self.paged.apart * self.static.query_copies + copy
             head = self.first_head + min(place, self.paged.heads - 1)
-            source = q.at[pl.ds(pl.multiple_of(self.first_query(i), ALIGNMENT), self.queries), head]
-            slot = mem.q.at[i * len(self.x.q) + term, pl.ds(copy * self.queries, self.queries)]
+            source = q.at[pl.ds(pl.multiple_of(self.first_query(i), ALIGNMENT), self.consumer_queries), head]
+            slot = mem.q.at[i * len(self.x.q) + term, pl.ds(copy * self.consumer_queries, self.consumer_queries)]
             plgpu.copy_gmem_to_smem(source, slot, mem.q_landed)
 
     def copy(self, producer: Producer, notes: Ref, tile: Any, later_queries: Callable[[Any], None]) -> None:
@@ -425,20 +425,20 @@ class Span(NamedTuple):
         return self.piece.head * self.paged.heads
 
     @property
-    def queries(self) -> int:
+    def consumer_queries(self) -> int:
         """Of a head, that a consumer has."""
         return QUERIES // self.static.query_copies
 
     def first_query(self, number: Any) -> Any:
         """The first one that a consumer has."""
-        start = aligned(jnp.minimum(self.block.start, self.x.q[0].shape[0] - self.paged.queries))
+        start = aligned(jnp.minimum(self.block.start, self.x.q[0].shape[0] - self.paged.block_queries))
         all_apart = self.paged.apart == self.static.consumers
-        return start if all_apart else start + lax.div(number, self.paged.apart) * self.queries
+        return start if all_apart else start + lax.div(number, self.paged.apart) * self.consumer_queries
 
     def rows(self, number: Any) -> jax.Array:
         """[64]: of which query a consumer's rows are."""
         row = mosaic.token_iota(QUERIES)
-        return self.first_query(number) + (row & (self.queries - 1))
+        return self.first_query(number) + (row & (self.consumer_queries - 1))
 
     def mask(self, query: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
         """Scores of the i-th tile, number tile + i of the rings."""
@@ -465,7 +465,7 @@ class Span(NamedTuple):
         ours = (query >= low) & (query < self.block.end_row)
         place = ROWS.filled(lax.rem(number, self.paged.apart) * self.static.query_copies, QUERIES)
         if self.static.query_copies > 1:  # MLIR folds row / 64 to a constant, and then no kernel comes of it
-            place += lax.div(mosaic.token_iota(QUERIES), jnp.int32(self.queries))
+            place += lax.div(mosaic.token_iota(QUERIES), jnp.int32(self.consumer_queries))
         ours &= place < self.paged.heads
         head = self.first_head + jnp.minimum(place, self.paged.heads - 1)
         output = self.piece.output(query, self.paged.num_tokens) * self.x.q[0].shape[1] + head
