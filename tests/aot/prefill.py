@@ -24,7 +24,7 @@ TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
     (192, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 2, 3)],
     (128, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 4, 3)],
-    (64, 64): [MosaicConfig(128, 4, 2), MosaicConfig(128, 4, 3), MosaicConfig(64, 2, 1)],
+    (64, 64): [MosaicConfig(128, 2, 2), MosaicConfig(128, 4, 2), MosaicConfig(128, 4, 3), MosaicConfig(64, 2, 1)],
     (256, 256): [MosaicConfig(64, 2, 1)],
 }
 """To choose from, beside what is chosen where nothing was measured."""
@@ -76,7 +76,7 @@ def ragged(
             return ragged_attention(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim))
+        chosen = ragged_config.mosaic_config(MosaicKey.of(key_dim, value_dim, tokens // SEQUENCES))
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
     return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)
@@ -136,7 +136,15 @@ def paged(
 
     with looking_up(sizes):
         cache_bytes = jnp.dtype(cache_dtype).itemsize
-        key = paged_config.MosaicKey(head_dim, page_size, cache_bytes, isinstance(scales, int), terms)
+        key = paged_config.MosaicKey(
+            head_dim,
+            page_size,
+            cache_bytes,
+            token_scales=isinstance(scales, int),
+            terms=terms,
+            capped="soft_cap" in static,
+            short=paged_config.is_short(group, tokens // SEQUENCES),
+        )
         chosen = paged_config.mosaic_config(key)
     elements = chosen.tile_keys * head_dim
     tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
@@ -163,10 +171,13 @@ def exported(case: Case) -> Case:
     return replace(case, function=call)
 
 
+SHORT: dict[str, Any] = {"tokens": 32, "parts": 33}
+"""Queries, in blocks of one consumer."""
 VARIED: dict[str, dict[str, Any]] = {
     "few": {"tokens": 96, "parts": 33},
     "f16": {"dtype": jnp.float16},
     "full": {"causal": False},
+    "short": SHORT,
     "f32-out": {"out_dtype": jnp.float32},
 }
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -182,6 +193,7 @@ ALL_FEATURES: dict[str, Any] = {
     "tokens": 512,
     "out_dtype": jnp.float32,
 }
+BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
 FEW: dict[str, Any] = {"tokens": 96, "parts": 11}
 """Queries, in so few blocks that keys are cut."""
 PREFILL: dict[str, Case] = {
@@ -200,10 +212,12 @@ PREFILL: dict[str, Case] = {
     **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 7, 16)},
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
+    "paged-prefill-short": paged(**SHORT),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-d64-sinks": paged(64, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
+    "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **BUT_CAP),
     "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),
 }
 """Every width, and kinds of calls."""
@@ -226,6 +240,26 @@ PREFILL_MORE: dict[str, Case] = {
         )
         for cache in CACHES
         for head_dim in (64, 128, 256)
+    },
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-short-all-features": paged(
+            head_dim, 64, cache=CACHES[cache], **(ALL_FEATURES | SHORT)
+        )
+        for cache in CACHES
+        for head_dim in (64, 128, 256)
+    },
+    **{
+        f"paged-prefill-d{head_dim}-short{features}": paged(head_dim, **(static | SHORT))
+        for head_dim in (64, 128, 256)
+        for features, static in (("", {}), ("-all-features", ALL_FEATURES))
+        if (head_dim, features) != (128, "")
+    },
+    **{
+        f"paged-prefill-{cache}-d256-p{page_size}-few-but-cap": paged(
+            256, page_size, cache=CACHES[cache], **(BUT_CAP | FEW)
+        )
+        for cache in ("int8-head", "fp8-head")
+        for page_size in (16, 64, 128)
     },
     **{
         f"paged-prefill-d{head_dim}-few-all-features": paged(head_dim, **(ALL_FEATURES | FEW)) for head_dim in (64, 256)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, ragged_attention
-from pallas_attn.ops.common import mosaic, mosaic_flash_blocks
+from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_flash_blocks
 from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listed, Listing, list_blocks
 from pallas_attn.ops.common.mosaic_flash_parts import Cuts
 from pallas_attn.ops.common.mosaic_flash_work import Block, Piece
@@ -34,6 +34,19 @@ compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     with contextlib.nullcontext() if mode == "compiled" else harness.interpreting(capsys):
         yield
+
+
+@pytest.mark.parametrize(
+    "registers", [mosaic_flash.REGISTERS, mosaic_flash.WIDENING_REGISTERS], ids=["same", "widened"]
+)
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
+    """All of its threads begin with as many, a multiple of 8. A consumer waits for ever for what nobody gives back."""
+    of_consumer, of_producer = registers[consumers]
+    at_first = min(65536 // (128 * (consumers + 1)) // 8 * 8, 255 // 8 * 8)
+    assert consumers * of_consumer + of_producer <= (consumers + 1) * at_first
+    assert of_consumer % 8 == of_producer % 8 == 0
+    assert of_consumer < 256
 
 
 class Case(NamedTuple):
@@ -214,3 +227,15 @@ def test_heads_that_run_together_fit_the_cache() -> None:
 )
 def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
     assert paged_config.packing(group, queries, 128) == packing
+
+
+@pytest.mark.parametrize(("group", "fit"), [(1, 57), (2, 25), (4, 9), (7, 1), (16, 1)])
+def test_few_queries_have_a_block_of_one_consumer(group: int, fit: int) -> None:
+    """That of 64 rows has room for so many of each head that shares it, with up to 7 rows before them."""
+    assert paged_config.is_short(group, fit)
+    assert not paged_config.is_short(group, fit + 1)
+    consumers = [
+        paged_config.mosaic_config(paged_config.MosaicKey(128, 64, 2, False, 1, False, s)).consumers
+        for s in (True, False)
+    ]
+    assert consumers == [1, 2]

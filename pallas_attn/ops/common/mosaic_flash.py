@@ -50,9 +50,9 @@ from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_rows import RowLayout
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
-WIDENING_REGISTERS = {1: (248, 72), 2: (224, 56), 3: (152, 56)}
-"""Of a thread of a consumer and of the producer, by the number of consumers: as many as a multiprocessor has. A
-producer that widens what it copies takes more of them.
+WIDENING_REGISTERS = {1: (248, 72), 2: (216, 72), 3: (152, 56)}
+"""Of a thread of a consumer and of the producer, by the number of consumers: together no more than all threads begin
+with, the most that are a multiple of 8 and fit a multiprocessor. A producer that widens what it copies takes more.
 """
 
 
@@ -195,17 +195,16 @@ class Producer:
             clear_rows(self.mem.v.at[slot, pl.ds(first, 64)], alive(mosaic.token_iota(64) + first))
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries at once, if it is the first one. Else they come when those before are
-        no longer needed, which is later than the first tiles may come: returns what to call after each value tile's
-        copies with its number in the block.
+        """What to call with numbers of a block's tiles from -1 on, after copies of the values of each: starts the
+        copies of its queries. Those of the first block at -1; else at 0, when those before are no longer needed, which
+        is later than the first tiles may come.
         """
 
         def load() -> None:
-            plgpu.barrier_wait(self.mem.q_free)
+            wait_if(again, self.mem.q_free)
             copy()
 
-        pl.when(~again)(copy)
-        return lambda i: pl.when(again & (i == 0))(load)
+        return lambda i: pl.when(i == jnp.where(again, 0, -1))(load)
 
     def drain(self, tiles: Any, any_block: Any) -> None:
         """After the last of so many tiles: sees the ends of all phases."""
@@ -366,11 +365,7 @@ class Consumer:
     def _capped(self, s: Any) -> Any:
         """Products as scores, or as what `_softmax` scales to scores."""
         static = self.static
-        if static.soft_cap is None:
-            return s
-        # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one takes too many registers.
-        factor = 2 * LOG2E * static.score_scale / static.soft_cap
-        return static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * factor))
+        return s if static.soft_cap is None else mosaic_wgmma.capped(s, static.score_scale, static.soft_cap)
 
     def _scores(self, view: View, i: Any, s: Any) -> Scores:
         """What products of the i-th tile are."""

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic, mosaic_quantised
+from pallas_attn.ops.common import mosaic, mosaic_quantised, mosaic_wgmma
 from pallas_attn.ops.common.mosaic import LOG2E, PER_COLUMN, PER_TOKEN, TILE, Ref, over_columns, over_tokens
 from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_memory import Inputs, Memory, Static
@@ -342,7 +342,4 @@ class Piece:
         s *= static.score_scale * self.x.k_scale[self.head] if static.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, static.shape)
-        if static.soft_cap is not None:
-            # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one too many registers.
-            s = static.soft_cap - 2 * static.soft_cap / (1 + jnp.exp2(s * (2 * LOG2E / static.soft_cap)))
-        return s
+        return s if static.soft_cap is None else mosaic_wgmma.capped(s, 1.0, static.soft_cap)

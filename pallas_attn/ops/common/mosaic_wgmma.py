@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, add_product, interpreted, over_tokens
+from pallas_attn.ops.common.mosaic import LOG2E, PER_TOKEN, TILE, Ref, add_product, interpreted, over_tokens
 
 ROW_BYTES = 128
 """Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
@@ -160,6 +160,30 @@ def partial_sums(p: jax.Array) -> jax.Array:
         return functools.reduce(operator.add, (p[:, i : i + 8] for i in range(0, p.shape[1], 8)))
 
     return add(p)
+
+
+def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
+    # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one takes too many registers.
+    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x, or 0 where that is no normal number: an instruction, where a quotient's takes some five and predicates."""
+    if interpreted():
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE))
+    def invert(_: Any, x: Any) -> Any:
+        x = x.to_layout(ACCUMULATOR)
+        count = x.registers.size
+        text = "".join(f"rcp.approx.ftz.f32 ${i}, ${i}; " for i in range(count))
+        constraints = ["=f"] * count + [str(i) for i in range(count)]
+        return fragments(floats(count, text, constraints, [*x.registers.flat]), x.shape).to_layout(
+            fragmented_array.WGMMA_LAYOUT
+        )
+
+    return invert(x)
 
 
 class Limits(NamedTuple):

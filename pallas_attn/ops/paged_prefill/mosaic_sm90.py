@@ -98,7 +98,7 @@ def paged_prefill(
         scratch_types=(
             *Memory.types(static, terms[0].dtype),
             *Queue.types(taken),
-            plgpu.SMEM((static.stages + 1, 1), jnp.int32),
+            plgpu.SMEM((static.stages + 1, 2), jnp.int32),
             Narrow.types(static, kv.k.dtype, beside, token_scales=paged.groups > 0) if static.widens else None,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -121,7 +121,15 @@ def _static(
     """What a kernel is compiled for, and how heads of a group share a block, for so many queries a sequence."""
     page_size, head_dim = kv.k.shape[2:]
     scales = mosaic_quantised.scale_layout(kv)
-    key = config.MosaicKey(head_dim, page_size, kv.k.dtype.itemsize, isinstance(scales, int), terms)
+    key = config.MosaicKey(
+        head_dim,
+        page_size,
+        kv.k.dtype.itemsize,
+        token_scales=isinstance(scales, int),
+        terms=terms,
+        capped=soft_cap is not None,
+        short=config.is_short(group, queries),
+    )
     settings = config.mosaic_config(key)
     if settings.tile_keys % page_size and page_size % settings.tile_keys:
         raise NotImplementedError(
@@ -158,6 +166,9 @@ def _limit(static: Static, most_keys: int, window: int | HeadWindow | None) -> i
 
 # --- the kernel
 
+SEEN = -1
+"""In place of the pages of a tile that are there: all of its tokens are, and all rows see them."""
+
 
 def _kernel(
     static: Static, paged: Paged, programs: int, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref
@@ -193,10 +204,13 @@ def _kernel(
         def attend(_: Any, tile: Any, piece: Piece) -> Any:
             span = Span.of(static, paged, x, piece)
             query = span.rows(warpgroup)
-            view = scales.view(functools.partial(span.mask, query, notes, tile), span.kv_head, tile)
+            position, place = query + span.shift, span.place(query, warpgroup)
+            if piece.part is not None:  # before keys are walked: they take fewer registers than what they are made of
+                position, place = lax.optimization_barrier((position, place))
+            mask = functools.partial(span.mask, position, notes, tile)
+            view = scales.view(mask, span.kv_head, tile)
             o, m, l = consumer.attend(tile, span.tiles, view)  # noqa: E741
-            place, sink = span.place(query, warpgroup)
-            mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), sink)
+            mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), span.sinks(place))
             return span.tiles
 
         consumer.start_round()
@@ -274,7 +288,7 @@ class Span(NamedTuple):
 
         def keys(i: Any, pages: list[Any]) -> None:
             def copy(slot: Ref, landed: Ref) -> None:
-                self.note(notes, tile + i, pages)
+                self.note(notes, tile + i, i, pages)
                 self.copy_pages(self.x.k, i, pages, slot, landed)
 
             producer.load_keys(tile + i, copy)
@@ -301,7 +315,7 @@ class Span(NamedTuple):
         x, narrow = self.x, widener.narrow
 
         def prepare(i: Any, pages: list[Any], scales: list[jax.Array]) -> None:
-            self.note(notes, tile + i, pages)
+            self.note(notes, tile + i, i, pages)
             if scales:
                 widener.write_factors(tile + i, *scales)
 
@@ -322,17 +336,26 @@ class Span(NamedTuple):
 
             first_or_more = (i >= 0) & (i + 1 < self.tiles)
             pl.when(first_or_more)(lambda: self.copy_pages(x.v, i + 1, following, narrow.v, narrow.landed.at[1]))
-            later_queries(i)
+            pl.when(i >= 0)(lambda: later_queries(i))
             return following, after
 
+        later_queries(jnp.int32(-1))
         first = self.locate(jnp.int32(0))
         for i, (pool, slot) in enumerate(((x.k, narrow.k), (x.v, narrow.v))):
             self.copy_pages(pool, jnp.int32(0), first, slot, narrow.landed.at[i])
         lax.fori_loop(-1, self.tiles, work, ([jnp.int32(-1)] * self.static.copies, first))
 
-    def note(self, notes: Ref, tile: Any, pages: list[Any]) -> None:
-        """Leaves to consumers which pages of a tile are there."""
-        notes[mosaic_flash.turn_of(tile, self.static.stages + 1), 0] = self.there(pages)
+    def note(self, notes: Ref, tile: Any, i: Any, pages: list[Any]) -> None:
+        """Leaves to consumers which pages of the i-th tile, number `tile` of the rings, are there, or `SEEN` where all
+        rows of the block see all of it; and the position of its first token.
+        """
+        note = notes.at[mosaic_flash.turn_of(tile, self.static.stages + 1)]
+        base, there = self.base(i), self.there(pages)
+        end = base + self.static.tile_keys
+        seen = (end <= self.first + 1) & (there == self.all_there)
+        if self.window is not None:
+            seen &= (base > self.end - 1 - self.window) | (end <= self.sink_tokens)
+        note[0], note[1] = jnp.where(seen, SEEN, there), base
 
     def token_scales(self, i: Any, pages: list[Any]) -> list[jax.Array]:
         """Those of keys and of values of each token of the i-th tile; none if they do not come with the tokens. Of
@@ -440,27 +463,23 @@ class Span(NamedTuple):
         row = mosaic.token_iota(QUERIES)
         return self.first_query(number) + (row & (self.consumer_queries - 1))
 
-    def mask(self, query: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
-        """Scores of the i-th tile, number tile + i of the rings."""
-        base, there = self.base(i), notes[mosaic_flash.turn_of(tile + i, self.static.stages + 1), 0]
-        end = base + self.static.tile_keys
-        sees_all = (end <= self.first + 1) & (there == self.all_there)
-        if self.window is not None:
-            sees_all &= (base > self.end - 1 - self.window) | (end <= self.sink_tokens)
+    def mask(self, position: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
+        """Scores of the i-th tile, number tile + i of the rings, for rows at these positions."""
+        note = notes.at[mosaic_flash.turn_of(tile + i, self.static.stages + 1)]
+        there, base = note[0], note[1]
 
         def hide(s: jax.Array) -> jax.Array:
-            position = query + self.shift
             low, sink = ROWS.filled(jnp.int32(0), QUERIES), None
             if self.window is not None:
                 low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - base
-                sink = ROWS.filled(jnp.minimum(self.sink_tokens, end) - base, QUERIES)
+                sink = ROWS.filled(jnp.minimum(self.sink_tokens, base + self.static.tile_keys) - base, QUERIES)
             limits = mosaic_wgmma.Limits(low, position + 1 - base, sink, ROWS.filled(there, QUERIES), self.part_tokens)
             return mosaic_wgmma.hide(s, limits)
 
-        return lax.cond(sees_all, lambda s: s, hide, s)
+        return lax.cond(there == SEEN, lambda s: s, hide, s)
 
-    def place(self, query: jax.Array, number: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Of each row in the output, or -1; and the learned sinks of their heads."""
+    def place(self, query: jax.Array, number: Any) -> jax.Array:
+        """Of each row in the output, or -1."""
         low = jnp.maximum(self.block.start, self.block.first_row)
         ours = (query >= low) & (query < self.block.end_row)
         place = ROWS.filled(lax.rem(number, self.paged.apart) * self.static.query_copies, QUERIES)
@@ -468,5 +487,14 @@ class Span(NamedTuple):
             place += lax.div(mosaic.token_iota(QUERIES), jnp.int32(self.consumer_queries))
         ours &= place < self.paged.heads
         head = self.first_head + jnp.minimum(place, self.paged.heads - 1)
-        output = self.piece.output(query, self.paged.num_tokens) * self.x.q[0].shape[1] + head
-        return jnp.where(ours, output, -1), None if self.x.sinks is None else ROWS.take(self.x.sinks, head)
+        return jnp.where(ours, self.piece.output(query, self.paged.num_tokens) * self.num_heads + head, -1)
+
+    def sinks(self, place: jax.Array) -> jax.Array | None:
+        """Learned ones of the heads of rows in such places of the output."""
+        if self.x.sinks is None:
+            return None
+        return ROWS.take(self.x.sinks, lax.rem(jnp.maximum(place, 0), jnp.int32(self.num_heads)))
+
+    @property
+    def num_heads(self) -> int:
+        return self.x.q[0].shape[1]
