@@ -112,6 +112,24 @@ def test_a_hopeless_candidate_is_tried_on_one_case(card, run):
     assert ("b", 8) in card.measured
 
 
+def test_what_only_seemed_faster_is_not_kept(card, run, monkeypatch):
+    """The first cases to be measured take twice as long as they will."""
+    slow = iter([2.0, 2.0])
+    bench = tune.load("")
+
+    def drifting(case, inputs, stopwatch):
+        tuning.lookup("fake", {"kind": case.kind}, Config, lambda: Config(4))
+        os.write(1, CLEAN.encode())
+        return Timing([1e-6 * next(slow, 1.0)], 1, "counted")
+
+    monkeypatch.setattr(tune, "load", lambda _: Bench({"tune": CASES[:2]}, {"mosaic": drifting}, bench.inputs))
+    _, tuned, report = run()
+    (entry,) = report["searched"]["fake"]
+    assert entry["config"]["size"] == tuned["fake"][0]["config"]["size"] == 4
+    assert entry["us_before_and_after"] == {"a": pytest.approx([1, 1]), "b": pytest.approx([1, 1])}
+    assert any("us" in tried for tried in entry["tried"])
+
+
 def test_no_time_leaves_what_there_was(card, run):
     status, tuned, report = run("--limit-seconds", "0")
     assert (status, tuned, report) == (1, None, None)
