@@ -76,7 +76,7 @@ def ragged(
             return ragged_attention(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = ragged_config.mosaic_config(MosaicKey.of(key_dim, value_dim, tokens // SEQUENCES))
+        chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG))
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
     return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)
@@ -143,7 +143,6 @@ def paged(
             token_scales=isinstance(scales, int),
             terms=terms,
             capped="soft_cap" in static,
-            short=paged_config.is_short(group, tokens // SEQUENCES),
         )
         chosen = paged_config.mosaic_config(key)
     elements = chosen.tile_keys * head_dim
@@ -171,13 +170,10 @@ def exported(case: Case) -> Case:
     return replace(case, function=call)
 
 
-SHORT: dict[str, Any] = {"tokens": 32, "parts": 33}
-"""Queries, in blocks of one consumer."""
 VARIED: dict[str, dict[str, Any]] = {
     "few": {"tokens": 96, "parts": 33},
     "f16": {"dtype": jnp.float16},
     "full": {"causal": False},
-    "short": SHORT,
     "f32-out": {"out_dtype": jnp.float32},
 }
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -212,7 +208,6 @@ PREFILL: dict[str, Case] = {
     **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 7, 16)},
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
-    "paged-prefill-short": paged(**SHORT),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-d64-sinks": paged(64, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
@@ -240,19 +235,6 @@ PREFILL_MORE: dict[str, Case] = {
         )
         for cache in CACHES
         for head_dim in (64, 128, 256)
-    },
-    **{
-        f"paged-prefill-{cache}-d{head_dim}-short-all-features": paged(
-            head_dim, 64, cache=CACHES[cache], **(ALL_FEATURES | SHORT)
-        )
-        for cache in CACHES
-        for head_dim in (64, 128, 256)
-    },
-    **{
-        f"paged-prefill-d{head_dim}-short{features}": paged(head_dim, **(static | SHORT))
-        for head_dim in (64, 128, 256)
-        for features, static in (("", {}), ("-all-features", ALL_FEATURES))
-        if (head_dim, features) != (128, "")
     },
     **{
         f"paged-prefill-{cache}-d256-p{page_size}-few-but-cap": paged(

@@ -227,15 +227,3 @@ def test_heads_that_run_together_fit_the_cache() -> None:
 )
 def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
     assert paged_config.packing(group, queries, 128) == packing
-
-
-@pytest.mark.parametrize(("group", "fit"), [(1, 57), (2, 25), (4, 9), (7, 1), (16, 1)])
-def test_few_queries_have_a_block_of_one_consumer(group: int, fit: int) -> None:
-    """That of 64 rows has room for so many of each head that shares it, with up to 7 rows before them."""
-    assert paged_config.is_short(group, fit)
-    assert not paged_config.is_short(group, fit + 1)
-    consumers = [
-        paged_config.mosaic_config(paged_config.MosaicKey(128, 64, 2, False, 1, False, s)).consumers
-        for s in (True, False)
-    ]
-    assert consumers == [1, 2]

@@ -39,7 +39,6 @@ class MosaicKey:
       token_scales: whether scales come with the tokens.
       terms: 16-bit numbers a query is made of.
       capped: whether scores are.
-      short: whether a block of one consumer has room for all queries of a sequence, on average.
     """
 
     head_dim: int
@@ -48,7 +47,6 @@ class MosaicKey:
     token_scales: bool
     terms: int
     capped: bool
-    short: bool
 
 
 def mosaic_config(key: MosaicKey) -> MosaicConfig:
@@ -58,13 +56,13 @@ def mosaic_config(key: MosaicKey) -> MosaicConfig:
 
 def _heuristic(key: MosaicKey) -> MosaicConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer. Only one consumer for few queries; and where heads are widest and what is widened leaves no
-    shared memory, or a soft cap no registers, for two.
+    those of the producer. Only one consumer where heads are widest and what is widened leaves no shared memory, or a
+    soft cap no registers, for two.
     """
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     demanding = key.cache_bytes == 1 and (key.token_scales or key.terms > 1 or key.capped)
-    return MosaicConfig(tile_keys, stages, consumers=1 if key.short or (key.head_dim == 256 and demanding) else 2)
+    return MosaicConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
 
 
 class Packing(NamedTuple):
@@ -101,10 +99,3 @@ def packing(group: int, queries: int, block: int) -> Packing:
 
     heads = [heads for heads in range(min(group, MOST_PLACES), 0, -1) if group % heads == 0]
     return min((Packing(several, 1 << (several - 1).bit_length()) for several in heads), key=rows)
-
-
-def is_short(group: int, queries: int) -> bool:
-    """Whether a block of one consumer has room for so many queries of each of the heads that share it, wherever they
-    begin.
-    """
-    return queries + ALIGNMENT - 1 <= QUERIES // packing(group, queries, QUERIES).places

@@ -128,7 +128,6 @@ def _static(
         token_scales=isinstance(scales, int),
         terms=terms,
         capped=soft_cap is not None,
-        short=config.is_short(group, queries),
     )
     settings = config.mosaic_config(key)
     if settings.tile_keys % page_size and page_size % settings.tile_keys:

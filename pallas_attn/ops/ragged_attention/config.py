@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES, MosaicConfig
+from pallas_attn.ops.common.flash_config import MosaicConfig
 from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -26,19 +26,12 @@ class MosaicKey:
 
     Attributes:
       key_dim, value_dim: Dk and Dv.
-      short: whether a block of one consumer has room for all queries of a sequence, on average.
       long: whether sequences have at least `LONG` queries on average.
     """
 
     key_dim: int
     value_dim: int
-    short: bool
     long: bool
-
-    @staticmethod
-    def of(key_dim: int, value_dim: int, queries: int) -> MosaicKey:
-        """For so many queries of a sequence, wherever they begin."""
-        return MosaicKey(key_dim, value_dim, short=queries + ALIGNMENT - 1 <= QUERIES, long=queries >= LONG)
 
 
 LONG = 512
@@ -52,11 +45,10 @@ def mosaic_config(key: MosaicKey) -> MosaicConfig:
 
 def _heuristic(key: MosaicKey) -> MosaicConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers; a third one where
-    heads are narrow, only one for few queries.
+    heads are narrow.
     """
-    consumers = 3 if key.key_dim == 64 and key.long else 2
     tile_keys = 128 if key.value_dim <= 128 else 64
-    return MosaicConfig(tile_keys, stages=2, consumers=1 if key.short else consumers)
+    return MosaicConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 
 
 CACHE_BYTES = 32 * 2**20

@@ -70,8 +70,8 @@ def ragged_attention(
     if not num_tokens or not num_keys:
         out = jnp.zeros((num_tokens, num_heads, value_dim), out_dtype)
         return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
-    key = config.MosaicKey.of(key_dim, value_dim, num_tokens // (cu_q_lens.shape[0] - 1))
-    settings = config.mosaic_config(key)
+    queries = num_tokens // (cu_q_lens.shape[0] - 1)
+    settings = config.mosaic_config(config.MosaicKey(key_dim, value_dim, long=queries >= config.LONG))
     static = Static(
         key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
     )
