@@ -169,7 +169,7 @@ def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x, or 0 where that is no normal number: an instruction, where a quotient's takes some five and predicates."""
+    """1 / x, or 0 where that is no normal number. It is one instruction; a quotient takes three more, to mind that."""
     if interpreted():
         return 1 / x
 

@@ -204,7 +204,7 @@ def _kernel(
             span = Span.of(static, paged, x, piece)
             query = span.rows(warpgroup)
             position, place = query + span.shift, span.place(query, warpgroup)
-            if piece.part is not None:  # before keys are walked: they take fewer registers than what they are made of
+            if piece.part is not None:  # Before keys are walked: they take fewer registers than what they are made of.
                 position, place = lax.optimization_barrier((position, place))
             mask = functools.partial(span.mask, position, notes, tile)
             view = scales.view(mask, span.kv_head, tile)
