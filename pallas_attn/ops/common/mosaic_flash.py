@@ -195,16 +195,17 @@ class Producer:
             clear_rows(self.mem.v.at[slot, pl.ds(first, 64)], alive(mosaic.token_iota(64) + first))
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """What to call with numbers of a block's tiles from -1 on, after copies of the values of each: starts the
-        copies of its queries. Those of the first block at -1; else at 0, when those before are no longer needed, which
-        is later than the first tiles may come.
+        """Starts the copies of a block's queries at once, if it is the first one. Else they come when those before are
+        no longer needed, which is later than the first tiles may come: returns what to call after each value tile's
+        copies with its number in the block.
         """
 
         def load() -> None:
-            wait_if(again, self.mem.q_free)
+            plgpu.barrier_wait(self.mem.q_free)
             copy()
 
-        return lambda i: pl.when(i == jnp.where(again, 0, -1))(load)
+        pl.when(~again)(copy)
+        return lambda i: pl.when(again & (i == 0))(load)
 
     def drain(self, tiles: Any, any_block: Any) -> None:
         """After the last of so many tiles: sees the ends of all phases."""

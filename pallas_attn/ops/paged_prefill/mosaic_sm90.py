@@ -335,10 +335,9 @@ class Span(NamedTuple):
 
             first_or_more = (i >= 0) & (i + 1 < self.tiles)
             pl.when(first_or_more)(lambda: self.copy_pages(x.v, i + 1, following, narrow.v, narrow.landed.at[1]))
-            pl.when(i >= 0)(lambda: later_queries(i))
+            later_queries(i)
             return following, after
 
-        later_queries(jnp.int32(-1))
         first = self.locate(jnp.int32(0))
         for i, (pool, slot) in enumerate(((x.k, narrow.k), (x.v, narrow.v))):
             self.copy_pages(pool, jnp.int32(0), first, slot, narrow.landed.at[i])
