@@ -50,9 +50,10 @@ from pallas_attn.ops.common.mosaic_clear import clear_rows
 from pallas_attn.ops.common.mosaic_rows import RowLayout
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
-WIDENING_REGISTERS = {1: (248, 72), 2: (216, 72), 3: (152, 56)}
+WIDENING_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
 """Of a thread of a consumer and of the producer, by the number of consumers: together no more than all threads begin
-with, the most that are a multiple of 8 and fit a multiprocessor. A producer that widens what it copies takes more.
+with, the most that are a multiple of 8 and fit a multiprocessor. A producer that widens what it copies takes more;
+beside one consumer there are enough for both.
 """
 
 
@@ -364,7 +365,7 @@ class Consumer:
         wait_if(more, self.mem.k_landed.at[turn_of(tile, self.static.stages)])
 
     def _capped(self, s: Any) -> Any:
-        """Products as scores, or as what `_softmax` scales to scores."""
+        """Products, or the scores that a soft cap makes of them."""
         static = self.static
         return s if static.soft_cap is None else mosaic_wgmma.capped(s, static.score_scale, static.soft_cap)
 
