@@ -200,8 +200,8 @@ class Tuner:
     def search(self, key: Key, cases: Mapping[Case, tuple[float, Settings]], end: float) -> dict[str, Any]:
         """The best candidate that is found until `end`, and all that were tried.
 
-        What comes out is measured once more, right after what was in use: what was measured first differs by more than
-        candidates do from what it takes later.
+        What comes out is measured once more, right after what was in use: a case's first measurement may be further
+        from its later ones than candidates are from each other.
         """
         start = next(iter(cases.values()))[1]
         before = {case: seconds for case, (seconds, _) in cases.items()}

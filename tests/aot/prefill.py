@@ -209,7 +209,7 @@ PREFILL: dict[str, Case] = {
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
-    "paged-prefill-d64-sinks": paged(64, window=128, features=("sinks",)),
+    "paged-prefill-d64-group8-window-sinks": paged(64, group=8, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
     "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **BUT_CAP),

@@ -23,6 +23,8 @@ from pallas_attn.ops.common.mosaic_flash_parts import Cuts
 from pallas_attn.ops.common.mosaic_flash_work import Block, Piece
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import heads_together
+from tests.aot.device import MULTIPROCESSOR_REGISTERS
+from tests.aot.report import WARPGROUP
 from tests.ops import harness
 
 UNCUT = Cuts(most=1, heads=1, limit=1, programs=1)
@@ -43,8 +45,9 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
     """All of its threads begin with as many, a multiple of 8. A consumer waits for ever for what nobody gives back."""
     of_consumer, of_producer = registers[consumers]
-    at_first = min(65536 // (128 * (consumers + 1)) // 8 * 8, 255 // 8 * 8)
-    assert consumers * of_consumer + of_producer <= (consumers + 1) * at_first
+    warpgroups = consumers + 1
+    at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
+    assert consumers * of_consumer + of_producer <= warpgroups * at_first
     assert of_consumer % 8 == of_producer % 8 == 0
     assert of_consumer < 256
 
