@@ -22,7 +22,7 @@ class DecodeCase:
 
     Attributes:
       shape: of the step.
-      cache: kind, of `bench_CACHES`.
+      cache: kind, of `bench_pools.CACHES`.
       varied: sequences are of 1 to `context` tokens, not all of `context`.
       windowed_heads: KV heads that see `shape.window` keys, the others see all; None for no windows of heads.
       sink_tokens: that windowed heads see too.

@@ -40,7 +40,7 @@ class PlanCase:
     def num_bytes(self) -> int:
         """Lengths in, the plan out."""
         rows = self.batch * self.kv_heads
-        return 4 * (2 * self.batch + 5 * rows + 1 + 3 * (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() + 1))
+        return 4 * (self.batch + 7 * rows + 2 + 3 * (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() + 1))
 
     @property
     def flops(self) -> int:

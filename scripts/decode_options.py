@@ -155,7 +155,7 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",
-        help="what attention runs on: mosaic, triton, xla, reference; several are tried in the order given (default:"
+        help="what attention runs on: mosaic, xla, reference; several are tried in the order given (default:"
         " auto, the best that runs here)",
     )
     group.add_argument(
