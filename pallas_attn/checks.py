@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,9 +122,11 @@ def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ValueError unless the value is None or a positive finite number."""
-    if value is not None and not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a positive finite number, got {value}")
+    """Raises ValueError unless the value is None or a positive finite number; arrays, which kernels would have to be
+    given, are none.
+    """
+    if value is not None and not (isinstance(value, numbers.Real) and 0 < value < float("inf")):
+        raise ValueError(f"{name}: expected a positive finite number, got {value!r}")
 
 
 def check_plan(plan: DecodePlan, *, rows: int, page_size: int) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn.types import Implementation
 
@@ -112,6 +114,7 @@ def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, 
       op: name of the operation; also the `jax.named_scope` it runs under.
       loaders: implementation name to its loader.
       implementation: as the user gave it.
+      args, kwargs: of the implementation, which gets jax arrays for those of numpy.
 
     Raises:
       ValueError: an implementation name that does not exist.
@@ -119,6 +122,7 @@ def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, 
       ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
     """
     names = candidates(op, loaders, implementation)
+    args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs))
     refusals = []
     with jax.named_scope(op):
         for name in names:

@@ -44,7 +44,7 @@ def mla_prefill(
       cache: pages [N, ps, L + R] holding the prefix. Nothing is written, and whether the new tokens are in there
         already makes no difference.
       w_uk, w_uv: up-projections of the latent to keys and values, per head.
-      block_tables: page ids; entries past the cached tokens may hold anything.
+      block_tables: page ids, of all cached tokens; entries past them may hold anything.
       cu_q_lens: prefix sums of the new tokens, from 0.
       kv_lens: tokens each sequence holds, cached and new.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
@@ -59,9 +59,9 @@ def mla_prefill(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
+    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
-    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
 
     def attend(latent: Float[Array, "U LR"], cu_kv_lens: Int32[Array, "S_plus_1"], causal: bool) -> Any:
@@ -81,7 +81,8 @@ def mla_prefill(
 
     with jax.named_scope("mla_prefill"):
         state = attend(latent_new, cu_q_lens, True)
-        pieces = _PrefixPieces(cache, block_tables, kv_lens - jnp.diff(cu_q_lens), piece_tokens)
+        num_cached = jnp.maximum(kv_lens - jnp.diff(cu_q_lens), 0)
+        pieces = _PrefixPieces(cache, block_tables, num_cached, piece_tokens)
 
         def absorb(carry):
             i, state = carry
@@ -148,7 +149,7 @@ def _check(
     dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     dims.check("kv_lens", kv_lens, "S", checks.INT)
     checks.check_positive("sm_scale", sm_scale)
-    if piece_tokens < 1:
+    if piece_tokens is not None and piece_tokens < 1:
         raise ValueError(f"piece_tokens: expected at least 1, got {piece_tokens}")
 
 

@@ -154,6 +154,10 @@ class Inputs:
         zeros = np.zeros(shape, self.case.dtype)
         return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
 
+    def make_live_values_infinite(self) -> None:
+        """Those that some query sees."""
+        self.kv["v"][~self.dead] = np.inf
+
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and LSE in float64, one head of one query at a time."""
         case = self.case

@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_attn import dispatch, explain, paged_decode, tuning
@@ -160,6 +161,13 @@ def test_an_operation_runs_what_explain_says(arrays: dict[str, Any], monkeypatch
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")
     assert ran(arrays) == [explain("paged_decode", **arrays).chosen] == ["reference"]
     assert ran(arrays, implementation="xla") == ["xla"]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_arrays_of_numpy_are_taken(arrays: dict[str, Any], implementation: str, unchecked_shapes: None) -> None:
+    want = paged_decode(**arrays, implementation=implementation)
+    got = paged_decode(**jax.tree.map(np.asarray, arrays), implementation=implementation)
+    harness.assert_same_bits(got, want)
 
 
 def test_a_new_implementation_goes_first_and_may_refuse(arrays: dict[str, Any]) -> None:

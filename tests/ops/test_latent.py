@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, gather_latent, write_latent
+from pallas_attn import PAGE_NONE, PagedLatent, gather_latent, write_latent
 from pallas_attn.ops import latent_write
 from tests.ops.harness import (
     GARBAGE,
@@ -245,6 +245,16 @@ def test_gather_of_a_single_sequence_into_any_length(variant: Variant, length: i
 def test_gather_without_any_new_latents(variant: Variant) -> None:
     """An empty array of them, as `mla_prefill` hands over to expand a prefix."""
     arrays, tokens = ragged_case(fresh_rng(), [6, 0, 9, 1], [0, 0, 0, 0], num_new=0)
+    assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
+
+
+@every_variant
+def test_gather_of_absent_pages(variant: Variant) -> None:
+    """Zeros, in the middle of a sequence and at its end."""
+    arrays, tokens = ragged_case(fresh_rng(), [3 * PAGE_SIZE - 1, 0, PAGE_SIZE, 2], [2, 0, 1, 1])
+    arrays["block_tables"][0, 1] = arrays["block_tables"][2, 0] = PAGE_NONE
+    second = 3 * PAGE_SIZE + 1
+    tokens[PAGE_SIZE : 2 * PAGE_SIZE] = tokens[second : second + PAGE_SIZE] = 0
     assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
 
 

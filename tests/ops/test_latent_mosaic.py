@@ -47,6 +47,7 @@ CONTRACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "a single sequence, cut": (contract.test_gather_of_a_single_sequence_into_any_length, {"length": 7}),
     "a single sequence": (contract.test_gather_of_a_single_sequence_into_any_length, {"length": 64}),
     "nothing new": (contract.test_gather_without_any_new_latents, {}),
+    "absent pages": (contract.test_gather_of_absent_pages, {}),
     "gather, vmap": (contract.test_gather_under_vmap, {}),
     "back": (contract.test_gather_brings_back_what_was_written, {}),
 }

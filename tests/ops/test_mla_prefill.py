@@ -260,6 +260,16 @@ def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
 
 
 @every_variant
+def test_fewer_keys_than_queries_spoil_no_other_sequence(variant: Variant) -> None:
+    """Those of the first sequence; the second one has a prefix of several pieces."""
+    inputs = Inputs.draw(replace(BASE, cached=(0, 3 * PS, 0, 0), new=(3 * PS, 2, 1, 0)), harness.fresh_rng())
+    arguments = inputs.arguments()
+    want = prefill(variant, PS)(**arguments)
+    got = prefill(variant, PS)(**arguments | {"kv_lens": arguments["kv_lens"] - np.array([3 * PS, 0, 0, 0], np.int32)})
+    harness.assert_same_bits(got[3 * PS :], want[3 * PS :])
+
+
+@every_variant
 def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant) -> None:
     inputs = Inputs.draw(replace(BASE, cached=(6, 9, 5, 0), new=(4, 3, 5, 2)), harness.fresh_rng())
     tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)  # no page is shared
@@ -370,12 +380,15 @@ def test_memory_does_not_grow_with_the_table(variant: Variant) -> None:
 GOOD = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes(6))
 ZEROS, LENS = functools.partial(jnp.zeros, dtype=jnp.float32), functools.partial(jnp.zeros, dtype=jnp.int32)
 BAD = {
+    "q_nope of rank 1": ("q_nope", {"q_nope": ZEROS((64,))}),
     "q_nope of rank 4": ("q_nope", {"q_nope": ZEROS((1, 64, 4, 32))}),
     "an integer q_nope": ("q_nope", {"q_nope": LENS((64, 4, 32))}),
     "q_rope of other tokens": ("q_rope", {"q_rope": ZEROS((63, 4, 16))}),
+    "q_rope of rank 2": ("q_rope", {"q_rope": ZEROS((64, 16))}),
     "q_rope of another dtype": ("q_rope", {"q_rope": ZEROS((64, 4, 16)).astype(jnp.bfloat16)}),
     "w_uk of other heads": ("w_uk", {"w_uk": ZEROS((3, 32, 64))}),
     "w_uk of another width": ("w_uk", {"w_uk": ZEROS((4, 16, 64))}),
+    "w_uk of rank 1": ("w_uk", {"w_uk": ZEROS((64,))}),
     "w_uk of another dtype": ("w_uk", {"w_uk": ZEROS((4, 32, 64)).astype(jnp.float16)}),
     "w_uv of another latent": ("w_uv", {"w_uv": ZEROS((4, 32, 32))}),
     "w_uv of rank 2": ("w_uv", {"w_uv": ZEROS((128, 64))}),

@@ -85,6 +85,7 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("scale 0", {"sm_scale": 0.0}, "sm_scale: expected a positive finite number, got 0.0"),
     ("scale NaN", {"sm_scale": float("nan")}, "sm_scale: expected a positive finite number, got nan"),
     ("scale inf", {"sm_scale": float("inf")}, "sm_scale: expected a positive finite number, got inf"),
+    ("scale of an array", {"sm_scale": jnp.float32(0.1)}, "sm_scale: expected a positive finite number, got Array"),
     ("cap", {"soft_cap": -2.0}, "soft_cap: expected a positive finite number, got -2.0"),
     ("out dtype", {"out_dtype": jnp.int32}, "out_dtype: expected bfloat16 or float16 or float32, got int32"),
     ("fp8 output", {"out_dtype": "float8_e4m3fn"}, "out_dtype: expected .*, got float8_e4m3fn"),

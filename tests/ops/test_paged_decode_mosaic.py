@@ -29,6 +29,7 @@ from pallas_attn.ops.common.mosaic_merge import Columns
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
 from tests.ops import harness
+from tests.ops import test_paged_decode as contract
 from tests.ops.harness import Variant
 from tests.ops.paged_case import Inputs, PagedCase
 
@@ -127,6 +128,10 @@ def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
 def test_quantised_caches(case: PagedCase) -> None:
     """With the plan the operation makes itself."""
     check(draw(case))
+
+
+def test_queries_that_see_nothing() -> None:
+    contract.check_queries_that_see_nothing(MOSAIC, BLOCKS)
 
 
 def test_an_absent_page_between_others_of_a_tile() -> None:
@@ -328,6 +333,12 @@ REFUSED = {
     "small pages": (replace(BASE, page_size=8), "takes pages of 16, 32, 64 or 128 tokens, got 8"),
     "67 heads a KV head": (replace(BASE, q_heads=67, kv_heads=1), "67 have no such divisor"),
 }
+
+
+def test_refuses_a_soft_cap_that_costs_digits() -> None:
+    """Scores are a difference of numbers as large as the cap."""
+    refused = explain("paged_decode", **draw(BASE).decode(), soft_cap=5000.0).refused
+    assert refused == {"mosaic": "takes a soft cap of up to 4096, got 5000"}
 
 
 @pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)

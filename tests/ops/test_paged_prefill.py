@@ -156,6 +156,24 @@ def test_matches_the_reference_and_reads_no_poison(variant: Variant, case: Paged
     harness.assert_attention_close(got, want, variant.tolerance(dtype))
 
 
+def check_queries_that_see_nothing(variant: Variant, case: PagedCase) -> None:
+    """They are 0, whatever others of their sequence see."""
+    inputs = draw(case)
+    blind = np.isneginf(inputs.expected_prefill()[1])
+    assert blind.any()
+    assert not blind.all()
+    inputs.make_live_values_infinite()
+    out, lse = map(np.asarray, call(variant, case, inputs.prefill()))
+    assert not out[blind].any()
+    assert np.isneginf(lse[blind]).all()
+    assert not np.isneginf(lse[~blind]).any()
+
+
+@every_variant
+def test_queries_that_see_nothing_beside_infinite_values(variant: Variant) -> None:
+    check_queries_that_see_nothing(variant, replace(BASE, kv_lens=(3, 5, 2, 0), q_lens=(5, 4, 3, 2)))
+
+
 @every_variant
 def test_output_dtype(variant: Variant) -> None:
     inputs = draw(SHAPES["G 4"])

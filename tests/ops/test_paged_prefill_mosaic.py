@@ -20,6 +20,7 @@ from pallas_attn import FULL, paged_prefill
 from pallas_attn.ops.common.flash_config import MosaicConfig
 from pallas_attn.ops.paged_prefill import config
 from tests.ops import harness
+from tests.ops import test_paged_prefill as contract
 from tests.ops.harness import Variant
 from tests.ops.paged_case import Inputs, PagedCase
 
@@ -89,6 +90,10 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_matches_the_contract_and_reads_no_poison(case: PagedCase) -> None:
     check(case)
+
+
+def test_queries_that_see_nothing() -> None:
+    contract.check_queries_that_see_nothing(MOSAIC, replace(BASE, kv_lens=(0, 2, 40, 65), q_lens=(0, 3, 60, 1)))
 
 
 def test_absent_pages_of_any_heads_rows() -> None:
@@ -179,11 +184,13 @@ REFUSALS = {
     "takes queries and an unquantised cache of one dtype": {"cache_dtype": "float16"},
     "takes heads of width": {"head_dim": 96},
     "takes pages of": {"page_size": 8},
+    "takes a soft cap of up to 4096, got 5000": {"soft_cap": 5000.0},
 }
 
 
 @pytest.mark.parametrize(("reason", "change"), REFUSALS.items(), ids=REFUSALS)
 def test_refusals(reason: str, change: dict[str, Any]) -> None:
-    arrays = Inputs.draw(replace(BASE, kv_lens=(0, 20, 40, 5), **change), harness.fresh_rng()).prefill()
+    case = replace(BASE, kv_lens=(0, 20, 40, 5), **change)
+    arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).prefill())
     with pytest.raises(NotImplementedError, match=reason):
-        paged_prefill(**jax.tree.map(jnp.asarray, arrays), implementation="mosaic")
+        paged_prefill(**arrays, soft_cap=case.soft_cap, implementation="mosaic")

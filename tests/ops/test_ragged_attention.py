@@ -241,6 +241,22 @@ def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant, causal: 
         harness.assert_same_bits(g[~third], w[~third])
 
 
+def check_queries_that_see_nothing(variant: Variant, case: RaggedCase) -> None:
+    """They are 0, whatever others of their sequence see."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    inputs.v[inputs.visible.any(axis=0)] = np.inf
+    out, lse = run(variant, case, inputs.arguments())
+    blind = ~inputs.visible.any(axis=1)
+    assert blind[: sum(case.q_lens)].any()
+    assert not out[blind].any()
+    assert np.isneginf(lse[blind]).all()
+
+
+@every_variant
+def test_queries_that_see_nothing_beside_infinite_values(variant: Variant) -> None:
+    check_queries_that_see_nothing(variant, replace(BASE, q_lens=(16, 0, 8, 3), kv_lens=(10, 0, 2, 3)))
+
+
 # --- sizes
 
 

@@ -20,6 +20,7 @@ import pytest
 from pallas_attn import ragged_attention
 from pallas_attn.ops.ragged_attention.config import MosaicConfig
 from tests.ops import harness
+from tests.ops import test_ragged_attention as contract
 from tests.ops.harness import Variant
 from tests.ops.test_ragged_attention import Inputs, RaggedCase
 
@@ -71,6 +72,10 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
 def test_lengths(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
     check(replace(BASE, q_lens=q_lens, kv_lens=kv_lens))
+
+
+def test_queries_that_see_nothing() -> None:
+    contract.check_queries_that_see_nothing(MOSAIC, BASE)
 
 
 def test_every_key_seen() -> None:

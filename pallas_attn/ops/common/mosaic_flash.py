@@ -424,6 +424,8 @@ def write_rows(
     shift = jnp.where(seen, m, 0.0)
     denominator = l if sink is None else l + jnp.exp2(sink * LOG2E - shift)
     inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
-    ROWS.store(out, place, 0, (o * over_tokens(inverse, o.shape)).astype(out.dtype))
+    # Rows that see nothing may hold 0 times an infinite value.
+    normalised = jnp.where(over_tokens(seen, o.shape), o * over_tokens(inverse, o.shape), 0.0)
+    ROWS.store(out, place, 0, normalised.astype(out.dtype))
     log2 = shift + jnp.log2(jnp.where(seen, l, 1.0))
     ROWS.put(lse, place, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))

@@ -10,6 +10,8 @@ from pallas_attn.types import QMAX
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
+LARGEST_SOFT_CAP = 4096.0
+"""Capped scores are a difference of numbers as large as the cap, and err by 1e-7 of it (`mosaic_wgmma.capped`)."""
 
 
 def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
@@ -34,6 +36,12 @@ def require_page_size(page_size: int) -> None:
     """Raises NotImplementedError unless pages are of a size in `PAGE_SIZES`."""
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"takes pages of {_listed(PAGE_SIZES)} tokens, got {page_size}")
+
+
+def require_soft_cap(soft_cap: float | None) -> None:
+    """Raises NotImplementedError for a soft cap so large that scores would lose digits."""
+    if soft_cap is not None and soft_cap > LARGEST_SOFT_CAP:
+        raise NotImplementedError(f"takes a soft cap of up to {LARGEST_SOFT_CAP:g}, got {soft_cap:g}")
 
 
 def require_int32_rows(rows: int) -> None:

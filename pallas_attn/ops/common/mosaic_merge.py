@@ -206,7 +206,9 @@ class Output(NamedTuple):
         at_once = self.tile.shape[0] * self.tile.shape[2]
         for i in range(0, state.acc.shape[0], at_once):
             out = state.acc[i : i + at_once]
-            self._copy_out(columns, block, row, out * over_columns(inverse, out.shape), values + i)
+            # Rows that see nothing may hold 0 times an infinite value.
+            out = jnp.where(over_columns(seen, out.shape), out * over_columns(inverse, out.shape), 0.0)
+            self._copy_out(columns, block, row, out, values + i)
         lse = jnp.where(seen, shift + jnp.log2(jnp.where(seen, state.l, 1.0)) * (1 / LOG2E), -jnp.inf)
 
         @pl.when(values == 0)

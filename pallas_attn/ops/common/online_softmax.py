@@ -101,7 +101,8 @@ def attend_rows(
 
         _, highest, total, acc = lax.while_loop(lambda state: state[0] < steps, step, state)
         seen = total != 0  # not > 0: a visible NaN must show in the output and in the LSE
-        out = acc / jnp.where(seen, total, 1.0)[..., None]
+        # Queries that see nothing may have 0 times an infinite value.
+        out = jnp.where(seen[..., None], acc / jnp.where(seen, total, 1.0)[..., None], 0.0)
         return out, jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
 
     if group_rows == rows:

@@ -73,7 +73,6 @@ def attention(
     weights = jnp.where(visible & (highest != -jnp.inf), weights / total, 0.0)
     v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
-    return (
-        out.reshape(batch, num_queries, num_heads, v.shape[-1]),
-        jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads),
-    )
+    out = out.reshape(batch, num_queries, num_heads, v.shape[-1])
+    lse = jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads)
+    return jnp.where(lse[..., None] == -jnp.inf, 0.0, out), lse  # of a row beside one that sees Inf, too

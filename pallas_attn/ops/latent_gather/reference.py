@@ -22,7 +22,8 @@ def gather_latent(
 
     def token(s: Int32[Array, ""], position: Int32[Array, ""]) -> Float[Array, "LR"]:
         num_cached = kv_lens[s] - (cu_q_lens[s + 1] - cu_q_lens[s])
-        cached = cache.pages[block_tables[s, position // page_size], position % page_size]
+        page = block_tables[s, position // page_size]
+        cached = jnp.where(page < 0, 0, cache.pages[page, position % page_size])
         return jnp.where(position < num_cached, cached, new[cu_q_lens[s] + position - num_cached])
 
     def sequence(s: Int32[Array, ""], state):

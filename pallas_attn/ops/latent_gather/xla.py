@@ -27,6 +27,7 @@ def gather_latent(
     entry = jnp.clip(position // page_size, 0, block_tables.shape[1] - 1)
     page = jnp.where(is_cached, block_tables[sequence, entry], 0)
     gathered = cache.pages[jnp.clip(page, 0, num_pages - 1), position % page_size]
+    gathered = jnp.where((page < 0)[:, None], jnp.zeros((), gathered.dtype), gathered)
     if latent_new.shape[0]:
         source = jnp.clip(cu_q_lens[sequence] + position - num_cached, 0, latent_new.shape[0] - 1)
         gathered = jnp.where(is_cached[:, None], gathered, latent_new[source])

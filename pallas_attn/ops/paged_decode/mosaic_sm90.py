@@ -45,6 +45,7 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize, capped=soft_cap is not None)
     _refuse(q, kv, draft_mask, limit)
+    mosaic_limits.require_soft_cap(soft_cap)
     (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
     columns, settings = _sizes(q, kv, out_dtype, limit)
     scales = mosaic_quantised.scale_layout(kv)

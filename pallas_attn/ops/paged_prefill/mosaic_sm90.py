@@ -51,7 +51,7 @@ def paged_prefill(
     soft_cap: float | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    _refuse(q, kv)
+    _refuse(q, kv, soft_cap)
     (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
     if not num_tokens:
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
@@ -107,12 +107,13 @@ def paged_prefill(
     return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), sinks, out_dtype)
 
 
-def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV) -> None:
+def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV, soft_cap: float | None) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
     mosaic.require_hopper()
     mosaic_limits.require_dtypes(q, kv.k)
     mosaic_limits.require_head_dim(q.shape[2])
     mosaic_limits.require_page_size(kv.page_size)
+    mosaic_limits.require_soft_cap(soft_cap)
 
 
 def _static(
