@@ -7,6 +7,7 @@ Hugging Face transformers gives them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -62,9 +65,10 @@ class Tokenizer:
         return self.core.decode(list(token_ids), skip_special_tokens=True)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        assumed = {"messages": messages, "add_generation_prompt": True, **self.special_tokens}
+        # Templates may ask whether tools or documents are None, which what is undefined is not.
+        assumed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self.chat_template.render(assumed)  # pyrefly: ignore[missing-attribute]
+            return self.chat_template.render(assumed, **self.special_tokens)  # pyrefly: ignore[missing-attribute]
         except Exception as error:  # whatever a template may do
             raise TokenizerError(f"the chat template cannot render a user's message: {error}") from error
 
@@ -135,18 +139,39 @@ def _load_template(path: Path, config: Mapping[str, Any]) -> jinja2.Template | N
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     helpers: dict[str, Any] = environment.globals
     helpers["raise_exception"] = _raise_exception
+    helpers["strftime_now"] = _strftime_now
     environment.filters["tojson"] = _to_json
     return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag {% generation %} around what an assistant said, which training masks by; to render it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (typed so by jinja2)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """In place of jinja2's own, which escapes what means something in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

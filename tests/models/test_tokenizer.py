@@ -1,5 +1,6 @@
 """Tokenizer directories made here with the tokenizers library: what is read of them, and what is refused."""
 
+import datetime
 import json
 
 import pytest
@@ -98,6 +99,27 @@ def test_templates_have_the_helpers_they_expect(save):
     template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
     tokenizer = save({"chat_template": template})
     assert tokenizer.chat_template.render() == '"a"{"<&é": 1}'
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ tools is none }} {{ documents is none }} {{ messages|length }}", "True True 1"),
+        ("{{ {'b': ['é'], 'a': 1}|tojson(true, none, (',', ':'), true) }}", '{"a":1,"b":["\\u00e9"]}'),
+        ("{{ [1]|tojson(indent=2) }}", "[\n  1\n]"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}the {{ x }}{% endgeneration %} {{ x }}", "the 2 1"),
+        ("{% for w in ['a', 'b'] %}{% generation %}{{ w }}{{ loop.index }}{% endgeneration %}{% endfor %}", "a1b2"),
+    ],
+)
+def test_templates_render_as_they_do_in_transformers(save, template, text):
+    assert save({"chat_template": template})._render([{"role": "user", "content": "x"}]) == text
+
+
+def test_templates_may_ask_for_the_date(save):
+    """As gpt-oss's does, whatever the chat."""
+    tokenizer = save({"chat_template": "{{ strftime_now('%Y-%m-%d') }}"})
+    before, date, after = datetime.date.today(), tokenizer._render([]), datetime.date.today()
+    assert before <= datetime.date.fromisoformat(date) <= after
 
 
 def test_decoding_leaves_out_special_tokens_and_unknown_ids(save):
