@@ -99,9 +99,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
 def _load_core(path: Path) -> tokenizers.Tokenizer:
     _read_json(path)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise TokenizerError(f"{path}: {error}") from error
+    core.no_truncation()  # what the file says of these is left from some training, and would change prompts
+    core.no_padding()
+    return core
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -63,6 +63,19 @@ def test_plain_text_starts_as_the_post_processor_says(save):
     assert words(tokenizer.encode_prompt("the cache")) == [BOS, "the", "cache"]
 
 
+@pytest.mark.parametrize("changed", ["truncation", "padding"])
+def test_prompts_are_neither_cut_nor_padded(save, tmp_path, changed):
+    core = save(starts_with_bos=False).core
+    if changed == "truncation":
+        core.enable_truncation(2)
+    else:
+        core.enable_padding(length=6)
+    core.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert words(loaded.encode_prompt("the cache of page")) == ["the", "cache", "of", "page"]
+
+
 def test_add_bos_token_is_kept_where_the_post_processor_says_nothing(save):
     plain = save({"bos_token": BOS}, starts_with_bos=False)
     assert words(plain.encode_prompt("the cache")) == ["the", "cache"]
