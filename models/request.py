@@ -1,6 +1,8 @@
 """What a caller asks for, and how far the engine has come with it."""
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,10 +24,10 @@ class SamplingParams:
       top_p: Only the smallest set of likeliest tokens with at least this probability can be drawn, in (0, 1].
       seed: In [0, 2**32). A draw depends on it and the token's position alone.
       ignore_eos: Continue past the model's end-of-sequence tokens.
-      stop_token_ids: Tokens that end the output whatever `ignore_eos` says.
+      stop_token_ids: Tokens that end the output whatever `ignore_eos` says; kept as a tuple.
 
     Raises:
-      ValueError: a value is out of range.
+      ValueError: a value is out of range, or stop_token_ids are no sequence of integers.
     """
 
     max_tokens: int = 16
@@ -34,19 +36,24 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
+        if not self.max_tokens >= 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if self.top_k < 0:
+        if not self.top_k >= 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+        try:
+            stop_token_ids = tuple(map(operator.index, self.stop_token_ids))
+        except TypeError as error:
+            raise ValueError(f"stop_token_ids must be a sequence of integers, got {self.stop_token_ids!r}") from error
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
 
 
 @dataclass(eq=False)
@@ -57,7 +64,7 @@ class Request:
       request_id: The caller's name for it, unique among unfinished requests.
       prompt_ids: Token ids of the prompt, at least one.
       params: How to sample.
-      salt: Only requests of the same salt share cached prefixes.
+      salt: Only requests of the same salt share cached prefixes. A text that UTF-8 can encode.
       token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
       num_in_flight: Tokens sampled by launched steps and not read back yet.
       num_computed: Tokens whose K/V is in its pages, counting what launched steps will write.
@@ -70,7 +77,7 @@ class Request:
         model or the pool), "abort", or "refused" (could never have run).
 
     Raises:
-      ValueError: the prompt is empty.
+      ValueError: the prompt is empty, or params or salt are of another kind.
     """
 
     request_id: int | str
@@ -89,6 +96,10 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(f"prompt_ids of request {self.request_id} must hold at least one token, got none")
+        if not isinstance(self.params, SamplingParams):
+            raise ValueError(f"params of request {self.request_id} must be SamplingParams, got {self.params!r}")
+        if not isinstance(self.salt, str) or any("\ud800" <= char <= "\udfff" for char in self.salt):
+            raise ValueError(f"salt of request {self.request_id} must be a str without surrogates, got {self.salt!r}")
         self.token_ids = list(self.prompt_ids)
 
     @property

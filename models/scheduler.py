@@ -154,18 +154,17 @@ class Scheduler:
         rows = plan.sampling_rows
         if len(tokens) != len(rows):
             raise ValueError(f"tokens must be one for each of {len(rows)} sampling rows, got {len(tokens)}")
-        self._launched.popleft()
-        continued = []
-        for row, token in zip(rows, tokens, strict=True):
-            request = row.request
-            if request.is_finished:
-                continue
+        continued = [
+            (row.request, token) for row, token in zip(rows, tokens, strict=True) if not row.request.is_finished
+        ]
+        reasons = [self._reason_to_finish(request, token) for request, token in continued]
+        self._launched.popleft()  # nothing has changed so far, should a token be no number
+        for (request, token), reason in zip(continued, reasons, strict=True):
             request.num_in_flight -= 1
             request.token_ids.append(token)
             self._publish(request)
-            if reason := self._reason_to_finish(request):
+            if reason:
                 self._finish(request, reason)
-            continued.append((request, token))
         return continued
 
     def abort(self, request_id: int | str) -> bool:
@@ -301,11 +300,12 @@ class Scheduler:
         request.slot = None
         request.num_computed = request.prefill_end = 0
 
-    def _reason_to_finish(self, request: Request) -> FinishReason | None:
-        token, params = request.token_ids[-1], request.params
+    def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
+        """Whether, and why, a request ends with its next token."""
+        params = request.params
         if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
             return "stop"
-        return "length" if self._is_full_length(request, len(request.token_ids)) else None
+        return "length" if self._is_full_length(request, len(request.token_ids) + 1) else None
 
     def _is_full_length(self, request: Request, num_tokens: int) -> bool:
         return num_tokens >= min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)

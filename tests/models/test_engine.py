@@ -393,6 +393,20 @@ def test_a_wrong_prompt_is_refused_in_words(prompt, match):
         engine("ample").add_request(prompt)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("wrong", "match"), [({"salt": None}, "salt"), ({"salt": "\ud800"}, "salt"), ({"params": None}, "params")]
+)
+def test_a_wrong_request_does_not_stop_the_others(wrong, match):
+    ample = engine("ample")
+    request_id = ample.add_request(PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match=f"{match} of request"):
+        ample.add_request(PROMPTS[1], **wrong)
+    while ample.has_unfinished:
+        ample.step()
+    assert tuple(ample.output(request_id).output_ids) == plain(0, GREEDY)
+
+
 def test_unknown_and_repeated_ids_are_refused():
     ample = engine("ample")
     ample.add_request([1], SamplingParams(max_tokens=1), request_id="mine")

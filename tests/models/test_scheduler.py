@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.request import Request, RequestRefused, SamplingParams
@@ -252,6 +253,18 @@ def test_plans_are_retired_once_and_in_order():
         engine.scheduler.retire(first, [1])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_tokens_that_cannot_be_compared_change_nothing():
+    engine = FakeEngine(Limits(lag=5))
+    requests = [engine.add(prompt, max_tokens=2) for prompt in LASTING[:2]]
+    plan = engine.planned_step()
+    tokens: Any = [1, [1]]
+    with pytest.raises(TypeError, match="unhashable"):
+        engine.scheduler.retire(plan, tokens)
+    assert [request.output_ids for request in requests] == [[], []]
+    engine.run()
+
+
 def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
     """Each allocation in turn fails, whether or not there are pages."""
     for failing in range(12):
@@ -301,8 +314,14 @@ def test_bad_arguments_are_refused():
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
         ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
+        ({"max_tokens": float("nan")}, "max_tokens must be at least 1, got nan"),
+        ({"top_k": float("nan")}, "top_k must not be negative, got nan"),
+        ({"stop_token_ids": None}, "stop_token_ids must be a sequence of integers, got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of integers, got 5"),
+        ({"stop_token_ids": ["5"]}, r"stop_token_ids must be a sequence of integers, got \['5'\]"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_sampling_params_are_validated(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
@@ -311,6 +330,28 @@ def test_sampling_params_are_validated(params, message):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="prompt_ids of request a must hold at least one token"):
         Request("a", ())
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_stop_tokens_are_any_sequence_of_integers():
+    kept = SamplingParams(stop_token_ids=(3, 4))
+    for ids in ([3, 4], range(3, 5), [*np.array([3, 4])]):
+        assert SamplingParams(stop_token_ids=ids) == kept
+        assert hash(SamplingParams(stop_token_ids=ids)) == hash(kept)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("salt", [None, b"x", "\ud800"])
+def test_a_salt_that_cannot_be_hashed_is_refused(salt):
+    with pytest.raises(ValueError, match="salt of request a must be a str without surrogates, got "):
+        Request("a", (1,), salt=salt)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_params_of_another_kind_are_refused():
+    params: Any = {"max_tokens": 3}
+    with pytest.raises(ValueError, match="params of request a must be SamplingParams, got {'max_tokens': 3}"):
+        Request("a", (1,), params)
 
 
 def test_preempted_requests_come_back_whatever_the_chunking():
