@@ -320,12 +320,20 @@ class Engine:
           One output a prompt, in their order.
 
         Raises:
-          ValueError: as `add_request`; or not as many params as prompts.
+          ValueError: as `add_request`; or not as many params as prompts. No prompt is queued.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-        ids = [self.add_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        ids: list[RequestId] = []
+        try:
+            for prompt, of_prompt in zip(prompts, each, strict=True):
+                ids.append(self.add_request(prompt, of_prompt))
+        except Exception:
+            for request_id in ids:
+                self.abort(request_id)
+                self.forget(request_id)
+            raise
         while self.has_unfinished:
             self.step()
         return [self.output(request_id) for request_id in ids]

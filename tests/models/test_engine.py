@@ -393,6 +393,15 @@ def test_a_wrong_prompt_is_refused_in_words(prompt, match):
         engine("ample").add_request(prompt)
 
 
+def test_a_wrong_prompt_among_others_leaves_none_of_them_queued():
+    ample = engine("ample")
+    known = set(ample._tracked)
+    with pytest.raises(ValueError, match="from 0 to 63, got 64"):
+        ample.generate([PROMPTS[0], [1] * 96, [VOCAB_SIZE]])
+    assert not ample.has_unfinished
+    assert set(ample._tracked) == known
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("wrong", "match"), [({"salt": None}, "salt"), ({"salt": "\ud800"}, "salt"), ({"params": None}, "params")]
