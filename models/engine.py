@@ -250,7 +250,7 @@ class Engine:
         Args:
           prompt_ids: token ids, at least one.
           params: how to sample and when to stop.
-          request_id: a name no other request of this engine has had; None for the next number.
+          request_id: a name that no request the engine keeps has; None for the next number that none has.
           salt: only requests of the same salt share cached prefixes.
           on_token: called from within `step` with every token.
 
@@ -258,9 +258,10 @@ class Engine:
           The request's id.
 
         Raises:
-          ValueError: an empty prompt, an id outside the vocabulary, or a request_id that was used before.
+          ValueError: an empty prompt, an id outside the vocabulary, or a request_id in use.
         """
-        request_id = next(self._ids) if request_id is None else request_id
+        if request_id is None:
+            request_id = next(number for number in self._ids if number not in self._tracked)
         if request_id in self._tracked:
             raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
         ids = tuple(int(token) for token in prompt_ids)

@@ -433,6 +433,15 @@ def test_unknown_and_repeated_ids_are_refused():
         ample.output("mine")
 
 
+def test_numbers_that_callers_gave_are_not_given_again():
+    ample, one = engine("ample"), SamplingParams(max_tokens=1)
+    number = int(ample.add_request([1], one))
+    ample.add_request([1], one, request_id=number + 1)
+    assert ample.add_request([1], one) == number + 2
+    while ample.has_unfinished:
+        ample.step()
+
+
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
