@@ -73,6 +73,8 @@ class EngineConfig:
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_prefill_seqs is not None and self.max_prefill_seqs < 1:
+            raise ValueError(f"max_prefill_seqs: expected at least 1 or None, got {self.max_prefill_seqs}")
         if self.num_pages * self.page_size >= 2**31:
             raise ValueError(
                 f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
@@ -85,8 +87,10 @@ class EngineConfig:
             )
         for name, reach in (("decode_buckets", self.max_num_seqs), ("prefill_buckets", self.max_batched_tokens)):
             buckets = getattr(self, name)
-            if buckets is not None and (not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] != reach):
-                raise ValueError(f"{name}: expected ascending sizes up to {reach}, got {buckets}")
+            if buckets is None:
+                continue
+            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != reach:
+                raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
 
     def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
         """Static sizes of the device's side, for one cache group unless told of others."""

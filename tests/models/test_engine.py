@@ -449,6 +449,10 @@ def test_numbers_that_callers_gave_are_not_given_again():
         ({"max_num_seqs": 600}, "max_num_seqs"),
         ({"decode_buckets": (4, 2)}, "decode_buckets"),
         ({"prefill_buckets": (16, 32)}, "prefill_buckets"),
+        ({"max_prefill_seqs": 0}, "max_prefill_seqs: expected at least 1 or None, got 0"),
+        ({"max_prefill_seqs": -1}, "max_prefill_seqs"),
+        ({"decode_buckets": (0, 16)}, "decode_buckets: expected ascending sizes from 1 or more up to 16"),
+        ({"prefill_buckets": (0, 512)}, "prefill_buckets: expected ascending sizes from 1 or more up to 512"),
     ],
 )
 def test_wrong_settings_are_refused(wrong, match):
