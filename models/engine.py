@@ -458,7 +458,9 @@ class Engine:
             request, first = row.request, end
             end += row.num_tokens
             num_prompt = min(row.num_tokens, len(request.prompt_ids) - row.start)
-            if num_prompt > 0 and request.request_id in self._tracked:
+            tracked = self._tracked.get(request.request_id)
+            # Since the launch the request may have been forgotten, and its name been given to another one.
+            if num_prompt > 0 and tracked is not None and tracked.request is request:
                 kept = self._prompt_logits.setdefault(request.request_id, self.prompt_logits(request.request_id))
                 kept[row.start : row.start + num_prompt] = logits[first : first + num_prompt]
 

@@ -385,6 +385,25 @@ def test_prompt_logits_are_those_computed():
         engine("ample").prompt_logits(engine("ample").add_request([1]))
 
 
+def test_prompt_logits_are_no_other_requests_of_the_same_name():
+    """Not those of a step under way when the request was forgotten, which the next one collects."""
+    capturing = Engine(
+        model(), dataclasses.replace(padded(ENGINES["ample"]), prefix_caching=False), capture_logits=True
+    )
+    one = SamplingParams(max_tokens=1)
+    capturing.add_request(PROMPTS[0][:12], one, request_id="mine")
+    capturing.step()
+    capturing.abort("mine")
+    capturing.forget("mine")
+    capturing.add_request(PROMPTS[3], one, request_id="mine")
+    capturing.add_request(PROMPTS[3], one, request_id="theirs")
+    capturing.step()
+    assert np.all(np.isnan(capturing.prompt_logits("mine")))
+    while capturing.has_unfinished:
+        capturing.step()
+    np.testing.assert_array_equal(capturing.prompt_logits("mine"), capturing.prompt_logits("theirs"))
+
+
 @pytest.mark.parametrize(
     ("prompt", "match"), [([], "at least one token"), ([VOCAB_SIZE], "from 0 to 63, got 64"), ([-1], "got -1")]
 )
