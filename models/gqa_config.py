@@ -204,8 +204,12 @@ def _require(config: Json) -> None:
     if config["model_type"] == "gpt_oss":
         names += _EXPLICIT
     missing = [name for name in names if config.get(name) is None]
-    if config["model_type"] == "gpt_oss" and not (config.get("rope_scaling") or config.get("rope_parameters")):
-        missing.append("rope_parameters")
+    if config["model_type"] == "gpt_oss":
+        ropes = [json_object(config, name) for name in ("rope_scaling", "rope_parameters")]
+        if not any(ropes):
+            missing.append("rope_parameters")
+        if all(entries.get("rope_theta") is None for entries in (config, *ropes)):
+            missing.append("rope_theta")
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} missing")
 

@@ -108,12 +108,19 @@ def test_old_and_new_keys_describe_the_same_model():
     assert new == old
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_base_may_stand_beside_the_scaling(name):
+    scaling = {**PUBLISHED["rope_scaling"], "rope_theta": 150000}
+    assert read_config({**PUBLISHED, "rope_scaling": None, "rope_theta": None, name: scaling}) == read_config(PUBLISHED)
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
         ({"num_local_experts": None}, "num_local_experts missing"),
         ({"attention_bias": None}, "attention_bias missing"),
         ({"rope_scaling": None}, "rope_parameters missing"),
+        ({"rope_theta": None}, "rope_theta missing"),
         ({"num_local_experts": 3}, "num_experts_per_tok: expected at most num_local_experts=3, got 4"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok: expected at least 1, got 0"),
         ({"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number, got 0.0"),
