@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.request import SamplingParams
 from models.sampler import SamplingRows, _is_kept, sample
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
@@ -124,7 +125,16 @@ def test_nothing_is_sorted():
     assert "sort" not in text
 
 
-def test_high_temperatures_do_not_overflow(logits):
+def test_low_temperatures_do_not_overflow(logits):
     tokens, margins = sample_rows(logits * 1e4, rows(6, temperature=1e-3))
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     assert np.all(np.asarray(margins) > 0)
+
+
+def test_high_temperatures_do_not_overflow(logits):
+    """Of the highest there is only the noise remains, as if all logits were equal."""
+    highest = SamplingParams(temperature=1e6).temperature
+    tokens, margins = sample_rows(logits, rows(6, temperature=highest, position=np.arange(6)))
+    noise, of_noise = sample_rows(jnp.zeros_like(logits), rows(6, position=np.arange(6)))
+    np.testing.assert_array_equal(tokens, noise)
+    np.testing.assert_allclose(margins, of_noise * highest, rtol=1e-3)

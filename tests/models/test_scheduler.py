@@ -306,9 +306,10 @@ def test_bad_arguments_are_refused():
     ("params", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"temperature": -0.1}, "temperature must be finite and not negative, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be finite and not negative, got nan"),
-        ({"temperature": float("inf")}, "temperature must be finite and not negative, got inf"),
+        ({"temperature": -0.1}, r"temperature must be in \[0, 1e\+06\], got -0.1"),
+        ({"temperature": float("nan")}, r"temperature must be in \[0, 1e\+06\], got nan"),
+        ({"temperature": float("inf")}, r"temperature must be in \[0, 1e\+06\], got inf"),
+        ({"temperature": 1e39}, r"temperature must be in \[0, 1e\+06\], got 1e\+39"),
         ({"top_k": -1}, "top_k must not be negative, got -1"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
