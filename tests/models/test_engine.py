@@ -358,11 +358,37 @@ def test_nothing_compiles_after_warmup():
     assert warm.stats().compilations == compiled
 
 
-def test_a_step_sends_the_device_one_array_and_nothing_behind_your_back():
+def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):
+    """The guard refuses all other transfers to the device. On a CPU it does not see reads, so that these are counted
+    where they can be made."""
     ample = engine("ample")
     ample.warmup()
-    with jax.transfer_guard_host_to_device("disallow"):
+    sent: list[tuple[int, ...]] = []
+    read: list[tuple[int, ...]] = []
+    put = jax.device_put
+
+    def send(array, *args, **kwargs):
+        sent.append(array.shape)
+        with jax.transfer_guard_host_to_device("allow"):
+            return put(array, *args, **kwargs)
+
+    def reading(function):
+        def call(value, *args, **kwargs):
+            read.extend(leaf.shape for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array))
+            return function(value, *args, **kwargs)
+
+        return call
+
+    before = len(ample.stats().steps)
+    monkeypatch.setattr(jax, "device_put", send)
+    for module, name in ((np, "asarray"), (np, "array"), (jax, "device_get"), (jax, "block_until_ready")):
+        monkeypatch.setattr(module, name, reading(getattr(module, name)))
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
         outputs = ample.generate([PROMPTS[0]], GREEDY)
+    monkeypatch.undo()
+    steps = len(ample.stats().steps) - before
+    assert steps >= MAX_TOKENS
+    assert (len(sent), len(read)) == (steps, steps)
     assert tuple(outputs[0].output_ids) == plain(0, GREEDY)
 
 
