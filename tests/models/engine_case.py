@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
+
+import jax
 
 from models.config import DeepSeekConfig
 from models.engine import Engine, EngineConfig
@@ -100,6 +104,22 @@ def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
             raise RuntimeError(f"prompt {index} has a near tie after {len(tokens)} tokens: choose another seed")
         tokens.append(int(choices[-1]))
     return tuple(tokens)
+
+
+@contextlib.contextmanager
+def compile_events() -> Iterator[list[str]]:
+    """What jax compiles from now on, as it grows: the names of its events, also of what it finds in its cache."""
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @functools.cache

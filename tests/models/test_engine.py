@@ -23,6 +23,7 @@ from tests.models.engine_case import (
     MAX_TOKENS,
     PROMPTS,
     VOCAB_SIZE,
+    compile_events,
     engine,
     model,
     padded,
@@ -334,25 +335,14 @@ def test_nothing_compiles_after_warmup():
     compiled = warm.stats().compilations
     assert compiled == 2 + 2 + 2
     Traffic(warm).run(everything(max_tokens=2))  # numpy's and jax's own first times
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if "compile" in event:
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        rng = np.random.default_rng(5)
-        traffic = [
-            Arrival(
-                int(rng.integers(5)), int(rng.integers(6)), bool(rng.integers(2)), int(rng.integers(1, 9)), None, ""
-            )
-            for _ in range(30)
-        ]
-        played = Traffic(warm)
+    rng = np.random.default_rng(5)
+    traffic = [
+        Arrival(int(rng.integers(5)), int(rng.integers(6)), bool(rng.integers(2)), int(rng.integers(1, 9)), None, "")
+        for _ in range(30)
+    ]
+    played = Traffic(warm)
+    with compile_events() as events:
         played.run(traffic)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     played.check()
     assert events == []
     assert warm.stats().compilations == compiled
