@@ -1,6 +1,7 @@
 """Reuse of K/V pages between sequences that begin with the same tokens."""
 
 import hashlib
+import itertools
 import secrets
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,7 @@ class PrefixCache:
         self._groups = [group for group, pool in enumerate(pools.pools) for _ in range(pool.num_heads)]
         starts, ends = self._unseen_pages(pools.pools[0].table_tokens)
         self._unseen = list(zip(starts.tolist(), ends.tolist(), strict=True))
+        self._last_lookup: tuple[tuple[list[int], str], list[_Node]] = (([], ""), [])
         self._query_tokens = 0
         self._hit_tokens = 0
         pools.watch_reuse(self._forget)
@@ -252,14 +254,21 @@ class PrefixCache:
             return digest, node
         return digest, None
 
-    def _path(self, tokens: Sequence[int], salt: str) -> Iterator[_Node]:
-        """The published pages that `tokens` begin with, but for their last token."""
-        node = None
-        for index in range((len(tokens) - 1) // self._page_size):
-            _, node = self._find(node, salt, self._page_tokens(tokens, index))
+    def _path(self, tokens: Sequence[int], salt: str) -> list[_Node]:
+        """The published pages that `tokens` begin with, but for their last token.
+
+        Those that the last call found are not hashed again: a prompt that waits for room is looked up every step.
+        """
+        asked, (last_asked, last_path) = (list(tokens), salt), self._last_lookup
+        known = last_path if asked == last_asked else []
+        path = list(itertools.takewhile(lambda node: self._by_digest.get(node.digest) is node, known))
+        for index in range(len(path), (len(tokens) - 1) // self._page_size):
+            _, node = self._find(path[-1] if path else None, salt, self._page_tokens(tokens, index))
             if node is None:
-                return
-            yield node
+                break
+            path.append(node)
+        self._last_lookup = (asked, path)
+        return path
 
     def _nodes_of(self, rows: Sequence[int]) -> Iterator[_Node | None]:
         """The page of each lane's row, if that is published."""

@@ -137,6 +137,29 @@ def test_publishing_again_costs_only_the_new_pages():
     assert case.lookup([*extended, 1]) == case.pages(slot)
 
 
+def test_looking_up_again_costs_only_what_was_not_found():
+    """As for a prompt that waits for room, and is looked up before every step and once more when it gets in."""
+    hashed: list[bytes] = []
+    case = Sequences(digest=counting(hashed))
+    slot = case.published(PROMPT[:8])
+    pages, waiting = case.pages(slot), [*PROMPT, 1]
+    assert case.lookup(waiting) == pages
+    hashed.clear()
+    assert case.lookup(waiting) == pages
+    assert len(hashed) == 1  # the page after them
+    longer = case.match(waiting)
+    case.pools.allocate(longer, 12)
+    case.cache.publish(longer, PROMPT)
+    assert case.lookup(waiting) == case.pages(longer)
+    hashed.clear()
+    assert case.lookup(waiting) == case.pages(longer)
+    assert case.lookup([*waiting]) == case.pages(longer)
+    assert hashed == []
+    assert case.lookup(waiting, salt="other") == []
+    case.cache.clear()
+    assert case.lookup(waiting) == []
+
+
 def test_a_forced_collision_is_a_miss():
     case = Sequences(digest=lambda message: b"same")
     first = case.published([1] * 4)
