@@ -1,4 +1,5 @@
-"""What command lines share: wrong input ends in one line on stderr and exit status 2, without a traceback."""
+"""What command lines share: wrong input ends in one line on stderr and exit status 2, without a traceback, and what
+fails though the input is right in one line and status 3."""
 
 from __future__ import annotations
 
@@ -10,11 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-WRONG_INPUT, INTERRUPTED = 2, 130
+from rich.console import Console
+
+WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 
 
 class UsageError(Exception):
     """Input that is wrong, in words for the person who gave it."""
+
+
+class Failure(Exception):
+    """What could not be done though the input is right, in words for the person who asked for it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,26 +44,45 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+class Output(Console):
+    """Standard output. A reader who has gone is a Failure, where rich would end the program with status 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at the end
+        raise Failure("standard output was closed before everything was printed")
+
+
 def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command; what it returns, or the status that its UsageError or an interrupt comes to."""
+    """Runs a command; what it returns, or the status that its UsageError, its Failure or an interrupt comes to."""
     try:
         return command()
-    except UsageError as error:
+    except (UsageError, Failure) as error:
         print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return WRONG_INPUT
+        return WRONG_INPUT if isinstance(error, UsageError) else FAILED
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-@contextlib.contextmanager
-def as_usage_error(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
+def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
     """Turns errors that the input is to blame for into a UsageError."""
+    return _turned_into(UsageError, errors, prefix)
+
+
+def as_failure(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
+    """Turns errors that the input is not to blame for into a Failure."""
+    return _turned_into(Failure, errors, prefix)
+
+
+@contextlib.contextmanager
+def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception], ...], prefix: str) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        reasons = [error.message, *map(str, error.exceptions)] if isinstance(error, ExceptionGroup) else [str(error)]
-        raise UsageError(prefix + "; ".join(reasons)) from error
+        parts = [error.message, *error.exceptions] if isinstance(error, ExceptionGroup) else [error]
+        reasons = [str(part) or type(part).__name__ for part in parts]  # a MemoryError often says nothing
+        raise kind(prefix + "; ".join(reasons)) from error
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from models.caches import load_kv_scales
 from models.config import ModelConfig
@@ -23,7 +22,7 @@ from models.model import Decoder
 from models.outputs import RequestOutput
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
-from scripts.command_line import UsageError, as_usage_error, exit_status
+from scripts.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
 from scripts.decode_model import dtype_of, load, name_of, read_config
 from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
@@ -44,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
+      Failure: a result cannot be written or printed, or verifying fails; what else there is was written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
@@ -59,13 +59,6 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine(options, model, sizes, prompts, display)
     run_s, interrupted = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
-    verification = None
-    if options.verify and not interrupted:
-        try:
-            with display.doing("verifying"):
-                verification = _verify(options, model, engine, prompts, outputs)
-        except KeyboardInterrupt:
-            interrupted = True
     report = Report(
         model=name_of(options),
         outputs=outputs,
@@ -74,13 +67,24 @@ def run(options: argparse.Namespace) -> int:
         page_size=options.page_size,
         run_s=run_s,
         implementation=implementation,
-        verification=verification,
+        verification=None,
     )
-    report.print(Console())
-    _write_files(options, report, engine)
-    if interrupted:
-        raise KeyboardInterrupt
-    return _status(verification)
+    try:  # printing comes last, because whoever reads it may go, and what fails before keeps none of the rest back
+        try:
+            _write_files(options, report, engine)
+            if interrupted:
+                raise KeyboardInterrupt
+            if options.verify:
+                if options.json is not None and (options.json.is_file() or not options.json.exists()):
+                    _write_json(options, report)  # in case verifying is killed; a pipe takes a report only once
+                with display.doing("verifying"):
+                    verification = _verify(options, model, engine, prompts, outputs)
+                report = dataclasses.replace(report, verification=verification)
+        finally:
+            _write_json(options, report)
+    finally:
+        report.print(Output())
+    return _status(report.verification)
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -201,27 +205,38 @@ def _verify(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[RequestOutput],
 ) -> Verification:
+    """Decodes again and compares.
+
+    Raises:
+      Failure: there is not the memory for it, or the device fails.
+    """
     decoded = [
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
     ]
-    return verify(
-        model,
-        decoded,
-        max_len=engine.max_sequence_len,
-        cache_dtype=engine.config.cache_dtype,
-        kv_scales=engine.config.kv_scales,
-    )
+    with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--verify: "):
+        return verify(
+            model,
+            decoded,
+            max_len=engine.max_sequence_len,
+            cache_dtype=engine.config.cache_dtype,
+            kv_scales=engine.config.kv_scales,
+        )
+
+
+def _write_json(options: argparse.Namespace, report: Report) -> None:
+    if options.json is not None:
+        with as_failure(OSError, prefix="--json: "):
+            options.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
-    with as_usage_error(OSError):
-        if options.json is not None:
-            options.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-        if options.dump_logits is not None:
-            logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
-            with options.dump_logits.open("wb") as file:
-                np.savez(file, allow_pickle=False, **logits)
-        if options.plot is not None:
+    """Writes what verifying adds nothing to."""
+    if options.dump_logits is not None:
+        logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
+        with as_failure(OSError, prefix="--dump-logits: "), options.dump_logits.open("wb") as file:
+            np.savez(file, allow_pickle=False, **logits)
+    if options.plot is not None:
+        with as_failure(OSError, prefix="--plot: "):
             plot_run(options.plot, report)
 
 

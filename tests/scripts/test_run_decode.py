@@ -272,10 +272,53 @@ def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", step_and_remove)
-    assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--json", str(directory / "out.json")]) == 2
+    assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--json", str(directory / "out.json")]) == 3
     captured = capsys.readouterr()
     assert "2 requests" in captured.out
-    assert len(captured.err.splitlines()) == 1
+    (line,) = captured.err.splitlines()
+    assert line.startswith("run_decode: error: --json: ")
+
+
+def test_files_are_written_though_nobody_reads_the_table(monkeypatch, capsys, write_ids, tmp_path):
+    reads, writes = os.pipe()
+    os.close(reads)
+    out = tmp_path / "out.json"
+    with os.fdopen(writes, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--json", str(out)]) == 3
+    assert len(json.loads(out.read_text())["requests"]) == 2
+    assert capsys.readouterr().err == ("run_decode: error: standard output was closed before everything was printed\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "RESOURCE_EXHAUSTED: Out of memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_was_decoded_outlives_verifying(monkeypatch, capsys, write_ids, tmp_path, error, reason):
+    out = tmp_path / "out.json"
+
+    def fail(*args, **kwargs):
+        assert len(json.loads(out.read_text())["requests"]) == 2  # should the process be killed
+        raise error
+
+    monkeypatch.setattr(run_decode, "verify", fail)
+    assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--verify", "--json", str(out)]) == 3
+    captured = capsys.readouterr()
+    assert captured.err == f"run_decode: error: --verify: {reason}\n"
+    assert "2 requests" in captured.out
+    assert "verified" not in json.loads(out.read_text())["run"]
+
+
+def test_a_pipe_gets_one_report(write_ids):
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as pipe:
+        with os.fdopen(writes, "w"):
+            args = [*SMALL, *write_ids(PROMPTS[1:3]), "--verify", "--json", f"/dev/fd/{writes}"]
+            assert run_decode.main(args) == 0
+        assert json.load(pipe)["run"]["verified"] is True
 
 
 @pytest.mark.parametrize("shown", [True, False])
