@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         prompts = _prompts(options, config)
         check_inputs(config, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
         model = load(options, config, AttentionSettings())
-    with as_usage_error(ValueError, jax.errors.JaxRuntimeError):
+    with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
     with as_usage_error(OSError):
         save_kv_scales(options.out, scales)

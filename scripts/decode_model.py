@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import jax
+
 from models.checkpoint import load_config
 from models.config import ModelConfig, with_windows
 from models.mla import AttentionSettings
@@ -39,10 +41,13 @@ def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSe
 
     Raises:
       ValueError, NotImplementedError, OSError: as `load_model`.
+      UsageError: the weights do not fit the device or this machine's memory.
     """
-    if options.model is None:
-        return random_model(config, dtype=dtype_of(options, config), settings=settings)
-    return load_model(options.model, dtype_of(options, config), settings, config.windows)
+    flag = "--random" if options.model is None else "--model"
+    with as_usage_error(MemoryError, jax.errors.JaxRuntimeError, prefix=f"{flag}: loading the weights: "):
+        if options.model is None:
+            return random_model(config, dtype=dtype_of(options, config), settings=settings)
+        return load_model(options.model, dtype_of(options, config), settings, config.windows)
 
 
 def name_of(options: argparse.Namespace) -> str:

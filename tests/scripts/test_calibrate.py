@@ -2,11 +2,12 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from scripts import calibrate, run_decode
+from scripts import calibrate, decode_model, run_decode
 from tests.scripts.decode_case import GOLDEN, SIZES
 
 QWEN3 = GOLDEN.with_name("qwen3")
@@ -73,3 +74,17 @@ def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
     assert line.startswith("calibrate: error: ")
     assert message in line
     assert (captured.out, out.exists()) == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "place"),
+    [(decode_model, "random_model", "--random: loading the weights: "), (calibrate, "calibrate", "")],
+)
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("Out of memory"), MemoryError("Out of memory")])
+def test_what_does_not_fit_into_memory_is_one_line(module, name, place, error, monkeypatch, tmp_path, capsys):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(module, name, full)
+    assert calibrate.main(["--random", "qwen3-tiny", "--out", str(tmp_path / "scales.safetensors")]) == 2
+    assert capsys.readouterr().err == f"calibrate: error: {place}Out of memory\n"

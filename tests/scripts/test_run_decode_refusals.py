@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from models.engine import Engine
-from scripts import run_decode
+from scripts import decode_model, run_decode
 from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
 
@@ -134,6 +134,22 @@ class TestRefusals:
 
         monkeypatch.setattr(run_decode, "Engine", full)
         assert "Out of memory allocating 1 byte." in refused()
+
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [
+            (jax.errors.JaxRuntimeError("Out of memory\n1 byte."), "Out of memory 1 byte."),
+            (MemoryError(), "MemoryError"),
+        ],
+    )
+    def test_weights_that_do_not_fit_into_memory(self, refused, monkeypatch, error, reason):
+        def full(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(decode_model, "load_model", full)
+        monkeypatch.setattr(decode_model, "random_model", full)
+        assert refused("--model", GOLDEN).endswith(f"--model: loading the weights: {reason}")
+        assert refused("--random", "v3-tiny").endswith(f"--random: loading the weights: {reason}")
 
     def test_a_shape_that_nothing_can_run(self, refused, monkeypatch):
         def nothing(engine):
