@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from models.caches import KVScales
@@ -18,7 +17,7 @@ from models.calibration import calibrate, check_inputs, save_kv_scales
 from models.config import ModelConfig
 from models.mla import AttentionSettings
 from models.tokenizer import load_tokenizer
-from scripts.command_line import Parser, UsageError, as_usage_error, check_writable, exit_status
+from scripts.command_line import Output, Parser, UsageError, as_failure, as_usage_error, check_writable, exit_status
 from scripts.decode_model import load, name_of, read_config
 from scripts.decode_prompts import read_prompts
 from scripts.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
@@ -39,7 +38,8 @@ The file holds k_scale and v_scale in float32, [layers, KV heads] or [layers, KV
 only zeros were met gets a scale of 1.
 
 exit status:
-  0  written     2  wrong input: one line on stderr says what     130  interrupted
+  0  written     2  wrong input, or more than the device holds: one line on stderr says what     130  interrupted
+  3  anything else that fails, such as scales that cannot be written: stderr says what
 """
 
 
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
+      Failure: the scales cannot be written, or nobody reads what is printed of them.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = read_config(options)
@@ -61,9 +62,9 @@ def run(options: argparse.Namespace) -> int:
         model = load(options, config, AttentionSettings())
     with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
-    with as_usage_error(OSError):
+    with as_failure(OSError, prefix="--out: "):
         save_kv_scales(options.out, scales)
-    console = Console()
+    console = Output()
     console.print(_table(f"{options.kv_dtype} scales of {name_of(options)}", scales))
     count = sum(map(len, prompts))
     console.print(f"{count:,} tokens in {len(prompts)} prompts; written to {options.out}", soft_wrap=True)

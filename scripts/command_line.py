@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -54,7 +55,8 @@ class Output(Console):
 
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command; what it returns, or the status that its UsageError, its Failure or an interrupt comes to."""
+    """Runs a command; what it returns, or the status that an exception or an interrupt comes to. Other exceptions than
+    UsageError and Failure are mistakes of the program, which are told with their traceback."""
     try:
         return command()
     except (UsageError, Failure) as error:
@@ -63,6 +65,9 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception:  # noqa: BLE001  Python would end with status 1, which is a command's own to give a meaning
+        traceback.print_exc()
+        return FAILED
 
 
 def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:

@@ -32,8 +32,10 @@ examples:
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
 
 exit status:
-  0  decoded (and verified)     1  --verify found a difference
-  2  wrong input: one line on stderr says what, and nothing is decoded     130  interrupted
+  0  decoded (and verified)     1  --verify found a difference     130  interrupted
+  2  wrong input, or more than the device holds: one line on stderr says what, and nothing is decoded
+  3  anything else that fails, such as a result that cannot be written or printed, or memory for --verify: stderr
+     says what, and the results that can be are written and printed
 """
 
 

@@ -88,3 +88,13 @@ def test_what_does_not_fit_into_memory_is_one_line(module, name, place, error, m
     monkeypatch.setattr(module, name, full)
     assert calibrate.main(["--random", "qwen3-tiny", "--out", str(tmp_path / "scales.safetensors")]) == 2
     assert capsys.readouterr().err == f"calibrate: error: {place}Out of memory\n"
+
+
+def test_scales_that_cannot_be_written_after_all(monkeypatch, tmp_path, capsys):
+    def full(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(calibrate, "save_kv_scales", full)
+    out = tmp_path / "scales.safetensors"
+    assert calibrate.main(["--random", "qwen3-tiny", "--tokens", "40", "--out", str(out)]) == 3
+    assert capsys.readouterr().err == "calibrate: error: --out: No space left on device\n"

@@ -332,6 +332,15 @@ def test_a_bar_on_a_terminal_unless_it_is_unwanted(monkeypatch, capsys, write_id
     assert "decoding" not in captured.out
 
 
+def test_a_mistake_of_the_program_is_no_difference(monkeypatch, capsys, write_ids):
+    def fail(engine):
+        raise IndexError("mistaken")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3])]) == 3
+    assert capsys.readouterr().err.endswith("IndexError: mistaken\n")
+
+
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as exit_info:
         run_decode.main(["--help"])
@@ -344,4 +353,5 @@ def test_help_teaches(capsys):
         assert f"--{flag}" in text
     assert "examples:" in text
     assert "exit status:" in text
+    assert all(f"  {status}  " in text for status in (0, 1, 2, 3, 130))
     assert "default: None" not in text
