@@ -92,12 +92,15 @@ def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception]
 
 def check_writable(flag: str, path: Path) -> None:
     """Raises UsageError, naming the flag, where no file can be written at `path`."""
-    if path.is_dir():
-        why = "it is a directory"
-    elif not path.parent.is_dir():
-        why = f"there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "permission denied"
-    else:
-        return
+    try:
+        if path.is_dir():
+            why = "it is a directory"
+        elif not path.parent.is_dir():
+            why = f"there is no directory {path.parent}"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied"
+        else:
+            return
+    except OSError as error:  # such as a name that is too long to be looked up
+        why = error.strerror
     raise UsageError(f"{flag}: cannot write {path}: {why}")

@@ -48,6 +48,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
+    for flag in ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs"):
+        size = getattr(options, flag)
+        if size is not None and size < 1:
+            raise UsageError(f"--{flag.replace('_', '-')}: expected at least 1, got {size}")
     if options.model is None and options.random is None:
         options.random = RANDOM_MODELS[0]
     try:

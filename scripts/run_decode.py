@@ -9,11 +9,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from models.caches import load_kv_scales
+from models.caches import KVScales, load_kv_scales
 from models.config import ModelConfig
 from models.engine import Engine, EngineConfig
 from models.implementations import explain_attention
@@ -101,12 +102,12 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
     lengths = sorted(len(prompt) for prompt in prompts)
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
-        num_seqs = 4 if num_tokens is None else max(1, min(4, num_tokens))
+        num_seqs = 4 if num_tokens is None else min(4, num_tokens)
     if num_tokens is None:
         num_tokens = max(64, num_seqs, 0 if options.chunked_prefill else lengths[-1])
     if num_pages is None:
         most = [min(length + options.max_tokens, config.max_position_embeddings) for length in lengths[-num_seqs:]]
-        num_pages = sum(-(-length // max(1, options.page_size)) for length in most)
+        num_pages = sum(-(-length // options.page_size) for length in most)
     sizes = EngineConfig(
         num_pages=num_pages,
         page_size=options.page_size,
@@ -115,7 +116,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
         chunked_prefill=options.chunked_prefill,
         prefix_caching=options.prefix_caching,
         cache_dtype=options.kv_dtype,
-        kv_scales=None if options.kv_scales is None else load_kv_scales(options.kv_scales),
+        kv_scales=None if options.kv_scales is None else _kv_scales(options.kv_scales),
     )
     # A step is never larger than the whole batch: larger buckets would only take time to compile.
     num_seqs = min(num_seqs, len(prompts))
@@ -127,6 +128,16 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
         decode_buckets=_buckets(num_seqs),
         prefill_buckets=_buckets(num_tokens),
     )
+
+
+def _kv_scales(path: Path) -> KVScales:
+    with (
+        as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
+        as_usage_error(ValueError, prefix="--kv-scales: "),
+    ):
+        if path.is_dir():  # of which safetensors says "No such device"
+            raise UsageError(f"--kv-scales: cannot read {path}: it is a directory")
+        return load_kv_scales(path)
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:

@@ -63,6 +63,7 @@ def test_windows_change_what_later_layers_cache(tmp_path):
         (["--random", "qwen3-tiny", "--kv-dtype", "bfloat16"], "invalid choice: 'bfloat16'"),
         (["--random", "qwen3-tiny", "--head-windows", "no such file"], "no such file"),
         (["--random", "qwen3-tiny", "--out", "."], "--out: cannot write .: it is a directory"),
+        (["--random", "qwen3-tiny", "--out", "x" * 300], f"--out: cannot write {'x' * 300}: File name too long"),
     ],
 )
 def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):

@@ -11,6 +11,9 @@ from models.engine import Engine
 from scripts import decode_model, run_decode
 from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
+QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]
+LONG = "x" * 300
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -37,19 +40,21 @@ class TestRefusals:
             (["--kv-dtype", "int8"], "expected bfloat16, float16 or float32 for latents, got int8"),
             (["--kv-scales", "x"], "--kv-scales needs --kv-dtype int8 or fp8"),
             (["--random", "qwen3-tiny", "--kv-dtype", "fp8", "--kv-scales", "no such file"], "no such file: not a"),
+            ([*QUANTISED, "--kv-scales", "/tmp"], "--kv-scales: cannot read /tmp: it is a directory"),
+            ([*QUANTISED, "--kv-scales", LONG], f"--kv-scales: cannot read {LONG}: [Errno 36] File name too long"),
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
             (["--random", "qwen3-tiny", "--head-windows", "no such file"], "No such file or directory"),
             (["--implementation", "cuda"], "cuda"),
             (["--implementation", ""], "implementation"),
             (["--implementation", "mosaic"], "write_latent cannot run here: mosaic"),
             (["--implementation", "mosaic,triton"], "triton: write_latent has no 'triton'"),
-            (["--page-size", "0"], "page_size"),
-            (["--page-size", "-1"], "page_size"),
-            (["--num-pages", "0"], "num_pages"),
+            (["--page-size", "0"], "--page-size: expected at least 1, got 0"),
+            (["--page-size", "-1"], "--page-size: expected at least 1, got -1"),
+            (["--num-pages", "0"], "--num-pages: expected at least 1, got 0"),
             (["--num-pages", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
             (["--page-size", str(2**40)], "num_pages: expected fewer than 2**31 tokens"),
-            (["--max-batched-tokens", "0"], "max_batched_tokens"),
-            (["--max-num-seqs", "-2"], "max_num_seqs"),
+            (["--max-batched-tokens", "0"], "--max-batched-tokens: expected at least 1, got 0"),
+            (["--max-num-seqs", "-100"], "--max-num-seqs: expected at least 1, got -100"),
             (
                 ["--max-num-seqs", "9", "--max-batched-tokens", "8"],
                 "max_num_seqs: expected at most max_batched_tokens=8",
@@ -115,6 +120,7 @@ class TestRefusals:
     def test_files_that_cannot_be_written(self, refused, tmp_path, flag):
         assert f"{flag}: cannot write" in refused(flag, tmp_path)
         assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
+        assert refused(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
 
     def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
         (tmp_path / "file").write_text("")
