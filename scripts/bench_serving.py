@@ -42,6 +42,8 @@ class Serving:
       batches, contexts: of the cases, which are all combinations.
       new_tokens: that the last request gets.
       limit_seconds: from when the first weight is made on.
+      page_size: tokens a page holds.
+      max_batched_tokens, prefill_seqs: new tokens of a step, and requests whose prompts one step computes, at most.
     """
 
     batches: tuple[int, ...]
@@ -50,6 +52,7 @@ class Serving:
     limit_seconds: float
     page_size: int = 64
     max_batched_tokens: int = 4096
+    prefill_seqs: int = 8
 
     @property
     def cases(self) -> list[tuple[int, int]]:
@@ -58,9 +61,15 @@ class Serving:
         return sorted(every, key=lambda case: case[0] * case[1] ** 2)
 
     def tokens_each(self, batch: int, context: int) -> list[int]:
-        """New tokens of each request: one more for every step in which the prompts of those behind it are computed."""
+        """New tokens of each request: one more for every step in which prompts of those behind it may be computed.
+
+        Such a step either is full of prompt tokens, or ends as many prompts as it takes.
+        """
         prompt_tokens = max(1, self.max_batched_tokens - batch)
-        return [self.new_tokens + behind * context // prompt_tokens for behind in reversed(range(batch))]
+        return [
+            self.new_tokens + behind * context // prompt_tokens + -(-behind // self.prefill_seqs)
+            for behind in reversed(range(batch))
+        ]
 
     def engine_config(self) -> EngineConfig:
         longest = max(context + self.tokens_each(batch, context)[0] for batch, context in self.cases)
@@ -69,6 +78,7 @@ class Serving:
             page_size=self.page_size,
             max_batched_tokens=self.max_batched_tokens,
             max_num_seqs=max(self.batches),
+            max_prefill_seqs=min(self.prefill_seqs, max(self.batches)),
             max_model_len=longest,
             prefix_caching=False,
             decode_buckets=tuple(sorted(self.batches)),

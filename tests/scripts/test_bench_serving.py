@@ -1,5 +1,6 @@
 """The engine's benchmark on a model of real size: its floors, and that what it reports adds up."""
 
+import dataclasses
 import functools
 import json
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.engine import Engine
 from models.mla import AttentionSettings
 from scripts import bench_engine, bench_serving
 from scripts.bench_device import Rates
@@ -62,10 +64,11 @@ def test_floors_are_bytes_and_operations():
 
 def test_those_who_come_first_decode_until_the_last_have_come():
     serving = Serving((1, 4), (64, 8), new_tokens=5, limit_seconds=1, max_batched_tokens=36)
-    assert serving.tokens_each(4, 64) == [5 + 6, 5 + 4, 5 + 2, 5]
+    assert serving.tokens_each(4, 64) == [5 + 6 + 1, 5 + 4 + 1, 5 + 2 + 1, 5]
     assert serving.tokens_each(1, 64) == [5]
     assert serving.cases == [(1, 8), (4, 8), (1, 64), (4, 64)]
-    assert serving.engine_config().max_model_len == 64 + 11
+    assert serving.engine_config().max_model_len == 64 + 12
+    assert dataclasses.replace(serving, prefill_seqs=2).tokens_each(4, 8) == [5 + 2, 5 + 1, 5 + 1, 5]
 
 
 # --- runs
@@ -91,6 +94,14 @@ def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
     assert case["decode_fraction_of_floor"] == pytest.approx(case["decode_floor_s"] / step_s["median"])
     assert case["ttft_s"]["min"] < case["ttft_s"]["max"]
     assert "batch 3, context 40: prefill" in capsys.readouterr().out
+
+
+def test_all_decode_side_by_side_though_a_step_takes_few_prompts(model):
+    serving = Serving((5,), (16,), new_tokens=2, limit_seconds=1, page_size=16, max_batched_tokens=128, prefill_seqs=2)
+    engine = Engine(model, serving.engine_config())
+    _, steps = bench_serving.generate(engine, [[1] * 16] * 5, serving.tokens_each(5, 16))
+    assert [step.prefill_tokens for step in steps if step.prefill_tokens] == [32, 32, 16]
+    assert any(step.decode_tokens == 5 for step in steps if not step.prefill_tokens)
 
 
 def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
