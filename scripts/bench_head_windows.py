@@ -163,7 +163,8 @@ class Bench:
 
 
 def run(bench: Bench, limit_seconds: float) -> Iterator[dict[str, Any]]:
-    """Yields the report as it grows, a case at a time; none is begun after `limit_seconds`."""
+    """Yields the report as it grows, first without cases and then a case at a time; none is begun after
+    `limit_seconds`."""
     began = time.perf_counter()
     report: dict[str, Any] = {
         "model": bench.config.to_hf(),
@@ -172,6 +173,7 @@ def run(bench: Bench, limit_seconds: float) -> Iterator[dict[str, Any]]:
         "sizes": dataclasses.asdict(bench.sizes),
         "cases": [],
     }
+    yield report
     for windowed in bench.windowed:
         if time.perf_counter() - began > limit_seconds:
             return

@@ -86,3 +86,10 @@ def test_heads_that_all_have_windows_or_none_are_refused(windowed, capsys):
         bench_engine.main(["--head-windows", "--windowed", windowed])
     assert raised.value.code == 2
     assert "--windowed: expected 1 to 7 of 8 heads" in capsys.readouterr().err
+
+
+def test_without_time_the_report_has_no_cases(tmp_path):
+    out = tmp_path / "out.json"
+    assert bench_engine.main(["--head-windows", "--limit-seconds", "0", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert (report["cases"], report["sizes"]["window"]) == ([], SIZES["cpu"].window)
