@@ -284,8 +284,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
+        # A large model leaves room for little else. Parsing looks at the device, after which it would be too late.
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # a large model leaves room for little else
     device, console = jax.devices()[0], Console()
     kind = device.device_kind.lower().replace(" ", "_")
     if args.head_windows or LARGE in args.config:

@@ -2,11 +2,15 @@
 
 import functools
 import json
+import os
 
+import jax
 import pytest
 
 from scripts import bench_engine
 from tests.models.engine_case import CONFIG
+
+OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
 
 @pytest.fixture
@@ -41,3 +45,25 @@ def test_wrong_sizes_are_refused(wrong, capsys):
         bench_engine.main(wrong)
     assert raised.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [({}, ("0.95", None)), ({OLD: "0.5"}, ("0.5", None)), ({NEW: "0.5"}, (None, "0.5"))],
+)
+def test_the_fraction_of_memory_is_set_before_anything_looks_at_the_device(monkeypatch, given, wanted):
+    for name in (OLD, NEW):
+        monkeypatch.setenv(name, "restored by the fixture")
+        monkeypatch.delenv(name)
+    for name, fraction in given.items():
+        monkeypatch.setenv(name, fraction)
+    seen = []
+
+    def look():
+        seen.append((os.environ.get(OLD), os.environ.get(NEW)))
+        return "cpu"
+
+    monkeypatch.setattr(jax, "default_backend", look)
+    with pytest.raises(SystemExit):
+        bench_engine.main(["--head-windows", "--windowed", "0"])
+    assert seen[:1] == [wanted]
