@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from models.engine import Engine, EngineConfig
+from models.gqa_config import GQAConfig
 from models.mla import AttentionSettings
 from models.presets import PRESETS
 from models.request import SamplingParams
@@ -49,12 +52,18 @@ if __name__ == "__main__":
 
 from scripts import bench_head_windows, bench_serving
 from scripts.bench_device import description
+from scripts.bench_head_windows import Sizes
 from scripts.bench_serving import Serving
+from scripts.command_line import UsageError, as_usage_error, check_writable
+from scripts.decode_model import implementations
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 LARGE = "v2-lite"
 """The configuration that is too large to be written to disk first."""
+
+OWN_TOKENS = 32
+"""That a request has after the prefix it shares, where the prefix cache is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +75,27 @@ class Workload:
     repeats: int
     page_size: int = 64
     max_batched_tokens: int = 512
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of the prefix, where the prefix cache is measured."""
+        return 4 * self.prompt_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence, at most."""
+        return self.shared_tokens + OWN_TOKENS + self.new_tokens
+
+    def engine_config(self, batch: int, max_len: int, *, prefix_caching: bool) -> EngineConfig:
+        return EngineConfig(
+            num_pages=2 * batch * -(-max_len // self.page_size),
+            page_size=self.page_size,
+            max_batched_tokens=max(self.max_batched_tokens, batch),
+            max_num_seqs=batch,
+            max_model_len=max_len,
+            prefix_caching=prefix_caching,
+            decode_buckets=(batch,),
+        )
 
 
 def num_cores() -> int:
@@ -90,19 +120,7 @@ def timed_run(engine: Engine, batch: list[list[int]], new_tokens: int) -> float:
 
 
 def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_caching: bool) -> Engine:
-    pages = -(-max_len // work.page_size)
-    engine = Engine(
-        model,
-        EngineConfig(
-            num_pages=2 * batch * pages,
-            page_size=work.page_size,
-            max_batched_tokens=max(work.max_batched_tokens, batch),
-            max_num_seqs=batch,
-            max_model_len=max_len,
-            prefix_caching=prefix_caching,
-            decode_buckets=(batch,),
-        ),
-    )
+    engine = Engine(model, work.engine_config(batch, max_len, prefix_caching=prefix_caching))
     engine.warmup()
     return engine
 
@@ -132,13 +150,12 @@ def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Requests that share all but the last 32 tokens of a long prompt, after one that computed it; cache off and on."""
-    shared, own, requests = 4 * work.prompt_tokens, 32, 2 * batch
+    """Requests that share a long prompt but for `OWN_TOKENS`, after one that computed it; cache off and on."""
+    shared, own, requests = work.shared_tokens, OWN_TOKENS, 2 * batch
     rng = np.random.default_rng(0)
     row: dict[str, Any] = {"requests": requests, "shared_tokens": shared, "own_tokens": own, "batch": batch}
     for name, prefix_caching in (("off", False), ("on", True)):
-        max_len = shared + own + work.new_tokens
-        engine = make_engine(model, work, batch, max_len, prefix_caching=prefix_caching)
+        engine = make_engine(model, work, batch, work.longest, prefix_caching=prefix_caching)
         seconds = []
         for _ in range(work.repeats):
             prefix = prompts(rng, model.config.vocab_size, 1, shared)[0]
@@ -168,11 +185,20 @@ def settings_of(args: argparse.Namespace) -> AttentionSettings:
     return AttentionSettings(implementation=None if named == "auto" else tuple(named.split(",")))
 
 
+def serving_of(args: argparse.Namespace) -> Serving:
+    return Serving(tuple(args.batch), tuple(args.contexts), args.new_tokens, args.limit_seconds)
+
+
+def head_wise() -> tuple[GQAConfig, Sizes]:
+    """The model whose heads get windows here, and how it is run."""
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    return bench_head_windows.MODELS[backend], bench_head_windows.SIZES[backend]
+
+
 def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
     """Measures the large configuration, and writes the report after each case, so that a run may end at any time."""
-    serving = Serving(tuple(args.batch), tuple(args.contexts), args.new_tokens, args.limit_seconds)
+    serving = serving_of(args)
     report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(serving)}
-    out.parent.mkdir(parents=True, exist_ok=True)
     for result in bench_serving.run(PRESETS[LARGE], serving, settings_of(args), args.dtype):
         out.write_text(json.dumps(report | {"results": [{"config": LARGE} | result]}, indent=1) + "\n")
         console.print(bench_serving.latest(result), highlight=False, soft_wrap=True)
@@ -180,11 +206,9 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
 
 def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> None:
     """Measures windows of some KV heads, and writes the report after each case."""
-    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config, sizes = bench_head_windows.MODELS[backend], bench_head_windows.SIZES[backend]
+    config, sizes = head_wise()
     bench = bench_head_windows.Bench(config, args.dtype, settings_of(args), sizes, tuple(args.windowed))
     report = description() | {"machine": machine()}
-    out.parent.mkdir(parents=True, exist_ok=True)
     for result in bench_head_windows.run(bench, args.limit_seconds):
         report |= result
         out.write_text(json.dumps(report, indent=1) + "\n")
@@ -199,7 +223,31 @@ def machine() -> str:
     return f"{platform.machine()}, {num_cores()} cores"
 
 
-def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[str, Any]:
+def bench_small(args: argparse.Namespace, console: Console, out: Path) -> None:
+    """Measures the configurations that are written to disk first, and writes the report after each."""
+    work, results = workload_of(args), []
+    report = {
+        "device": jax.devices()[0].device_kind,
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "dtype": args.dtype,
+        "workload": dataclasses.asdict(work),
+        "results": results,
+    }
+    for name in args.config:
+        results.append({})
+        for result in bench_config(name, args, work):
+            results[-1] = result
+            out.write_text(json.dumps(report, indent=2) + "\n")
+        show(console, results[-1])
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    return Workload(args.prompt_tokens, args.new_tokens, args.repeats)
+
+
+def bench_config(name: str, args: argparse.Namespace, work: Workload) -> Iterator[dict[str, Any]]:
+    """Yields what was measured of a configuration, and again with what transformers takes, if that is asked for."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name
         save_random_checkpoint(checkpoint, PRESETS[name])
@@ -210,7 +258,8 @@ def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[st
             "batches": [bench_batch(model, work, batch) for batch in args.batch],
             "prefix_cache": bench_prefix_cache(model, work, min(8, max(args.batch))),
         }
-        if args.transformers:
+        yield result
+        if args.transformers is not None:
             peer = bench_transformers(args.transformers, checkpoint, work, args.batch, args.dtype)
             result["transformers"] = peer
             for ours, theirs in zip(result["batches"], peer["results"], strict=True):
@@ -220,7 +269,7 @@ def bench_config(name: str, args: argparse.Namespace, work: Workload) -> dict[st
                     "decode": ours["decode_tokens_per_s"] / theirs["decode_tokens_per_s"],
                     "total": theirs_s / ours["total_s"],
                 }
-    return result
+            yield result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -280,7 +329,60 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--windowed: expected 1 to 7 of 8 heads")
     if min(*args.batch, *args.contexts, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
         parser.error("--batch, --contexts, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
+    try:
+        check_models(args)
+        check_files(args)
+        if args.transformers is not None:
+            check_transformers(args.transformers)
+    except (UsageError, ValueError, NotImplementedError) as error:
+        parser.error(str(error))
     return args
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Raises UsageError, ValueError or NotImplementedError where a model cannot be run as it is asked to be."""
+    settings = settings_of(args)
+    if args.head_windows:
+        config, sizes = head_wise()
+        engine = EngineConfig(sizes.num_pages, sizes.page_size, sizes.step_tokens)
+        implementations(config, settings, engine.runner_config(sizes.context), args.dtype)
+        return
+    for name in args.config:
+        if name == LARGE:
+            with as_usage_error(ValueError, prefix="--batch, --contexts: "):
+                flag, engine = "--contexts", serving_of(args).engine_config()
+            longest = engine.max_model_len or 0
+        else:
+            flag, work = "--prompt-tokens", workload_of(args)
+            longest = work.longest
+            with as_usage_error(ValueError, prefix="--batch, --prompt-tokens: "):
+                engine = work.engine_config(max(args.batch), longest, prefix_caching=True)
+        limit = PRESETS[name].max_position_embeddings
+        if longest > limit:
+            raise UsageError(f"{flag}: expected sequences of at most {limit} tokens, which {name} takes, got {longest}")
+        implementations(PRESETS[name], settings, engine.runner_config(longest), args.dtype)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Makes the directories of the files to be written; raises UsageError where these cannot be."""
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            with as_usage_error(OSError, prefix=f"{flag}: "):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(flag, path)
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+
+
+def check_transformers(python: str) -> None:
+    """Raises UsageError where this is no Python with torch and transformers."""
+    try:
+        subprocess.run([python, "-c", "import torch, transformers"], check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise UsageError(f"--transformers: cannot run {python}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip().rpartition("\n")[2]
+        raise UsageError(f"--transformers: {python} cannot import torch and transformers: {reason}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -288,30 +390,16 @@ def main(argv: list[str] | None = None) -> int:
         # A large model leaves room for little else. Parsing looks at the device, after which it would be too late.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
-    device, console = jax.devices()[0], Console()
-    kind = device.device_kind.lower().replace(" ", "_")
-    if args.head_windows or LARGE in args.config:
-        name, bench = ("head_windows", bench_head_wise) if args.head_windows else (LARGE, bench_large)
-        out = args.json or RESULTS / f"engine_{name}_{kind}.json"
-        bench(args, console, out)
-        console.print(f"written to {out}")
-        return 0
-    work = Workload(args.prompt_tokens, args.new_tokens, args.repeats)
-    results = []
-    for name in args.config:
-        results.append(bench_config(name, args, work))
-        show(console, results[-1])
-    report = {
-        "device": device.device_kind,
-        "machine": machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "dtype": args.dtype,
-        "workload": dataclasses.asdict(work),
-        "results": results,
-    }
-    out = args.json or RESULTS / f"engine_{kind}.json"
+    console, kind = Console(), jax.devices()[0].device_kind.lower().replace(" ", "_")
+    if args.head_windows:
+        name, bench = "engine_head_windows", bench_head_wise
+    elif LARGE in args.config:
+        name, bench = f"engine_{LARGE}", bench_large
+    else:
+        name, bench = "engine", bench_small
+    out = args.json or RESULTS / f"{name}_{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
+    bench(args, console, out)
     console.print(f"written to {out}")
     return 0
 

@@ -8,9 +8,11 @@ import jax
 
 from models.checkpoint import load_config
 from models.config import ModelConfig, with_windows
+from models.implementations import explain_attention
 from models.mla import AttentionSettings
 from models.model import Decoder
 from models.presets import GQA_PRESETS, PRESETS
+from models.runner import RunnerConfig
 from models.weights import load_model, random_model
 from models.windows import load_windows
 from scripts.command_line import as_usage_error
@@ -48,6 +50,23 @@ def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSe
         if options.model is None:
             return random_model(config, dtype=dtype_of(options, config), settings=settings)
         return load_model(options.model, dtype_of(options, config), settings, config.windows)
+
+
+def implementations(
+    config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: str
+) -> dict[str, str]:
+    """Operation of the model to the name of what it will run on.
+
+    Raises:
+      NotImplementedError: there is nothing that an operation could run on.
+      ValueError: a name that no operation has.
+    """
+    explained = explain_attention(config, settings, sizes, dtype)
+    for op, explanation in explained.items():
+        if explanation.chosen is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in explanation.refused.items())
+            raise NotImplementedError(f"--implementation: {op} cannot run here: {reasons}")
+    return {op: explanation.chosen for op, explanation in explained.items() if explanation.chosen is not None}
 
 
 def name_of(options: argparse.Namespace) -> str:

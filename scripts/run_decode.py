@@ -17,14 +17,13 @@ import numpy as np
 from models.caches import KVScales, load_kv_scales
 from models.config import ModelConfig
 from models.engine import Engine, EngineConfig
-from models.implementations import explain_attention
 from models.mla import AttentionSettings
 from models.model import Decoder
 from models.outputs import RequestOutput
 from models.tokenizer import Tokenizer, load_tokenizer
 from models.verify import Decoded, Verification, verify
 from scripts.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
-from scripts.decode_model import dtype_of, load, name_of, read_config
+from scripts.decode_model import dtype_of, implementations, load, name_of, read_config
 from scripts.decode_options import PROG, parse_options
 from scripts.decode_plot import plot_run
 from scripts.decode_progress import Display
@@ -54,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
-        implementation = _implementation(options, config, sizes)
+        runner_config = sizes.runner_config(config.max_position_embeddings)
+        implementation = implementations(config, _settings(options), runner_config, dtype_of(options, config))
         with display.doing("loading the model"):
             model = load(options, config, _settings(options))
     engine = _engine(options, model, sizes, prompts, display)
@@ -143,23 +143,6 @@ def _kv_scales(path: Path) -> KVScales:
 def _buckets(size: int) -> tuple[int, ...] | None:
     """One bucket where padding costs less than compiling; else None, the engine's choice."""
     return (size,) if size <= 64 else None
-
-
-def _implementation(options: argparse.Namespace, config: ModelConfig, sizes: EngineConfig) -> dict[str, str]:
-    """Operation to the name of what it will run on.
-
-    Raises:
-      NotImplementedError: there is nothing that an operation could run on.
-      ValueError: a name that no operation has.
-    """
-    explained = explain_attention(
-        config, _settings(options), sizes.runner_config(config.max_position_embeddings), dtype_of(options, config)
-    )
-    for op, explanation in explained.items():
-        if explanation.chosen is None:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in explanation.refused.items())
-            raise NotImplementedError(f"--implementation: {op} cannot run here: {reasons}")
-    return {op: explanation.chosen for op, explanation in explained.items() if explanation.chosen is not None}
 
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:

@@ -39,6 +39,54 @@ def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsy
     assert "prefix cache" in capsys.readouterr().out
 
 
+def test_a_configuration_that_fails_loses_no_other(tiny, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RuntimeError("failed")
+
+    monkeypatch.setattr(bench_engine, "bench_batch", lambda model, work, batch: {"batch": batch})
+    monkeypatch.setattr(bench_engine, "bench_prefix_cache", lambda *_: {})
+    monkeypatch.setattr(bench_engine, "show", fail)
+    monkeypatch.setattr(bench_engine, "check_transformers", lambda _: None)
+    for peer in ([], ["--transformers", "python"]):
+        out = tmp_path / f"{len(peer)}.json"
+        if peer:
+            monkeypatch.setattr(bench_engine, "bench_transformers", fail)
+        work = ["--config", "v3-tiny", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "3"]
+        with pytest.raises(RuntimeError, match="failed"):
+            bench_engine.main([*work, *peer, "--json", str(out)])
+        (result,) = json.loads(out.read_text())["results"]
+        assert (result["config"], result["batches"]) == ("v3-tiny", [{"batch": 2}])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--json", "/etc"], "--json: cannot write /etc: it is a directory"),
+        (["--json", "/dev/null/out.json"], "--json: "),
+        (["--head-windows", "--plot", "/etc"], "--plot: cannot write /etc: it is a directory"),
+        (["--transformers", "/nonexistent/python"], "--transformers: cannot run /nonexistent/python: No such file"),
+        (["--transformers", "false"], "--transformers: false cannot import torch and transformers"),
+        (["--config", "v3-tiny", "--prompt-tokens", "700"], "at most 2560 tokens, which v3-tiny takes, got 2896"),
+        (["--config", "v2-lite", "--contexts", "163840"], "at most 163840 tokens, which v2-lite takes, got 1"),
+        (
+            ["--config", "v2-lite", "--batch", "5000"],
+            "--batch, --contexts: num_pages: expected fewer than 2**31 tokens",
+        ),
+        (["--implementation", "bogus"], "bogus"),
+        (["--config", "v2-lite", "--implementation", "bogus"], "bogus"),
+        (["--head-windows", "--implementation", "bogus"], "bogus"),
+        (["--implementation", "mosaic"], "--implementation: write_latent cannot run here"),
+    ],
+)
+def test_what_would_fail_in_the_end_is_refused_before_anything_is_measured(args, message, monkeypatch, capsys):
+    for bench in ("bench_config", "bench_large", "bench_head_wise"):
+        monkeypatch.setattr(bench_engine, bench, lambda *_: pytest.fail("something was measured"))
+    with pytest.raises(SystemExit) as raised:
+        bench_engine.main(args)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite", "v3-tiny"]])
 def test_wrong_sizes_are_refused(wrong, capsys):
     with pytest.raises(SystemExit) as raised:
