@@ -62,6 +62,26 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 LARGE = "v2-lite"
 """The configuration that is too large to be written to disk first."""
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "small models": {
+        "config": ["v3-tiny", "mla-25m"],
+        "batch": [1, 8, 32],
+        "prompt_tokens": 128,
+        "new_tokens": 64,
+        "repeats": 3,
+        "transformers": None,
+    },
+    f"--config {LARGE}": {
+        "config": [LARGE],
+        "batch": [1, 8, 64],
+        "contexts": [1024, 8192, 32768],
+        "new_tokens": 64,
+        "limit_seconds": math.inf,
+    },
+    "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
+}
+"""By what is measured, the options that it takes beside those that all take, and their defaults."""
+
 OWN_TOKENS = 32
 """That a request has after the prefix it shares, where the prefix cache is measured."""
 
@@ -299,20 +319,20 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", nargs="+", choices=PRESETS, default=["v3-tiny", "mla-25m"])
+    parser.add_argument("--config", nargs="+", choices=PRESETS, help="default: v3-tiny mla-25m")
     parser.add_argument("--head-windows", action="store_true", help="measure windows of some KV heads instead")
-    parser.add_argument("--windowed", nargs="+", type=int, default=[1, 7], help="KV heads with a window, of 8")
+    parser.add_argument(
+        "--windowed", nargs="+", type=int, help="of --head-windows: KV heads with a window, of 8 (default: 1 7)"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="of --head-windows: rows in use as a context grows"
     )
     parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; of v2-lite 1 8 64")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768], help="prompt tokens of v2-lite")
-    parser.add_argument("--new-tokens", type=int, default=64, help="at least 2, for one decode step")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--limit-seconds", type=float, default=math.inf, help="begin no case of v2-lite or windows after this"
-    )
+    parser.add_argument("--prompt-tokens", type=int, help="of small models (default: 128)")
+    parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
+    parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
+    parser.add_argument("--repeats", type=int, help="of small models (default: 3)")
+    parser.add_argument("--limit-seconds", type=float, help="begin no case of v2-lite or windows after this")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a large model bfloat16")
     parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
     parser.add_argument(
@@ -320,14 +340,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
-    large = LARGE in args.config or (args.head_windows and jax.default_backend() != "cpu")
-    if LARGE in args.config and len(args.config) > 1:
+    large = not args.head_windows and LARGE in (args.config or ())
+    if large and len(args.config) > 1:
         parser.error(f"--config: {LARGE} is measured on its own")
-    args.batch = args.batch or ([1, 8, 64] if large else [1, 8, 32])
-    args.dtype = args.dtype or ("bfloat16" if large else "float32")
-    if not all(1 <= count < 8 for count in args.windowed):
+    measured = "--head-windows" if args.head_windows else f"--config {LARGE}" if large else "small models"
+    for name in {name: None for options in DEFAULTS.values() for name in options}:
+        if getattr(args, name) is None:
+            setattr(args, name, DEFAULTS[measured].get(name))
+        elif name not in DEFAULTS[measured]:
+            takers = " and ".join(kind for kind, options in DEFAULTS.items() if name in options)
+            parser.error(f"--{name.replace('_', '-')}: expected only for {takers}, got it for {measured}")
+    if args.dtype is None:
+        large |= args.head_windows and jax.default_backend() != "cpu"
+        args.dtype = "bfloat16" if large else "float32"
+    if not all(1 <= count < 8 for count in args.windowed or ()):
         parser.error("--windowed: expected 1 to 7 of 8 heads")
-    if min(*args.batch, *args.contexts, args.prompt_tokens, args.repeats, args.new_tokens - 1) < 1:
+    counts = [args.prompt_tokens, args.repeats, *(args.batch or ()), *(args.contexts or ())]
+    if any(count is not None and count < 1 for count in counts) or (
+        args.new_tokens is not None and args.new_tokens < 2
+    ):
         parser.error("--batch, --contexts, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
     try:
         check_models(args)

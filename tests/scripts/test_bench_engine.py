@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 
 import jax
@@ -85,6 +86,43 @@ def test_what_would_fail_in_the_end_is_refused_before_anything_is_measured(args,
         bench_engine.main(args)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+LARGE = ["--config", "v2-lite"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "given", "takers"),
+    [
+        ([], ["--plot", "out.png"], "--head-windows"),
+        ([], ["--contexts", "8"], "--config v2-lite"),
+        ([], ["--windowed", "1"], "--head-windows"),
+        ([], ["--limit-seconds", "1"], "--config v2-lite and --head-windows"),
+        (LARGE, ["--transformers", "python"], "small models"),
+        (LARGE, ["--prompt-tokens", "8"], "small models"),
+        (LARGE, ["--repeats", "1"], "small models"),
+        (LARGE, ["--plot", "out.png"], "--head-windows"),
+        (["--head-windows"], LARGE, "small models and --config v2-lite"),
+        (["--head-windows"], ["--batch", "1"], "small models and --config v2-lite"),
+        (["--head-windows"], ["--new-tokens", "2"], "small models and --config v2-lite"),
+        (["--head-windows"], ["--contexts", "8"], "--config v2-lite"),
+        (["--head-windows"], ["--repeats", "1"], "small models"),
+        (["--head-windows"], ["--transformers", "python"], "small models"),
+    ],
+)
+def test_options_of_other_measurements_are_refused(measured, given, takers, capsys):
+    with pytest.raises(SystemExit) as raised:
+        bench_engine.parse_args([*measured, *given])
+    assert raised.value.code == 2
+    name = " ".join(measured) or "small models"
+    assert f"error: {given[0]}: expected only for {takers}, got it for {name}\n" in capsys.readouterr().err
+
+
+def test_each_measurement_has_its_defaults():
+    small, large, windows = map(bench_engine.parse_args, ([], LARGE, ["--head-windows"]))
+    assert (small.config, small.batch, small.dtype) == (["v3-tiny", "mla-25m"], [1, 8, 32], "float32")
+    assert (large.config, large.batch, large.dtype) == (["v2-lite"], [1, 8, 64], "bfloat16")
+    assert (windows.windowed, windows.limit_seconds, windows.dtype) == ([1, 7], math.inf, "float32")
 
 
 @pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite", "v3-tiny"]])
