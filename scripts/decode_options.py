@@ -34,8 +34,8 @@ Compilation is done before the run and timed apart. A file of --prompt-ids looks
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
   2  wrong input, or more than the device holds: one line on stderr says what, and nothing is decoded
-  3  anything else that fails, such as a result that cannot be written or printed, or memory for --verify: stderr
-     says what, and the results that can be are written and printed
+  3  anything else that fails, such as a result that cannot be written or printed, or --verify for want of memory:
+     stderr says what
 """
 
 
