@@ -398,7 +398,7 @@ def test_prompt_logits_are_those_computed():
     np.testing.assert_allclose(hit[36:], whole[36:], atol=1e-4)
     assert np.argmax(whole[-1]) == plain(5, GREEDY)[0]
     with pytest.raises(ValueError, match="capture_logits"):
-        engine("ample").prompt_logits(engine("ample").add_request([1]))
+        engine("ample").prompt_logits(engine("ample").generate([[1]])[0].request_id)
 
 
 def test_prompt_logits_are_no_other_requests_of_the_same_name():
