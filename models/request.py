@@ -7,9 +7,10 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "refused"]
 
-_HIGHEST_TEMPERATURE = 1e6
-"""Tokens have long become as likely as one another there; from 1e37 on, what a draw multiplies by the temperature is
-infinite in float32."""
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
+"""Beyond these a draw has long become the likeliest token, or tokens as likely as one another; and from 1e-34 and 1e37
+on, what it divides or multiplies by the temperature is infinite in float32.
+"""
 
 
 class RequestRefused(Exception):
@@ -22,7 +23,7 @@ class SamplingParams:
 
     Attributes:
       max_tokens: Most tokens to generate, at least 1.
-      temperature: 0 takes the likeliest token; otherwise logits are divided by it. At most 1e6.
+      temperature: 0 takes the likeliest token; otherwise logits are divided by it, from 1e-6 to 1e6.
       top_k: Only the k likeliest tokens can be drawn; 0 means all.
       top_p: Only the smallest set of likeliest tokens with at least this probability can be drawn, in (0, 1].
       seed: In [0, 2**32). A draw depends on it and the token's position alone.
@@ -44,8 +45,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not self.max_tokens >= 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature <= _HIGHEST_TEMPERATURE:
-            raise ValueError(f"temperature must be in [0, {_HIGHEST_TEMPERATURE:g}], got {self.temperature}")
+        if self.temperature != 0 and not _LOWEST_TEMPERATURE <= self.temperature <= _HIGHEST_TEMPERATURE:
+            limits = f"[{_LOWEST_TEMPERATURE:g}, {_HIGHEST_TEMPERATURE:g}]"
+            raise ValueError(f"temperature must be 0 or in {limits}, got {self.temperature}")
         if not self.top_k >= 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:

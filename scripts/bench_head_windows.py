@@ -164,7 +164,8 @@ class Bench:
 
 def run(bench: Bench, limit_seconds: float) -> Iterator[dict[str, Any]]:
     """Yields the report as it grows, first without cases and then a case at a time; none is begun after
-    `limit_seconds`."""
+    `limit_seconds`.
+    """
     began = time.perf_counter()
     report: dict[str, Any] = {
         "model": bench.config.to_hf(),

@@ -1,5 +1,6 @@
 """What command lines share: wrong input ends in one line on stderr and exit status 2, without a traceback, and what
-fails though the input is right in one line and status 3."""
+fails though the input is right in one line and status 3.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Output(Console):
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:
     """Runs a command; what it returns, or the status that an exception or an interrupt comes to. Other exceptions than
-    UsageError and Failure are mistakes of the program, which are told with their traceback."""
+    UsageError and Failure are mistakes of the program, which are told with their traceback.
+    """
     try:
         return command()
     except (UsageError, Failure) as error:

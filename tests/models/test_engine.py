@@ -350,7 +350,8 @@ def test_nothing_compiles_after_warmup():
 
 def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):
     """The guard refuses all other transfers to the device. On a CPU it does not see reads, so that these are counted
-    where they can be made."""
+    where they can be made.
+    """
     ample = engine("ample")
     ample.warmup()
     sent: list[tuple[int, ...]] = []
