@@ -122,8 +122,8 @@ def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ValueError unless the value is None or a positive finite number; arrays, which kernels would have to be
-    given, are none.
+    """Raises ValueError unless the value is None or a positive finite number. An array is refused: kernels are compiled
+    for the number.
     """
     if value is not None and not (isinstance(value, numbers.Real) and 0 < value < float("inf")):
         raise ValueError(f"{name}: expected a positive finite number, got {value!r}")

@@ -241,6 +241,15 @@ def assert_attention_close(
     assert not np.count_nonzero(empty), "output of a row that sees nothing is not 0"
 
 
+def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
+    """Rows of output and LSE that see nothing are 0 and -inf, whatever others see, and these are not -inf."""
+    assert empty.any()
+    assert not empty.all()
+    out, lse = map(np.asarray, result)
+    assert not np.count_nonzero(out[empty])
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+
+
 def assert_same_bits(got: Any, want: Any) -> None:
     """Two pytrees of arrays are equal bit for bit, NaN payloads included."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)

@@ -156,6 +156,19 @@ def test_a_visible_nan_shows_in_its_own_row_only(variant: Variant) -> None:
         harness.assert_same_bits(np.delete(g, 5, axis=0), np.delete(w, 5, axis=0))
 
 
+def check_queries_that_see_nothing(call: Callable[[dict[str, Any]], tuple[Any, Any]], case: MlaCase) -> None:
+    """They are 0, although all that others of their sequence see is NaN."""
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    empty = np.isneginf(inputs.expected()[1])
+    inputs.pages[~inputs.dead] = np.nan
+    harness.assert_empty(call(inputs.arguments()), empty)
+
+
+@every_variant
+def test_queries_that_see_nothing(variant: Variant) -> None:
+    check_queries_that_see_nothing(functools.partial(run, variant), QUERIES["4 each, of rows with fewer tokens"])
+
+
 # --- rows and batches
 
 

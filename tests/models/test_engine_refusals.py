@@ -1,0 +1,89 @@
+"""What the engine refuses: wrong prompts, requests, names and settings. None of it disturbs who came before."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.engine import Engine, EngineConfig
+from models.request import SamplingParams
+from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"), [([], "at least one token"), ([VOCAB_SIZE], "from 0 to 63, got 64"), ([-1], "got -1")]
+)
+def test_a_wrong_prompt_is_refused_in_words(prompt, match):
+    with pytest.raises(ValueError, match=match):
+        engine("ample").add_request(prompt)
+
+
+def test_a_wrong_prompt_among_others_leaves_none_of_them_queued():
+    ample = engine("ample")
+    known = set(ample._tracked)
+    with pytest.raises(ValueError, match="from 0 to 63, got 64"):
+        ample.generate([PROMPTS[0], [1] * 96, [VOCAB_SIZE]])
+    assert not ample.has_unfinished
+    assert set(ample._tracked) == known
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("wrong", "match"), [({"salt": None}, "salt"), ({"salt": "\ud800"}, "salt"), ({"params": None}, "params")]
+)
+def test_a_wrong_request_does_not_stop_the_others(wrong, match):
+    ample = engine("ample")
+    request_id = ample.add_request(PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match=f"{match} of request"):
+        ample.add_request(PROMPTS[1], **wrong)
+    while ample.has_unfinished:
+        ample.step()
+    assert tuple(ample.output(request_id).output_ids) == plain(0, GREEDY)
+
+
+def test_unknown_and_repeated_ids_are_refused():
+    ample = engine("ample")
+    ample.add_request([1], SamplingParams(max_tokens=1), request_id="mine")
+    with pytest.raises(ValueError, match="'mine' again"):
+        ample.add_request([1], request_id="mine")
+    for call in (ample.abort, ample.output, ample.forget):
+        with pytest.raises(ValueError, match="'theirs'"):
+            call("theirs")
+    with pytest.raises(ValueError, match="is not"):
+        ample.forget("mine")
+    while ample.has_unfinished:
+        ample.step()
+    ample.forget("mine")
+    with pytest.raises(ValueError, match="'mine'"):
+        ample.output("mine")
+
+
+def test_numbers_that_callers_gave_are_not_given_again():
+    ample, one = engine("ample"), SamplingParams(max_tokens=1)
+    number = int(ample.add_request([1], one))
+    ample.add_request([1], one, request_id=number + 1)
+    assert ample.add_request([1], one) == number + 2
+    while ample.has_unfinished:
+        ample.step()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"num_pages": 0}, "num_pages"),
+        ({"max_num_seqs": 600}, "max_num_seqs"),
+        ({"decode_buckets": (4, 2)}, "decode_buckets"),
+        ({"prefill_buckets": (16, 32)}, "prefill_buckets"),
+        ({"max_prefill_seqs": 0}, "max_prefill_seqs: expected at least 1 or None, got 0"),
+        ({"max_prefill_seqs": -1}, "max_prefill_seqs"),
+        ({"decode_buckets": (0, 16)}, "decode_buckets: expected ascending sizes from 1 or more up to 16"),
+        ({"prefill_buckets": (0, 512)}, "prefill_buckets: expected ascending sizes from 1 or more up to 512"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        EngineConfig(**wrong)
+
+
+def test_more_than_the_model_takes_is_refused():
+    with pytest.raises(ValueError, match="max_model_len"):
+        Engine(model(), EngineConfig(max_model_len=129))
