@@ -50,7 +50,7 @@ test-latest: | python  ## the tests, on the newest jax that pyproject.toml admit
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings
 	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-columns-512-64-n16 mla-rows-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
-	$(BIN)/python scripts/tile_budget.py .aot/listings/*.sass
+	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass
 
 lint: $(VENV)/dev.stamp  ## ruff and the type checker
 	$(BIN)/ruff check
@@ -71,7 +71,7 @@ dist: | python  ## a wheel in dist/, tried in an empty environment with the READ
 	$(call create,.venv-dist)
 	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,.venv-dist/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
 	$(call install,.venv-dist) -c constraints.txt dist/*.whl
-	cd dist && ../.venv-dist/bin/python ../scripts/readme_example.py ../README.md
+	cd dist && ../.venv-dist/bin/python ../scripts/tools/readme_example.py ../README.md
 	@ls dist/*.whl
 
 clean:  ## remove what the targets made

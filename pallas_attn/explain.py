@@ -7,15 +7,15 @@ from typing import Any
 from pallas_attn import dispatch
 from pallas_attn.dispatch import Explanation
 from pallas_attn.ops import (
-    decode_plan,
-    kv_write,
-    latent_gather,
-    latent_write,
+    gather_latent,
     mla_decode,
     mla_prefill,
     paged_decode,
     paged_prefill,
+    plan_decode,
     ragged_attention,
+    write_kv,
+    write_latent,
 )
 from pallas_attn.types import Implementation
 
@@ -25,10 +25,10 @@ _OPS = {
     "mla_decode": (mla_decode.mla_decode, mla_decode.IMPLEMENTATIONS),
     "ragged_attention": (ragged_attention.ragged_attention, ragged_attention.IMPLEMENTATIONS),
     "mla_prefill": (mla_prefill.mla_prefill, ragged_attention.IMPLEMENTATIONS),
-    "plan_decode": (decode_plan.plan_decode, decode_plan.IMPLEMENTATIONS),
-    "write_kv": (kv_write.write_kv, kv_write.IMPLEMENTATIONS),
-    "write_latent": (latent_write.write_latent, latent_write.IMPLEMENTATIONS),
-    "gather_latent": (latent_gather.gather_latent, latent_gather.IMPLEMENTATIONS),
+    "plan_decode": (plan_decode.plan_decode, plan_decode.IMPLEMENTATIONS),
+    "write_kv": (write_kv.write_kv, write_kv.IMPLEMENTATIONS),
+    "write_latent": (write_latent.write_latent, write_latent.IMPLEMENTATIONS),
+    "gather_latent": (gather_latent.gather_latent, gather_latent.IMPLEMENTATIONS),
 }
 
 

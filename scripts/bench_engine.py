@@ -7,12 +7,13 @@
 Every number is the median of several runs on a warm engine; compilation is apart. The first token ends the prefill:
 prefill speed is batch x prompt tokens by the time a run with one new token takes, decode speed is batch x (new tokens
 - 1) by what the whole run takes longer. With `--transformers PYTHON`, a Python that has torch and transformers, the
-same weights are also timed under transformers' own `generate` (scripts/bench_transformers.py), in turn with ours.
+same weights are also timed under transformers' own `generate` (bench/peers/transformers_generate.py), in turn with
+ours.
 
-`v2-lite`, which is of a real size, is measured otherwise (scripts/bench_serving.py): random weights are made on the
+`v2-lite`, which is of a real size, is measured otherwise (scripts/bench/serving.py): random weights are made on the
 device, in bfloat16, and times are laid beside what the card could do at most.
 
-`--head-windows` measures what windows for some KV heads save (scripts/bench_head_windows.py): contexts that a pool
+`--head-windows` measures what windows for some KV heads save (scripts/bench/head_windows.py): contexts that a pool
 holds, their throughput, and waiting times.
 """
 
@@ -40,22 +41,23 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from models.engine import Engine, EngineConfig
-from models.gqa_config import GQAConfig
-from models.mla import AttentionSettings
-from models.presets import PRESETS
-from models.request import SamplingParams
-from models.weights import load_model, save_random_checkpoint
+from models.checkpoints.weights import load_model, save_random_checkpoint
+from models.config.gqa import GQAConfig
+from models.config.presets import PRESETS
+from models.decoder.mla import AttentionSettings
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts import bench_head_windows, bench_serving
-from scripts.bench_device import description
-from scripts.bench_head_windows import Sizes
-from scripts.bench_serving import Serving
-from scripts.command_line import UsageError, as_usage_error, check_writable
-from scripts.decode_model import implementations
+from scripts.bench import head_windows
+from scripts.bench import serving as bench_serving
+from scripts.bench.device import description
+from scripts.bench.head_windows import Sizes
+from scripts.bench.serving import Serving
+from scripts.decode.command_line import UsageError, as_usage_error, check_writable
+from scripts.decode.model import implementations
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
@@ -190,7 +192,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
 
 def bench_transformers(python: str, checkpoint: Path, work: Workload, batches: list[int], dtype: str) -> dict[str, Any]:
     """The same weights under transformers' own generate."""
-    script = Path(__file__).with_name("bench_transformers.py")
+    script = Path(__file__).parent / "bench" / "peers" / "transformers_generate.py"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "transformers.json"
         command = [python, str(script), "--model", str(checkpoint), "--json", str(report), "--dtype", dtype]
@@ -212,7 +214,7 @@ def serving_of(args: argparse.Namespace) -> Serving:
 def head_wise() -> tuple[GQAConfig, Sizes]:
     """The model whose heads get windows here, and how it is run."""
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    return bench_head_windows.MODELS[backend], bench_head_windows.SIZES[backend]
+    return head_windows.MODELS[backend], head_windows.SIZES[backend]
 
 
 def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
@@ -227,16 +229,16 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
 def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> None:
     """Measures windows of some KV heads, and writes the report after each case."""
     config, sizes = head_wise()
-    bench = bench_head_windows.Bench(config, args.dtype, settings_of(args), sizes, tuple(args.windowed))
+    bench = head_windows.Bench(config, args.dtype, settings_of(args), sizes, tuple(args.windowed))
     report = description() | {"machine": machine()}
-    for result in bench_head_windows.run(bench, args.limit_seconds):
+    for result in head_windows.run(bench, args.limit_seconds):
         report |= result
         out.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(bench_head_windows.table(report))
+    console.print(head_windows.table(report))
     if args.plot is not None:
-        report["long_decode"] = bench_head_windows.long_decode(bench, max(bench.windowed))
+        report["long_decode"] = head_windows.long_decode(bench, max(bench.windowed))
         out.write_text(json.dumps(report, indent=1) + "\n")
-        bench_head_windows.plot_long_decode(args.plot, bench, report["long_decode"])
+        head_windows.plot_long_decode(args.plot, bench, report["long_decode"])
 
 
 def machine() -> str:

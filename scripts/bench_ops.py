@@ -4,7 +4,7 @@
 
 Copy bandwidth and matrix rate are measured first, in the same run. They give each case a floor: the time of moving the
 bytes that have to be moved, or of the arithmetic, whichever is longer. A result's fraction is floor / time. How times
-are taken is told in scripts/bench_timing.py. A case that fails, or a contender that cannot be had here, is reported
+are taken is told in scripts/bench/timing.py. A case that fails, or a contender that cannot be had here, is reported
 with the reason, and the rest goes on; the report is written after each case, so that a run may end at any time.
 """
 
@@ -31,28 +31,28 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn import tuning
-from scripts.bench_case import Bench, Case, noting_configs
-from scripts.bench_device import Rates, description, measure_rates
-from scripts.bench_plot import plot_report
-from scripts.bench_pools import Pools
-from scripts.bench_report import cache_ratios, results_table, summary
-from scripts.bench_timing import Stopwatch
+from scripts.bench.case import Bench, Case, noting_configs
+from scripts.bench.device import Rates, description, measure_rates
+from scripts.bench.plot import plot_report
+from scripts.bench.pools import Pools
+from scripts.bench.report import cache_ratios, results_table, summary
+from scripts.bench.timing import Stopwatch
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
-OPERATIONS = {
-    "paged_decode": "bench_decode",
-    "plan_decode": "bench_plan",
-    "merge_states": "bench_merge",
-    "write_kv": "bench_write",
-    "mla_decode": "bench_mla_decode",
-    "ragged_attention": "bench_ragged",
-    "paged_prefill": "bench_paged_prefill",
-    "mla_prefill": "bench_mla_prefill",
-    "write_latent": "bench_write_latent",
-    "gather_latent": "bench_gather_latent",
-}
-"""Module of scripts/ with the `BENCH` of each operation."""
+OPERATIONS = (
+    "paged_decode",
+    "plan_decode",
+    "merge_states",
+    "write_kv",
+    "mla_decode",
+    "ragged_attention",
+    "paged_prefill",
+    "mla_prefill",
+    "write_latent",
+    "gather_latent",
+)
+"""Each has a module of its name in scripts/bench, with a `BENCH`."""
 
 ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
 """What a contender that cannot take part raises."""
@@ -152,7 +152,7 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 
 def load(operation: str) -> Bench:
-    return importlib.import_module(f"scripts.{OPERATIONS[operation]}").BENCH
+    return importlib.import_module(f"scripts.bench.{operation}").BENCH
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -12,15 +12,23 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from models.caches import KVScales
-from models.calibration import calibrate, check_inputs, save_kv_scales
-from models.config import ModelConfig
-from models.mla import AttentionSettings
-from models.tokenizer import load_tokenizer
-from scripts.command_line import Output, Parser, UsageError, as_failure, as_usage_error, check_writable, exit_status
-from scripts.decode_model import load, name_of, read_config
-from scripts.decode_prompts import read_prompts
-from scripts.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
+from models.checkpoints.calibration import calibrate, check_inputs, save_kv_scales
+from models.checkpoints.tokenizer import load_tokenizer
+from models.config.deepseek import ModelConfig
+from models.decoder.caches import KVScales
+from models.decoder.mla import AttentionSettings
+from scripts.decode.command_line import (
+    Output,
+    Parser,
+    UsageError,
+    as_failure,
+    as_usage_error,
+    check_writable,
+    exit_status,
+)
+from scripts.decode.model import load, name_of, read_config
+from scripts.decode.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
+from scripts.decode.prompts import read_prompts
 
 PROG = "calibrate"
 

@@ -14,21 +14,21 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from models.caches import KVScales, load_kv_scales
-from models.config import ModelConfig
-from models.engine import Engine, EngineConfig
-from models.mla import AttentionSettings
-from models.model import Decoder
-from models.outputs import RequestOutput
-from models.tokenizer import Tokenizer, load_tokenizer
-from models.verify import Decoded, Verification, verify
-from scripts.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
-from scripts.decode_model import dtype_of, implementations, load, name_of, read_config
-from scripts.decode_options import PROG, parse_options
-from scripts.decode_plot import plot_run
-from scripts.decode_progress import Display
-from scripts.decode_prompts import demo_ids, demo_texts, encode_texts, read_prompts
-from scripts.decode_report import Report, device_name, differences
+from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from models.config.deepseek import ModelConfig
+from models.decoder.caches import KVScales, load_kv_scales
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder
+from models.engine.engine import Engine, EngineConfig
+from models.engine.outputs import RequestOutput
+from models.engine.verify import Decoded, Verification, verify
+from scripts.decode.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
+from scripts.decode.model import dtype_of, implementations, load, name_of, read_config
+from scripts.decode.options import PROG, parse_options
+from scripts.decode.plot import plot_run
+from scripts.decode.progress import Display
+from scripts.decode.prompts import demo_ids, demo_texts, encode_texts, read_prompts
+from scripts.decode.report import Report, device_name, differences
 
 DIFFERENT = 1
 

@@ -32,12 +32,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn import tuning
-from scripts.bench_case import Bench, Case
-from scripts.bench_compiler import printed, shared_bytes, spilled_bytes
-from scripts.bench_device import description
+from scripts.bench.case import Bench, Case
+from scripts.bench.compiler import printed, shared_bytes, spilled_bytes
+from scripts.bench.device import description
+from scripts.bench.pools import Pools
+from scripts.bench.timing import Stopwatch
 from scripts.bench_ops import FAILURES, OPERATIONS, RESULTS, load, reason, write
-from scripts.bench_pools import Pools
-from scripts.bench_timing import Stopwatch
 
 TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
 SHARED_BYTES = 228 * 1024

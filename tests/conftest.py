@@ -56,7 +56,7 @@ def unchecked_shapes():
 def short_rows_are_cut() -> Iterator[None]:
     """Lets rows of a few pages be cut into pieces, which would pay only if they were long."""
     from pallas_attn import tuning
-    from pallas_attn.ops.decode_plan.config import PlanConfig
+    from pallas_attn.ops.plan_decode.config import PlanConfig
 
     def decide(op: str, key: Mapping[str, Any], config: Any) -> Any:
         return PlanConfig(row_overhead_pages=1, cut_pages=0) if op == "plan_decode" else config

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec
-from tests.cases import Decode, MlaDecode, MlaPrefill, Prefill
+from scripts.bench.shapes import Decode, MlaDecode, MlaPrefill, Prefill
 
 LATENT_SIZE = 0.25
 """Of latents: the tolerances, FlashMLA's, are meant for values like these. Queries make up for it."""

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
-IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(?!common\b)(\w+)\.(?!config\b)(\w+)$")
+IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b)(\w+)$")
 """Any module in the folder of an operation but its configuration."""
 
 
@@ -82,8 +82,8 @@ def references_need_only_the_oracle(module: str, imports: list[Import]) -> Found
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.reference", module):
         return
     for i in imports:
-        if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.ops.common"):
-            yield i.line, f"imports {i.target}; a reference has types and ops.common"
+        if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.portable"):
+            yield i.line, f"imports {i.target}; a reference has types and portable"
 
 
 def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
@@ -120,9 +120,12 @@ def configurations_belong_to_their_operation(module: str, imports: list[Import])
             yield i.line, f"imports {i.target}, of another operation"
 
 
+KERNEL_ROOMS = tuple(f"pallas_attn.{room}." for room in ("ops", "portable", "mosaic", "triton"))
+
+
 def operations_do_not_know_the_cache_management(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        if module.startswith("pallas_attn.ops") and i.reaches("pallas_attn.cache"):
+        if f"{module}.".startswith(KERNEL_ROOMS) and i.reaches("pallas_attn.cache"):
             yield i.line, f"imports {i.target}; tables and lengths are all an operation gets"
         if module.startswith("pallas_attn.cache") and OURS.match(i.module) and not i.reaches("pallas_attn.cache"):
             yield i.line, f"imports {i.target}, which imports jax"
@@ -130,7 +133,7 @@ def operations_do_not_know_the_cache_management(module: str, imports: list[Impor
 
 def host_side_is_plain_python(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        if module.startswith(("pallas_attn.cache", "models.scheduler")) and i.reaches("jax", "jaxlib", "flax"):
+        if module.startswith(("pallas_attn.cache", "models.engine.scheduler")) and i.reaches("jax", "jaxlib", "flax"):
             yield i.line, f"imports {i.target} on the host side"
 
 
@@ -150,6 +153,27 @@ def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
             yield i.line, f"imports {i.target}, which is not public"
 
 
+LANGUAGES = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxlib.mlir", "jax_triton", "triton")
+
+
+def rooms_stand_apart(module: str, imports: list[Import]) -> Found:
+    """`portable` knows no kernel language; what kernels share knows no operation, and architectures not each other."""
+    forbidden = {
+        "pallas_attn.portable": (*LANGUAGES, "pallas_attn.mosaic", "pallas_attn.triton", "pallas_attn.ops"),
+        "pallas_attn.mosaic": ("pallas_attn.triton", "pallas_attn.ops"),
+        "pallas_attn.triton": ("pallas_attn.mosaic", "pallas_attn.ops"),
+        "pallas_attn.mosaic.sm90": ("pallas_attn.mosaic.sm100",),
+        "pallas_attn.mosaic.sm100": ("pallas_attn.mosaic.sm90",),
+    }
+    shared = module.startswith("pallas_attn.mosaic") and not module.startswith("pallas_attn.mosaic.sm")
+    for i in imports:
+        for room, others in forbidden.items():
+            if f"{module}.".startswith(f"{room}.") and i.reaches(*others):
+                yield i.line, f"imports {i.target}, from {room}"
+        if shared and i.target.startswith("pallas_attn.mosaic.sm"):
+            yield i.line, f"imports {i.target}, which is of one architecture"
+
+
 def the_library_stands_below(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if module.startswith("pallas_attn") and i.reaches("models", "flax"):
@@ -157,12 +181,11 @@ def the_library_stands_below(module: str, imports: list[Import]) -> Found:
 
 
 def nothing_imports_scripts_or_tests(module: str, imports: list[Import]) -> Found:
-    """But scripts their neighbours, benchmarks the shapes they share with the tests, and tests what they test."""
+    """But scripts their neighbours, and tests what they test."""
     for i in imports:
         if i.reaches("scripts") and not module.startswith(("scripts", "tests")):
             yield i.line, f"imports {i.target}"
-        shared = module.startswith("scripts.bench") and i.reaches("tests.cases")
-        if i.reaches("tests") and not module.startswith("tests") and not shared:
+        if i.reaches("tests") and not module.startswith("tests"):
             yield i.line, f"imports {i.target}"
 
 
@@ -179,6 +202,7 @@ IMPORT_RULES = (
     configurations_belong_to_their_operation,
     operations_do_not_know_the_cache_management,
     host_side_is_plain_python,
+    rooms_stand_apart,
     users_use_what_is_public,
     the_library_stands_below,
     nothing_imports_scripts_or_tests,
@@ -242,7 +266,7 @@ OP = "pallas_attn.ops.paged_decode"
 BAD = [
     ("pallas_attn.types", "from pallas_attn import dispatch"),
     ("pallas_attn.types", "import pallas_attn.checks"),
-    ("pallas_attn.checks", "from pallas_attn.ops.common import merge"),
+    ("pallas_attn.checks", "from pallas_attn.portable import merge"),
     ("pallas_attn.checks", "from pallas_attn import tuning"),
     (REFERENCE, "from pallas_attn import checks"),
     (REFERENCE, "from pallas_attn.ops.paged_decode import config"),
@@ -263,14 +287,21 @@ BAD = [
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import xla"),
     ("pallas_attn.ops.mla_prefill", "def f():\n    from pallas_attn.ops.ragged_attention import xla"),
     ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention.reference import ragged_attention"),
-    ("pallas_attn.ops.common.merge", "from pallas_attn.cache import PagePool"),
-    ("pallas_attn.ops.common.merge", "import pallas_attn.cache.page_pool"),
+    ("pallas_attn.portable.merge", "from pallas_attn.cache import PagePool"),
+    ("pallas_attn.portable.merge", "import pallas_attn.cache.page_pool"),
+    ("pallas_attn.portable.merge", "from pallas_attn.ops.paged_decode import paged_decode"),
+    ("pallas_attn.portable.merge", "from jax.experimental import pallas as pl"),
+    ("pallas_attn.portable.merge", "from pallas_attn.mosaic import basics"),
+    ("pallas_attn.mosaic.basics", "from pallas_attn.mosaic.sm90 import tiles"),
+    ("pallas_attn.mosaic.sm90.wgmma", "from pallas_attn.ops.paged_decode import config"),
+    ("pallas_attn.mosaic.sm90.wgmma", "from pallas_attn.triton import call"),
+    ("pallas_attn.mosaic.sm100.decode", "from pallas_attn.mosaic.sm90.tiles import operand"),
     ("pallas_attn.cache.page_pool", "import jax"),
     ("pallas_attn.cache.page_pool", "from jax import numpy as jnp"),
     ("pallas_attn.cache.page_pool", "from pallas_attn import PAGE_NONE"),
     ("pallas_attn.cache.page_pool", "def f():\n    import jax.numpy"),
-    ("models.scheduler", "import jax.numpy as jnp"),
-    ("models.scheduler", "from flax import nnx"),
+    ("models.engine.scheduler", "import jax.numpy as jnp"),
+    ("models.engine.scheduler", "from flax import nnx"),
     ("models.mla", "from pallas_attn.types import PagedLatent"),
     ("models.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
     ("models.mla", "from pallas_attn import dispatch"),
@@ -302,17 +333,18 @@ BAD = [
 GOOD = [
     ("pallas_attn.types", "import jax\nfrom collections.abc import Sequence"),
     ("pallas_attn.checks", "from pallas_attn.types import QMAX"),
-    (REFERENCE, "from pallas_attn.ops.common import oracle\nfrom pallas_attn.types import PagedKV"),
+    (REFERENCE, "from pallas_attn.portable import oracle\nfrom pallas_attn.types import PagedKV"),
     (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
     (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
+    ("pallas_attn.mosaic.sm90.decode", "from pallas_attn.mosaic import basics"),
     (OP, "from pallas_attn import checks\ndef f():\n    from pallas_attn.ops.paged_decode import xla"),
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),
     ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention import IMPLEMENTATIONS"),
     ("pallas_attn.cache.prefix_cache", "from pallas_attn.cache.errors import CacheError\nimport numpy"),
-    ("models.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
+    ("models.engine.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
     ("models.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
     ("models.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
-    ("scripts.bench_ops", "from tests.cases import DECODE\nfrom scripts.tables import table"),
+    ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.tables import table"),
     ("scripts.tune", "from pallas_attn import tuning"),
     ("scripts.make_goldens", "import torch"),
     (

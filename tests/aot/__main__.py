@@ -16,7 +16,7 @@ from tests.aot.report import Report, complaints
 
 
 def listing(report: Report, tile: Tile) -> str:
-    """What `scripts/tile_budget.py` reads: the kernel that uses the tensor cores, and what a tile is to it."""
+    """What `scripts/tools/tile_budget.py` reads: the kernel that uses the tensor cores, and what a tile is to it."""
     (kernel,) = (kernel for kernel in report.kernels if kernel.tensor_cores)
     return f"// tile: {tile.num_bytes} bytes, {tile.multiply_adds} multiply-adds\n{kernel.sass}"
 

@@ -17,7 +17,7 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.ops.common.mosaic_merge import Columns
+from pallas_attn.mosaic.sm90.query_packing import Columns
 from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns, mosaic_config
 from tests.aot.case import Case, Tile, shape
 from tests.aot.plans import plan_shapes

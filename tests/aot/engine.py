@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import ModelConfig
-from models.group_sizes import group_sizes
-from models.mla import AttentionSettings
-from models.model import Decoder, split_model
-from models.presets import GQA_PRESETS, PRESETS
-from models.runner import GPU_OPTIONS, Bucket, PackedStep, RunnerConfig, _run_step
-from models.windows import HeadWindows
+from models.config.deepseek import ModelConfig
+from models.config.presets import GQA_PRESETS, PRESETS
+from models.config.windows import HeadWindows
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder, split_model
+from models.engine.group_sizes import group_sizes
+from models.engine.runner import GPU_OPTIONS, Bucket, PackedStep, RunnerConfig, _run_step
 from pallas_attn import FULL
 from tests.aot.case import Case, shape
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from pallas_attn import mla_decode, mla_prefill, paged_decode, paged_prefill
-from tests import cases, real_sizes
+from scripts.bench import shapes
+from tests import real_sizes
 from tests.aot.case import Case
 from tests.real_sizes import MLA_SM_SCALE
 
@@ -30,24 +31,24 @@ REAL: dict[str, Case] = {
         f"real-{slug(name)}": real(
             paged_decode, real_sizes.decode_arrays, case, "kv", return_lse=True, **real_sizes.static(case)
         )
-        for name, case in cases.DECODE.items()
+        for name, case in shapes.DECODE.items()
     },
     **{
         f"real-prefill-{slug(name)}": real(
             paged_prefill, real_sizes.prefill_arrays, case, "kv", return_lse=True, **real_sizes.static(case)
         )
-        for name, case in cases.PREFILL.items()
+        for name, case in shapes.PREFILL.items()
     },
     **{
         f"real-mla-{slug(name)}": real(
             mla_decode, real_sizes.mla_decode_arrays, case, "cache", return_lse=True, sm_scale=MLA_SM_SCALE
         )
-        for name, case in cases.MLA_DECODE.items()
+        for name, case in shapes.MLA_DECODE.items()
     },
     **{
         f"real-mla-prefill-{slug(name)}": real(
             mla_prefill, real_sizes.mla_prefill_arrays, case, "cache", sm_scale=MLA_SM_SCALE
         )
-        for name, case in cases.MLA_PREFILL.items()
+        for name, case in shapes.MLA_PREFILL.items()
     },
 }

@@ -20,7 +20,7 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
-from pallas_attn.ops.kv_write.config import MosaicKey
+from pallas_attn.ops.write_kv.config import MosaicKey
 from tests.aot.case import Case, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_attn import FULL, PAGE_NONE, HeadWindow, slot_mapping, validate_metadata
 from pallas_attn.cache import HeadPagePool, InconsistentCache, OutOfPages
-from pallas_attn.ops.common.visibility import page_walk
+from pallas_attn.portable.visibility import page_walk
 
 PAGE_SIZE = 4
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import jax
 
-from models.config import DeepSeekConfig
-from models.engine import Engine, EngineConfig
-from models.model import Decoder
-from models.request import SamplingParams
-from models.rope_config import YarnConfig
-from models.verify import Decoded, PlainRun
-from models.weights import random_model
+from models.checkpoints.weights import random_model
+from models.config.deepseek import DeepSeekConfig
+from models.config.rope import YarnConfig
+from models.decoder.model import Decoder
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
+from models.engine.verify import Decoded, PlainRun
 
 MAX_TOKENS = 20
 VOCAB_SIZE = 64

@@ -4,9 +4,9 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from models.request import Request, RequestRefused, SamplingParams
-from models.scheduler import Scheduler
-from models.step_plan import StepPlan
+from models.engine.request import Request, RequestRefused, SamplingParams
+from models.engine.scheduler import Scheduler
+from models.engine.step_plan import StepPlan
 from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
 from tests.cache.prefix_case import Heads, make_pools

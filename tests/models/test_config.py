@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from models.config import DeepSeekConfig
-from models.presets import PRESETS
-from models.rope_config import YarnConfig
-from models.weights import count_parameters
+from models.checkpoints.weights import count_parameters
+from models.config.deepseek import DeepSeekConfig
+from models.config.presets import PRESETS
+from models.config.rope import YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

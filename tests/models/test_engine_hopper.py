@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import Engine, EngineConfig
-from models.mla import AttentionSettings
-from models.request import SamplingParams
-from models.verify import Decoded, verify
-from models.weights import random_model
+from models.checkpoints.weights import random_model
+from models.decoder.mla import AttentionSettings
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
+from models.engine.verify import Decoded, verify
 from tests.models.engine_case import CONFIG
 
 MAX_LEN, MAX_TOKENS = 640, 24

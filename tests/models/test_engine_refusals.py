@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from models.engine import Engine, EngineConfig
-from models.request import SamplingParams
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
 from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
 
 

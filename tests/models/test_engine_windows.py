@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.caches import Caches
-from models.engine import Engine, EngineConfig
-from models.model import Decoder
-from models.presets import GQA_PRESETS
-from models.request import SamplingParams
-from models.runner import PackedStep
-from models.verify import Decoded, verify
-from models.weights import random_model
-from models.windows import HeadWindows
+from models.checkpoints.weights import random_model
+from models.config.presets import GQA_PRESETS
+from models.config.windows import HeadWindows
+from models.decoder.caches import Caches
+from models.decoder.model import Decoder
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
+from models.engine.runner import PackedStep
+from models.engine.verify import Decoded, verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
 from tests.models.engine_case import PROMPTS, compile_events
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoint import CheckpointError, open_checkpoint
-from models.config import read_config
-from models.gqa import GQA
-from models.gqa_config import GQAConfig
-from models.moe import BiasedMoE
-from models.presets import GQA_PRESETS
-from models.rope_config import YarnConfig
-from models.weights import count_parameters, load_model
-from models.windows import CacheGroup, HeadWindows, cache_groups
+from models.checkpoints.files import CheckpointError, open_checkpoint
+from models.checkpoints.weights import count_parameters, load_model
+from models.config.deepseek import read_config
+from models.config.gqa import GQAConfig
+from models.config.presets import GQA_PRESETS
+from models.config.rope import YarnConfig
+from models.config.windows import CacheGroup, HeadWindows, cache_groups
+from models.decoder.gqa import GQA
+from models.decoder.moe import BiasedMoE
 from pallas_attn import FULL
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import gqa
-from models.caches import Caches, KVScales, load_kv_scales
-from models.engine import Engine, EngineConfig
-from models.implementations import explain_attention
-from models.mla import AttentionSettings
-from models.model import Decoder, split_model
-from models.outputs import RequestOutput
-from models.presets import GQA_PRESETS
-from models.request import SamplingParams
-from models.verify import Decoded, verify
-from models.weights import load_model, random_model
-from models.windows import HeadWindows
+from models.checkpoints.weights import load_model, random_model
+from models.config.presets import GQA_PRESETS
+from models.config.windows import HeadWindows
+from models.decoder import gqa
+from models.decoder.caches import Caches, KVScales, load_kv_scales
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder, split_model
+from models.engine.engine import Engine, EngineConfig
+from models.engine.implementations import explain_attention
+from models.engine.outputs import RequestOutput
+from models.engine.request import SamplingParams
+from models.engine.verify import Decoded, verify
 from pallas_attn import FULL, HeadWindow, PagedKV
 from tests.models.step_case import PAGE_SIZE, Pages, step
 

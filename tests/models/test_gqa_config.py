@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from models.config import DeepSeekConfig, read_config
-from models.gqa_config import GQAConfig
-from models.presets import GQA_PRESETS
-from models.rope_config import Llama3RopeConfig, YarnConfig
-from models.weights import count_parameters
+from models.checkpoints.weights import count_parameters
+from models.config.deepseek import DeepSeekConfig, read_config
+from models.config.gqa import GQAConfig
+from models.config.presets import GQA_PRESETS
+from models.config.rope import Llama3RopeConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

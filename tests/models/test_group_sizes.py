@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from models.group_sizes import GroupSizes, group_sizes, make_pools
-from models.presets import GQA_PRESETS
-from models.windows import HeadWindows, LayerWindow
+from models.config.presets import GQA_PRESETS
+from models.config.windows import HeadWindows, LayerWindow
+from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG as LATENT
 

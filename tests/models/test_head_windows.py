@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import Engine, EngineConfig
-from models.model import Decoder, split_model
-from models.presets import GQA_PRESETS
-from models.request import SamplingParams
-from models.verify import Decoded, verify
-from models.weights import checkpoint_shapes, random_model, random_tensor
-from models.windows import HeadWindows
+from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
+from models.config.presets import GQA_PRESETS
+from models.config.windows import HeadWindows
+from models.decoder.model import Decoder, split_model
+from models.engine.engine import Engine, EngineConfig
+from models.engine.request import SamplingParams
+from models.engine.verify import Decoded, verify
 from pallas_attn import FULL
 from tests.models import gqa_oracle
 from tests.models.step_case import PAGE_SIZE, Pages, step

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import layers
-from models.config import DeepSeekConfig
-from models.mla import AttentionSettings
-from models.model import Decoder, split_model
-from models.presets import PRESETS
-from models.rope_config import YarnConfig
-from models.weights import checkpoint_shapes, random_model, random_tensor
+from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
+from models.config.deepseek import DeepSeekConfig
+from models.config.presets import PRESETS
+from models.config.rope import YarnConfig
+from models.decoder import layers
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder, split_model
 from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models import moe
-from models.config import DeepSeekConfig
-from models.presets import PRESETS
+from models.config.deepseek import DeepSeekConfig
+from models.config.presets import PRESETS
+from models.decoder import moe
 from pallas_attn import Capability
 from tests.models import oracle
 

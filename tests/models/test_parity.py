@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, gqa, mla, moe, mxfp4, rope
-from models.config import DeepSeekConfig, ModelConfig
-from models.gqa_config import GQAConfig
-from models.mla import AttentionSettings
-from models.model import Decoder, split_model
-from models.rope import halves_order
-from models.rope_config import YarnConfig
-from models.weights import load_model
+from models.checkpoints import files, mxfp4
+from models.checkpoints.weights import load_model
+from models.config.deepseek import DeepSeekConfig, ModelConfig
+from models.config.gqa import GQAConfig
+from models.config.rope import YarnConfig
+from models.decoder import gqa, mla, moe, rope
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder, split_model
+from models.decoder.rope import halves_order
 from pallas_attn import Rope
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
@@ -159,10 +160,10 @@ type Patch = pytest.MonkeyPatch
 
 def reconfigured(**changes: Any) -> Callable[[Patch], None]:
     """A model whose config.json said something else."""
-    right = checkpoint.load_config
+    right = files.load_config
 
     def mistake(patch: Patch) -> None:
-        patch.setattr(checkpoint, "load_config", lambda directory: dataclasses.replace(right(directory), **changes))
+        patch.setattr(files, "load_config", lambda directory: dataclasses.replace(right(directory), **changes))
 
     return mistake
 
@@ -188,8 +189,8 @@ def masked_groups_score_zero(patch: Patch) -> None:
 
 
 def tensors_dropped(ending: str) -> Callable[[Patch], None]:
-    right = checkpoint.Checkpoint.read
-    return replaced(checkpoint.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(ending)))
+    right = files.Checkpoint.read
+    return replaced(files.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(ending)))
 
 
 def bias_in_weights(patch: Patch) -> None:
@@ -220,13 +221,13 @@ def shared_experts_dropped(patch: Patch) -> None:
 
 
 def fp8_blocks_of_equal_size(patch: Patch) -> None:
-    right = checkpoint.dequantise
+    right = files.dequantise
 
     def divide_evenly(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
         rows, columns = (-(-n // blocks) for n, blocks in zip(weight.shape, scale.shape, strict=True))
         return right(weight, scale, (rows, columns))
 
-    patch.setattr(checkpoint, "dequantise", divide_evenly)
+    patch.setattr(files, "dequantise", divide_evenly)
 
 
 def attention_norms_use_rms_norm_eps(patch: Patch) -> None:
@@ -266,7 +267,7 @@ def ramp_of_whole_frequencies(patch: Patch) -> None:
 
 
 def windows_on_the_other_layers(patch: Patch) -> None:
-    right = checkpoint.load_config
+    right = files.load_config
 
     def load(directory: Path) -> ModelConfig:
         config = right(directory)
@@ -276,7 +277,7 @@ def windows_on_the_other_layers(patch: Patch) -> None:
         windows = tuple(None if window else width for window in config.windows)
         return dataclasses.replace(config, windows=windows)
 
-    patch.setattr(checkpoint, "load_config", load)
+    patch.setattr(files, "load_config", load)
 
 
 def weights_among_all_experts(patch: Patch) -> None:
@@ -288,15 +289,15 @@ def weights_among_all_experts(patch: Patch) -> None:
 
 
 def gates_in_the_first_half(patch: Patch) -> None:
-    right = checkpoint.Checkpoint.read
+    right = files.Checkpoint.read
 
-    def read(directory: checkpoint.Checkpoint, name: str) -> np.ndarray:
+    def read(directory: files.Checkpoint, name: str) -> np.ndarray:
         tensor = right(directory, name)
         if ".experts.gate_up_proj" not in name:
             return tensor
         return np.stack(np.split(tensor, 2, axis=-1), axis=-1).reshape(tensor.shape)
 
-    patch.setattr(checkpoint.Checkpoint, "read", read)
+    patch.setattr(files.Checkpoint, "read", read)
 
 
 def unpacked_from(change: Callable) -> Callable[[Patch], None]:
@@ -304,7 +305,7 @@ def unpacked_from(change: Callable) -> Callable[[Patch], None]:
     return replaced(mxfp4, "dequantise", lambda blocks, scales: right(*change(blocks, scales)))
 
 
-right_dequantise = checkpoint.dequantise
+right_dequantise = files.dequantise
 ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
 
 MISTAKES: dict[str, Callable[[Patch], None]] = {
@@ -324,8 +325,8 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     "topk_normalised": reconfigured(norm_topk_prob=True),
     "routed_scale_dropped": reconfigured(routed_scaling_factor=1.0),
     "shared_experts_dropped": shared_experts_dropped,
-    "fp8_scales_dropped": replaced(checkpoint, "dequantise", lambda weight, scale, block: weight.astype(np.float32)),
-    "fp8_scales_divide": replaced(checkpoint, "dequantise", lambda w, s, block: right_dequantise(w, 1 / s, block)),
+    "fp8_scales_dropped": replaced(files, "dequantise", lambda weight, scale, block: weight.astype(np.float32)),
+    "fp8_scales_divide": replaced(files, "dequantise", lambda w, s, block: right_dequantise(w, 1 / s, block)),
     "fp8_blocks_of_equal_size": fp8_blocks_of_equal_size,
     "rope_in_pairs": rope_is(style="interleaved"),
     "llama3_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import rope
-from models.presets import GQA_PRESETS, PRESETS
-from models.rope_config import Llama3RopeConfig, YarnConfig
+from models.config.presets import GQA_PRESETS, PRESETS
+from models.config.rope import Llama3RopeConfig, YarnConfig
+from models.decoder import rope
 from tests.models import oracle
 
 PLAIN = dataclasses.replace(PRESETS["v3-tiny"], yarn=None)

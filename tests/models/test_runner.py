@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.group_sizes import GroupSizes
-from models.request import Request, SamplingParams
-from models.runner import Bucket, PackedStep, Runner, RunnerConfig
-from models.step_plan import ScheduledRow, StepPlan
-from models.windows import HeadWindows
+from models.config.windows import HeadWindows
+from models.engine.group_sizes import GroupSizes
+from models.engine.request import Request, SamplingParams
+from models.engine.runner import Bucket, PackedStep, Runner, RunnerConfig
+from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, model
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.request import SamplingParams
-from models.sampler import SamplingRows, _is_kept, sample
+from models.engine.request import SamplingParams
+from models.engine.sampler import SamplingRows, _is_kept, sample
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
 

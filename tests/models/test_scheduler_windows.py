@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.request import Request, RequestRefused
+from models.engine.request import Request, RequestRefused
 from pallas_attn import FULL
 from tests.cache.prefix_case import Heads
 from tests.models.scheduler_case import FakeEngine, Limits, summary

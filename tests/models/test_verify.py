@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.request import SamplingParams
-from models.verify import Decoded, Difference, PlainRun, RequestCheck, Verification, verify
-from models.weights import load_model
+from models.checkpoints.weights import load_model
+from models.engine.request import SamplingParams
+from models.engine.verify import Decoded, Difference, PlainRun, RequestCheck, Verification, verify
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v3"
 NUM_TOKENS = 24

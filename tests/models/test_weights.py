@@ -14,13 +14,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models import weights
-from models.checkpoint import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
-from models.config import ModelConfig
-from models.mla import AttentionSettings
-from models.model import Decoder
-from models.moe import MoE
-from models.presets import GQA_PRESETS, PRESETS
+from models.checkpoints import weights
+from models.checkpoints.files import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
+from models.config.deepseek import ModelConfig
+from models.config.presets import GQA_PRESETS, PRESETS
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder
+from models.decoder.moe import MoE
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
 CONFIGS: dict[str, ModelConfig] = {

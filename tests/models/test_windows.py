@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config import with_windows
-from models.gqa_config import GQAConfig
-from models.presets import GQA_PRESETS, PRESETS
-from models.windows import CacheGroup, HeadWindows, cache_groups, load_windows, read_head_windows
+from models.config.deepseek import with_windows
+from models.config.gqa import GQAConfig
+from models.config.presets import GQA_PRESETS, PRESETS
+from models.config.windows import CacheGroup, HeadWindows, cache_groups, load_windows, read_head_windows
 from pallas_attn import FULL
 
 TINY = GQA_PRESETS["qwen3-tiny"]  # three layers of two KV heads

@@ -26,10 +26,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PAGE_NONE
-from pallas_attn.ops.common import mosaic, mosaic_flash_parts
-from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.online_softmax import XlaConfig
-from pallas_attn.ops.common.page_tiles import PageTiles
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm90.flash import split
+from pallas_attn.mosaic.sm90.flash.split import Cuts
+from pallas_attn.portable.online_softmax import XlaConfig
+from pallas_attn.portable.page_tiles import PageTiles
 
 type Jitted = jax.stages.Wrapped
 
@@ -325,7 +326,7 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 @contextlib.contextmanager
 def keys_cut(multiprocessors: int = 64) -> Iterator[list[Cuts]]:
-    """Within it kernels of `mosaic_flash` are traced for so many multiprocessors, as if cutting keys cost nothing.
+    """Within it kernels of `sm90.flash.kernel` are traced for so many multiprocessors, as if cutting keys cost nothing.
 
     Fills a list with how they are cut; calls that were traced before, with the same settings, are not among them.
     """
@@ -337,8 +338,8 @@ def keys_cut(multiprocessors: int = 64) -> Iterator[list[Cuts]]:
         return cut[-1]
 
     with (
-        mock.patch.multiple(mosaic_flash_parts, PIECE_TILES=0, MERGE_TILES=0),
-        mock.patch.object(mosaic, "multiprocessors", return_value=multiprocessors),
+        mock.patch.multiple(split, PIECE_TILES=0, MERGE_TILES=0),
+        mock.patch.object(basics, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(Cuts, "of", recording),
     ):
         yield cut

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_attn.ops.kv_write import IMPLEMENTATIONS, write_kv
+from pallas_attn.ops.write_kv import IMPLEMENTATIONS, write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
 from tests.ops.harness import VARIANTS, Variant, compiled
 

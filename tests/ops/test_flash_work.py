@@ -1,4 +1,4 @@
-"""How the kernels of `mosaic_flash` share out their work: blocks that hold every row once, the most work first. (That
+"""How kernels of `sm90.flash.kernel` share out their work: blocks that hold every row once, the most work first. (That
 every piece is done shows in their results, of which the interpreter fills what nobody writes with NaN.)
 """
 
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, ragged_attention
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_flash_blocks
-from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listed, Listing, list_blocks
-from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import Block, Piece
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm90.flash import kernel, schedule
+from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listed, Listing, list_blocks
+from pallas_attn.mosaic.sm90.flash.split import Cuts
+from pallas_attn.mosaic.sm90.flash.work import Block, Piece
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import heads_together
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
@@ -38,9 +39,7 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "registers", [mosaic_flash.REGISTERS, mosaic_flash.WIDENING_REGISTERS], ids=["same", "widened"]
-)
+@pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.WIDENING_REGISTERS], ids=["same", "widened"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
     """All of its threads begin with as many, a multiple of 8. A consumer waits for ever for what nobody gives back."""
@@ -134,7 +133,7 @@ def test_blocks_in_chunks(mode: str, capsys: pytest.CaptureFixture[str]) -> None
     """More sequences, and more blocks, than threads."""
     rng = harness.fresh_rng()
     case = Case(rng.integers(0, 30, 130), rng.integers(0, 300, 130))
-    with running(mode, capsys), mock.patch.object(mosaic_flash_blocks, "MOST_WARPGROUPS", 1):
+    with running(mode, capsys), mock.patch.object(schedule, "MOST_WARPGROUPS", 1):
         check(case, replace(RAGGED, rows=4000, block_rows=24))
 
 
@@ -172,7 +171,7 @@ def test_more_blocks_than_there_is_room_for_are_refused() -> None:
 def choose(*, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None) -> tuple[int, int]:
     """Room for parts, and how many are chosen by a kernel, for a sequence of so many blocks of so many tiles."""
     listing = replace(RAGGED, rows=64 * blocks, causal=False)
-    with mock.patch.object(mosaic, "multiprocessors", return_value=132):
+    with mock.patch.object(basics, "multiprocessors", return_value=132):
         cuts = Cuts.of(heads=heads, blocks=(blocks, most_blocks or blocks), limit=limit)
         if cuts.most == 1:
             return 1, 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_attn.ops.kv_write import write_kv, xla
+from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
 from tests.ops.harness import VARIANTS, Variant, assert_same_bits, fresh_rng
 from tests.ops.kv_write_case import (

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_attn.ops.kv_write import write_kv
+from pallas_attn.ops.write_kv import write_kv
 from pallas_attn.types import PagedKV, Rope, kv_cache_spec
 from tests.ops.harness import (
     VARIANTS,

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
-from pallas_attn.ops.common import mosaic_rounding, quantise
-from pallas_attn.ops.common.mosaic_rounding import Arithmetic, Divisor, refined_quotient
-from pallas_attn.ops.kv_write.config import MosaicConfig, MosaicKey, mosaic_config
+from pallas_attn.ops.write_kv import mosaic_rounding
+from pallas_attn.ops.write_kv.config import MosaicConfig, MosaicKey, mosaic_config
+from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
+from pallas_attn.portable import quantise
 from tests.ops import harness
 from tests.ops import test_kv_write as contract
 from tests.ops import test_kv_write_call as call_contract

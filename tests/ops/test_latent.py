@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PAGE_NONE, PagedLatent, gather_latent, write_latent
-from pallas_attn.ops import latent_write
+from pallas_attn.ops.write_latent import IMPLEMENTATIONS
 from tests.ops.harness import (
     GARBAGE,
     Variant,
@@ -25,7 +25,7 @@ from tests.ops.harness import (
 )
 
 # Both have the same implementations. Of Mosaic's, see test_latent_mosaic.py.
-PORTABLE = [name for name in latent_write.IMPLEMENTATIONS if name != "mosaic"]
+PORTABLE = [name for name in IMPLEMENTATIONS if name != "mosaic"]
 every_variant = variants(PORTABLE)
 lean_variant = variants(name for name in PORTABLE if name != "reference")
 

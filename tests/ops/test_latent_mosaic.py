@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, write_latent
-from pallas_attn.ops.common.mosaic_copy import copy_layout
-from pallas_attn.ops.latent_gather.mosaic_sm90 import MAX_SEQUENCES
+from pallas_attn.mosaic.row_copy import copy_layout
+from pallas_attn.ops.gather_latent.mosaic_sm90 import MAX_SEQUENCES
 from tests.ops import harness
 from tests.ops import test_latent as contract
 from tests.ops.harness import Variant, assert_same_bits, compiled, fresh_rng
@@ -65,7 +65,7 @@ def test_rows_of_any_width(width: int) -> None:
     """Odd ones, and those that a thread does not hold at once."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pallas_attn.ops.common.mosaic_copy.HELD_BYTES", 32)
+        patch.setattr("pallas_attn.mosaic.row_copy.HELD_BYTES", 32)
         pages, latent = any_bits(rng, (6, 4, width), jnp.bfloat16), any_bits(rng, (5, width), jnp.bfloat16)
         slots = np.array([7, 0, 23, -1, 2], np.int32)
         write = jax.jit(functools.partial(write_latent, implementation="mosaic"))

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_attn.ops.common.metadata import (
-    cumulative_lens,
-    is_prefill,
-    slot_mapping,
-    token_positions,
-    validate_metadata,
-)
+from pallas_attn.portable.metadata import cumulative_lens, is_prefill, slot_mapping, token_positions, validate_metadata
 from pallas_attn.types import FULL, PAGE_NONE, HeadWindow
 from tests.ops.harness import GARBAGE, fresh_rng
 

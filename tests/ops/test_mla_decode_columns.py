@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
-from pallas_attn.ops import decode_plan as plan_module
-from pallas_attn.ops.common import mosaic_merge
-from pallas_attn.ops.common.mosaic_config import MosaicConfig
+from pallas_attn.mosaic.sm90 import query_packing
+from pallas_attn.mosaic.sm90.decode_config import MosaicConfig
+from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import mosaic_columns
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -169,7 +169,7 @@ def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a tile that does not hold a row's output at once."""
-    monkeypatch.setattr(mosaic_merge, "OUTPUT_BYTES", 4096)
+    monkeypatch.setattr(query_packing, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     plan = plan_for(inputs.case, inputs.case.kv_lens, PROGRAMS)
     got = call(inputs.case, inputs.arguments() | {"plan": plan}, "float32")

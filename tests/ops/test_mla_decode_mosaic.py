@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import explain, mla_decode, plan_decode
-from pallas_attn.ops import decode_plan as plan_module
+from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode.config import MosaicConfig
 from tests.ops import harness
 from tests.ops.harness import Variant

@@ -12,7 +12,7 @@ import pytest
 import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
 from pallas_attn import DecodePlan, dispatch, mla_decode, mla_decode_programs, plan_decode
-from pallas_attn.ops.common import mosaic
+from pallas_attn.mosaic import basics
 from tests.ops import harness
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 
@@ -40,7 +40,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     for part in (mosaic_sm90, mosaic_columns):
         monkeypatch.setattr(part, "plan_decode", plan)
-    monkeypatch.setattr(mosaic, "multiprocessors", lambda: MULTIPROCESSORS)
+    monkeypatch.setattr(basics, "multiprocessors", lambda: MULTIPROCESSORS)
     with harness.interpreting(capsys):
         yield numbers
 

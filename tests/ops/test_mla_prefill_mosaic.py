@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from pallas_attn import cumulative_lens, gather_latent, merge_states, mla_prefill, ragged_attention
-from pallas_attn.ops import latent_gather
+from pallas_attn.ops.gather_latent import IMPLEMENTATIONS
 from pallas_attn.ops.mla_prefill import PieceConfig, _expand, _merge
 from tests.ops import harness
 from tests.ops import test_mla_prefill as contract
@@ -32,7 +32,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(latent_gather.IMPLEMENTATIONS, "xla")  # so that nothing stands in for the kernel
+    monkeypatch.delitem(IMPLEMENTATIONS, "xla")  # so that nothing stands in for the kernel
     cached, new = LENGTHS[name]
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 

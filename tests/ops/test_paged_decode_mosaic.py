@@ -23,9 +23,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import FULL, PAGE_NONE, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
-from pallas_attn.ops import decode_plan as plan_module
-from pallas_attn.ops.common import mosaic, mosaic_quantised
-from pallas_attn.ops.common.mosaic_merge import Columns
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm90 import dequantise
+from pallas_attn.mosaic.sm90.query_packing import Columns
+from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
 from tests.ops import harness
@@ -154,7 +155,7 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
     group: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of 8 columns, where those that left the pieces had 16, or 64 of either query; with learned sinks."""
-    monkeypatch.setattr(mosaic, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
     columns = Columns(group, queries, max_columns(64, 2))
     assert columns.width == group
     assert columns.narrowed(columns.blocks * 2).width == 8
@@ -195,10 +196,10 @@ def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
     powers = np.exp2(np.linspace(-12, 19, 64))
     q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
     meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
-    meant = np.take(meant, mosaic_quantised.as_keys(jnp.arange(64)), axis=-1)
-    terms, scale = mosaic_quantised.query_terms(q, kv)
+    meant = np.take(meant, dequantise.as_keys(jnp.arange(64)), axis=-1)
+    terms, scale = dequantise.query_terms(q, kv)
     np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
-    far, _ = mosaic_quantised.query_terms(jnp.full_like(q, 1e30), kv)
+    far, _ = dequantise.query_terms(jnp.full_like(q, 1e30), kv)
     assert all(jnp.isfinite(term).all() for term in far)
 
 
@@ -239,7 +240,7 @@ def test_conversions_to_float16(dtype: Any) -> None:
     words = low | harness.fresh_rng().permutation(low) << 16
     numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
     for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
-        got = run_ptx(mosaic_quantised.conversion(dtype, order), words)
+        got = run_ptx(dequantise.conversion(dtype, order), words)
         np.testing.assert_array_equal(np.concatenate(got, axis=1), numbers[:, order])
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import FULL, paged_prefill
-from pallas_attn.ops.common.flash_config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
 from pallas_attn.ops.paged_prefill import config
 from tests.ops import harness
 from tests.ops import test_paged_prefill as contract

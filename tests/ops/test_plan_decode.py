@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, plan_decode
-from pallas_attn.ops.common.sharing import UNEVENNESS
-from pallas_attn.ops.decode_plan import FIXED_PIECE_TOKENS
-from pallas_attn.ops.decode_plan.config import heuristic_costs
+from pallas_attn.ops.plan_decode import FIXED_PIECE_TOKENS
+from pallas_attn.ops.plan_decode.config import heuristic_costs
+from pallas_attn.portable.schedule import UNEVENNESS
 from tests.ops import harness
 
 BATCH, KV_HEADS, PS = 6, 2, 16

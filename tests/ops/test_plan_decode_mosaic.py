@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, explain, plan_decode
-from pallas_attn.ops.common import sharing
-from pallas_attn.ops.common.mosaic_lanes import MOST_WARPGROUPS
-from pallas_attn.ops.common.mosaic_rows import THREADS
-from pallas_attn.ops.decode_plan import mosaic_sm90
-from pallas_attn.ops.decode_plan.mosaic_sm90 import MAX_ROWS
+from pallas_attn.mosaic.block_scan import MOST_WARPGROUPS
+from pallas_attn.mosaic.row_layout import THREADS
+from pallas_attn.ops.plan_decode import mosaic_sm90
+from pallas_attn.ops.plan_decode.mosaic_sm90 import MAX_ROWS
+from pallas_attn.portable import schedule
 from tests.ops import harness
 
 PS = 16
@@ -81,7 +81,7 @@ def test_interpreted_with_programs_for_each_row(
     """Rows that are nearly whole numbers of shares, some of them idle; or a chunk and a half of them, as they come."""
     if not dealt:
         monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
-        monkeypatch.setattr(sharing, "MAX_DEALT", 128)
+        monkeypatch.setattr(schedule, "MAX_DEALT", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
     given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}

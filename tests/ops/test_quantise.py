@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.ops.common.quantise import amax_scale, dequantise, divide, held_scale, quantise
+from pallas_attn.portable.quantise import amax_scale, dequantise, divide, held_scale, quantise
 from tests.ops.harness import assert_same_bits, fresh_rng
 from tests.ops.kv_write_case import QMAX, numpy_quantise
 

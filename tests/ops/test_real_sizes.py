@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import PagedKV, paged_decode, paged_prefill
 from pallas_attn.ops import paged_decode as decode_module
 from pallas_attn.ops import paged_prefill as prefill_module
-from tests import cases
+from scripts.bench import shapes
 from tests.ops import harness
 from tests.ops.harness import VARIANTS, Variant
 from tests.real_sizes import decode_arrays, normal, prefill_arrays, static
@@ -23,8 +23,8 @@ def lean(implementations: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("variant", [pytest.param(Variant(name), id=name) for name in sorted(names)])
 
 
-every_decode = pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE)
-every_prefill = pytest.mark.parametrize("case", cases.PREFILL.values(), ids=cases.PREFILL)
+every_decode = pytest.mark.parametrize("case", shapes.DECODE.values(), ids=shapes.DECODE)
+every_prefill = pytest.mark.parametrize("case", shapes.PREFILL.values(), ids=shapes.PREFILL)
 
 
 def fresh_key() -> jax.Array:
@@ -44,7 +44,7 @@ def as_on_hopper() -> Iterator[None]:
 @pytest.mark.usefixtures("as_on_hopper")
 @lean(decode_module.IMPLEMENTATIONS)
 @every_decode
-def test_decode_shapes_are_supported(variant: Variant, case: cases.Decode) -> None:
+def test_decode_shapes_are_supported(variant: Variant, case: shapes.Decode) -> None:
     shapes = jax.eval_shape(lambda: decode_arrays(case, jax.random.key(0)))
     call = harness.compiled(paged_decode, variant, return_lse=True, **static(case))
     out, lse = jax.eval_shape(call, **shapes)
@@ -55,7 +55,7 @@ def test_decode_shapes_are_supported(variant: Variant, case: cases.Decode) -> No
 @pytest.mark.usefixtures("as_on_hopper")
 @lean(prefill_module.IMPLEMENTATIONS)
 @every_prefill
-def test_prefill_shapes_are_supported(variant: Variant, case: cases.Prefill) -> None:
+def test_prefill_shapes_are_supported(variant: Variant, case: shapes.Prefill) -> None:
     shapes = jax.eval_shape(lambda: prefill_arrays(case, jax.random.key(0)))
     call = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))
     out, lse = jax.eval_shape(call, **shapes)
@@ -66,7 +66,7 @@ def test_prefill_shapes_are_supported(variant: Variant, case: cases.Prefill) -> 
 # --- on a GPU
 
 
-def reference(case: cases.Decode | cases.Prefill, arrays: dict[str, Any]) -> Any:
+def reference(case: shapes.Decode | shapes.Prefill, arrays: dict[str, Any]) -> Any:
     call = harness.compiled(paged_decode, VARIANTS["reference"], return_lse=True, out_dtype="float32", **static(case))
     return call(**arrays)
 
@@ -74,7 +74,7 @@ def reference(case: cases.Decode | cases.Prefill, arrays: dict[str, Any]) -> Any
 @pytest.mark.gpu
 @lean(decode_module.IMPLEMENTATIONS)
 @every_decode
-def test_decode_numbers(variant: Variant, case: cases.Decode) -> None:
+def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
     arrays = jax.jit(decode_arrays, static_argnums=0)(case, fresh_key())
     got = harness.compiled(paged_decode, variant, return_lse=True, **static(case))(**arrays)
     harness.assert_attention_close(got, reference(case, arrays), variant.tolerance(jnp.bfloat16))
@@ -83,7 +83,7 @@ def test_decode_numbers(variant: Variant, case: cases.Decode) -> None:
 @pytest.mark.gpu
 @lean(prefill_module.IMPLEMENTATIONS)
 @every_prefill
-def test_prefill_numbers(variant: Variant, case: cases.Prefill) -> None:
+def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
     """A sample of the chunk's tokens, each compared with the decode step it would have been."""
     key = fresh_key()
     arrays = jax.jit(prefill_arrays, static_argnums=0)(case, key)

@@ -11,21 +11,21 @@ import pytest
 from pallas_attn import mla_decode, mla_prefill, write_latent
 from pallas_attn.ops import mla_decode as decode_module
 from pallas_attn.ops import ragged_attention as prefill_module
-from tests import cases
+from scripts.bench import shapes
 from tests.ops import harness
 from tests.ops.harness import VARIANTS
 from tests.ops.test_real_sizes import as_on_hopper as as_on_hopper
 from tests.ops.test_real_sizes import fresh_key, lean
 from tests.real_sizes import MLA_SM_SCALE, mla_decode_arrays, mla_prefill_arrays
 
-every_decode = pytest.mark.parametrize("case", cases.MLA_DECODE.values(), ids=cases.MLA_DECODE)
-every_prefill = pytest.mark.parametrize("case", cases.MLA_PREFILL.values(), ids=cases.MLA_PREFILL)
+every_decode = pytest.mark.parametrize("case", shapes.MLA_DECODE.values(), ids=shapes.MLA_DECODE)
+every_prefill = pytest.mark.parametrize("case", shapes.MLA_PREFILL.values(), ids=shapes.MLA_PREFILL)
 
 
 @pytest.mark.usefixtures("as_on_hopper")
 @lean(decode_module.IMPLEMENTATIONS)
 @every_decode
-def test_decode_shapes_are_supported(variant: harness.Variant, case: cases.MlaDecode) -> None:
+def test_decode_shapes_are_supported(variant: harness.Variant, case: shapes.MlaDecode) -> None:
     shapes = jax.eval_shape(lambda: mla_decode_arrays(case, jax.random.key(0)))
     call = harness.compiled(mla_decode, variant, sm_scale=MLA_SM_SCALE, return_lse=True)
     out, lse = jax.eval_shape(call, **shapes)
@@ -36,7 +36,7 @@ def test_decode_shapes_are_supported(variant: harness.Variant, case: cases.MlaDe
 @pytest.mark.usefixtures("as_on_hopper")
 @lean(prefill_module.IMPLEMENTATIONS)
 @every_prefill
-def test_prefill_shapes_are_supported(variant: harness.Variant, case: cases.MlaPrefill) -> None:
+def test_prefill_shapes_are_supported(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
     shapes = jax.eval_shape(lambda: mla_prefill_arrays(case, jax.random.key(0)))
     out = jax.eval_shape(harness.compiled(mla_prefill, variant, sm_scale=MLA_SM_SCALE), **shapes)
     assert (out.shape, out.dtype) == ((*shapes["q_nope"].shape[:-1], case.value_dim), jnp.bfloat16)
@@ -50,7 +50,7 @@ def reference(arrays: dict[str, Any]) -> Any:
 @pytest.mark.gpu
 @lean(decode_module.IMPLEMENTATIONS)
 @every_decode
-def test_decode_numbers(variant: harness.Variant, case: cases.MlaDecode) -> None:
+def test_decode_numbers(variant: harness.Variant, case: shapes.MlaDecode) -> None:
     arrays = jax.jit(mla_decode_arrays, static_argnums=0)(case, fresh_key())
     got = harness.compiled(mla_decode, variant, sm_scale=MLA_SM_SCALE, return_lse=True)(**arrays)
     harness.assert_attention_close(got, reference(arrays), variant.tolerance(jnp.bfloat16))
@@ -59,7 +59,7 @@ def test_decode_numbers(variant: harness.Variant, case: cases.MlaDecode) -> None
 @pytest.mark.gpu
 @lean(prefill_module.IMPLEMENTATIONS)
 @every_prefill
-def test_prefill_numbers(variant: harness.Variant, case: cases.MlaPrefill) -> None:
+def test_prefill_numbers(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
     """A sample of the chunk's tokens, each compared with the absorbed decode step it would have been: of those that see
     so many keys that the errors of their rounding cancel, as the tolerances take for granted.
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.ops.common.rope import rms_norm, rotate
+from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.kv_write_case import (

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_attn.ops.common.sharing import MAX_DEALT, MOST_COMPARED, Groups, Sharing
+from pallas_attn.portable.schedule import MAX_DEALT, MOST_COMPARED, Groups, Sharing
 
 MOST = 40
 NUMBERS = jnp.arange(MOST + 5, dtype=jnp.int32)

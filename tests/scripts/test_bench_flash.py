@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 
 from pallas_attn import mla_decode, paged_decode, ragged_attention
-from scripts import (
-    bench_decode_case,
-    bench_flash_attention,
-    bench_flash_mla,
-    bench_mla_case,
-    bench_pools,
-)
-from scripts.bench_chunk_case import Ragged, RaggedCase
-from scripts.bench_decode_case import DecodeCase
-from scripts.bench_mla_case import MlaCase
-from scripts.bench_timing import Timing
-from tests.cases import Decode, MlaDecode
+from scripts.bench import decode_case as bench_decode_case
+from scripts.bench import mla_case as bench_mla_case
+from scripts.bench import pools as bench_pools
+from scripts.bench.chunk_case import Ragged, RaggedCase
+from scripts.bench.decode_case import DecodeCase
+from scripts.bench.mla_case import MlaCase
+from scripts.bench.peers import flash_attention as bench_flash_attention
+from scripts.bench.peers import flash_mla as bench_flash_mla
+from scripts.bench.shapes import Decode, MlaDecode
+from scripts.bench.timing import Timing
 
 
 def softmax(x):

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from models.mla import AttentionSettings
-from scripts import bench_engine, bench_head_windows
-from scripts.bench_head_windows import MODELS, SIZES, Sizes
+from models.decoder.mla import AttentionSettings
+from scripts import bench_engine
+from scripts.bench import head_windows as bench_head_windows
+from scripts.bench.head_windows import MODELS, SIZES, Sizes
 
 TINY = Sizes(
     context=128,

@@ -8,20 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts import (
-    bench_chunk_case,
-    bench_flashinfer_mla,
-    bench_gather_latent,
-    bench_mla_case,
-    bench_mla_decode,
-    bench_pools,
-    bench_timing,
-    bench_write_latent,
-)
-from scripts.bench_chunk_case import MlaChunkCase, PagedCase, Ragged, RaggedCase
-from scripts.bench_mla_case import MlaCase
-from scripts.bench_timing import Timing
-from tests.cases import MlaDecode, MlaPrefill, Prefill
+from scripts.bench import chunk_case as bench_chunk_case
+from scripts.bench import gather_latent as bench_gather_latent
+from scripts.bench import mla_case as bench_mla_case
+from scripts.bench import mla_decode as bench_mla_decode
+from scripts.bench import pools as bench_pools
+from scripts.bench import timing as bench_timing
+from scripts.bench import write_latent as bench_write_latent
+from scripts.bench.chunk_case import MlaChunkCase, PagedCase, Ragged, RaggedCase
+from scripts.bench.mla_case import MlaCase
+from scripts.bench.peers import flashinfer_mla as bench_flashinfer_mla
+from scripts.bench.shapes import MlaDecode, MlaPrefill, Prefill
+from scripts.bench.timing import Timing
 
 
 def pairs(new, cached, window=None):

@@ -11,22 +11,20 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, plan_decode
-from scripts import (
-    bench_decode,
-    bench_ops,
-    bench_plan,
-    bench_pools,
-    bench_timing,
-    bench_torch,
-    bench_write,
-)
-from scripts.bench_case import Bench
-from scripts.bench_decode_case import DecodeCase
-from scripts.bench_device import Rates
-from scripts.bench_plot import plot_report
-from scripts.bench_report import cache_ratios, cell
-from scripts.bench_timing import Stopwatch, Timing
-from tests.cases import Decode
+from scripts import bench_ops
+from scripts.bench import paged_decode as bench_decode
+from scripts.bench import plan_decode as bench_plan
+from scripts.bench import pools as bench_pools
+from scripts.bench import timing as bench_timing
+from scripts.bench import write_kv as bench_write
+from scripts.bench.case import Bench
+from scripts.bench.decode_case import DecodeCase
+from scripts.bench.device import Rates
+from scripts.bench.peers import torch_decode as bench_torch
+from scripts.bench.plot import plot_report
+from scripts.bench.report import cache_ratios, cell
+from scripts.bench.shapes import Decode
+from scripts.bench.timing import Stopwatch, Timing
 
 RATES = Rates(copy=4e12, matrix=8e14)
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.engine import Engine
-from models.mla import AttentionSettings
-from scripts import bench_engine, bench_serving
-from scripts.bench_device import Rates
-from scripts.bench_random_model import random_model
-from scripts.bench_serving import Costs, Serving
+from models.decoder.mla import AttentionSettings
+from models.engine.engine import Engine
+from scripts import bench_engine
+from scripts.bench import serving as bench_serving
+from scripts.bench.device import Rates
+from scripts.bench.random_model import random_model
+from scripts.bench.serving import Costs, Serving
 from tests.models.engine_case import CONFIG
 
 RATES = Rates(copy=1e9, matrix=1e10)

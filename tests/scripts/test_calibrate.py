@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from scripts import calibrate, decode_model, run_decode
+from scripts import calibrate, run_decode
+from scripts.decode import model as decode_model
 from tests.scripts.decode_case import GOLDEN, SIZES
 
 QWEN3 = GOLDEN.with_name("qwen3")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.outputs import EngineStats, RequestOutput, StepRecord
-from models.verify import Difference, RequestCheck, Verification
-from scripts.decode_plot import plot_run
-from scripts.decode_prompts import demo_ids, demo_texts
-from scripts.decode_report import Report
+from models.engine.outputs import EngineStats, RequestOutput, StepRecord
+from models.engine.verify import Difference, RequestCheck, Verification
+from scripts.decode.plot import plot_run
+from scripts.decode.prompts import demo_ids, demo_texts
+from scripts.decode.report import Report
 
 WIDTH = 80
 

@@ -7,8 +7,9 @@ import sys
 import jax
 import pytest
 
-from models.engine import Engine
-from scripts import decode_model, run_decode
+from models.engine.engine import Engine
+from scripts import run_decode
+from scripts.decode import model as decode_model
 from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
 QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]

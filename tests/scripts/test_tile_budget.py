@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sass import Instruction, loops, main_loops, parse
-from scripts.tile_budget import ISSUE, Card, main, pipe_cycles, tile_budget
+from scripts.tools.sass import Instruction, loops, main_loops, parse
+from scripts.tools.tile_budget import ISSUE, Card, main, pipe_cycles, tile_budget
 
 LISTING = Path(__file__).parent / "stream_matmul.sass"
 SAMPLE = LISTING.read_text()

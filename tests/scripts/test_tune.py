@@ -14,16 +14,17 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import plan_decode, tuning
-from pallas_attn.ops.common.flash_config import MosaicConfig as FlashConfig
-from pallas_attn.ops.decode_plan.config import PlanConfig, heuristic_costs
+from pallas_attn.mosaic.sm90.flash.config import MosaicConfig as FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import MosaicConfig, MosaicKey, mosaic_config
 from pallas_attn.ops.paged_prefill import config as paged_config
+from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
-from scripts import bench_compiler, tune
-from scripts.bench_case import Bench
+from scripts import tune
+from scripts.bench import compiler as bench_compiler
+from scripts.bench.case import Bench
+from scripts.bench.timing import Stopwatch, Timing
 from scripts.bench_ops import load
-from scripts.bench_timing import Stopwatch, Timing
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
 CLEAN = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -275,7 +276,7 @@ def test_what_is_written_is_what_is_looked_up(card, run, monkeypatch):
 
 def test_the_real_operation_is_tuned(tmp_path, monkeypatch):
     """The portable implementation, on whatever runs the tests."""
-    monkeypatch.setattr("scripts.bench_pools.MAX_CALLS", 2)
+    monkeypatch.setattr("scripts.bench.pools.MAX_CALLS", 2)
     monkeypatch.setattr(tune, "Stopwatch", lambda **_: Stopwatch(0.001, 1))
     space = {"paged_decode/xla": lambda key: [{"tile_tokens": 64, "group_rows": 1}]}
     monkeypatch.setattr(tune, "SPACES", space)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.online_softmax import XlaConfig, decode_heuristic
+from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:

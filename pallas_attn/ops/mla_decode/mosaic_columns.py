@@ -8,7 +8,7 @@ together, as columns of tiles, and a tile of 64 tokens as its rows:
 so a latent C [64 tokens, L + R] is read once from global memory and used from where it landed for both products, and
 wgmma's M of 64 are tokens in one and latent columns in the other, however few the query rows. The latent and the rope
 part of a tile are arrays of their own, for O needs the one alone. The rest is that of any decode over pages
-(`mosaic_decode`), with one KV head and without values beside the keys.
+(`sm90.decode`), with one KV head and without values beside the keys.
 
 O is what limits the columns: at L 512, 32 of them are half of a program's registers. Query rows beyond that would
 become several blocks that each read the cache.
@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import tuning
-from pallas_attn.ops.common import mosaic, mosaic_limits
-from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
-from pallas_attn.ops.common.mosaic_decode import attend
-from pallas_attn.ops.common.mosaic_memory import Inputs, Static
-from pallas_attn.ops.common.mosaic_merge import OUTPUT_BYTES, Columns
-from pallas_attn.ops.common.visibility import real_queries
-from pallas_attn.ops.decode_plan import plan_decode
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.sm90.decode import attend
+from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
+from pallas_attn.mosaic.sm90.decode_memory import Inputs, Static
+from pallas_attn.mosaic.sm90.query_packing import OUTPUT_BYTES, Columns
+from pallas_attn.ops.plan_decode import plan_decode
+from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan, PagedLatent
 
 
@@ -60,7 +60,7 @@ def decode(
             page_size=cache.page_size,
             num_q_heads=q_latent.shape[2],
             num_kv_heads=1,
-            num_programs=settings.programs_per_multiprocessor * mosaic.multiprocessors(),
+            num_programs=settings.programs_per_multiprocessor * basics.multiprocessors(),
         )
     inputs = Inputs(
         q=tuple(columns.pack(q).reshape(1, -1, columns.width, q.shape[-1]) for q in (q_latent, q_rope)),
@@ -105,7 +105,7 @@ def decode_programs(
     """
     _refuse(q_latent, q_rope, cache, None, out_dtype)
     _, settings = _sizes(q_latent, q_rope, cache, out_dtype)
-    return settings.programs_per_multiprocessor * mosaic.multiprocessors()
+    return settings.programs_per_multiprocessor * basics.multiprocessors()
 
 
 def _sizes(
@@ -134,10 +134,10 @@ def _refuse(
     out_dtype: jax.typing.DTypeLike,
 ) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    mosaic.require_hopper()
+    basics.require_hopper()
     num_queries, num_heads, latent_dim = q_latent.shape[1:]
-    mosaic_limits.require_dtypes(q_latent, cache.pages)
-    mosaic_limits.require_page_size(cache.page_size)
+    refusals.require_dtypes(q_latent, cache.pages)
+    refusals.require_page_size(cache.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
     if q_rope.shape[-1] not in (32, 64):
@@ -145,7 +145,7 @@ def _refuse(
     if num_heads > max_columns(out_dtype):
         raise NotImplementedError(f"takes at most {max_columns(out_dtype)} query heads, got {num_heads}")
     if draft_mask is not None:
-        mosaic_limits.require_draft_bits(num_queries)
+        refusals.require_draft_bits(num_queries)
 
 
 # --- what can be turned

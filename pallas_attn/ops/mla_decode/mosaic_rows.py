@@ -57,10 +57,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
-from pallas_attn.ops.common.mosaic_share import num_states
-from pallas_attn.ops.common.mosaic_states import Partials, blocks_of, keep
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import LOG2E, Ref
+from pallas_attn.mosaic.sm90.split_states import Partials, blocks_of, keep
+from pallas_attn.mosaic.sm90.tiles import over_tokens
+from pallas_attn.mosaic.tile_scheduler import num_states
 from pallas_attn.ops.mla_decode.mosaic_rows_consumer import Consumer, State
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS, SUMS, Inputs, Memory, Piece, Static
 from pallas_attn.ops.mla_decode.mosaic_rows_merge import log_sum, normalised
@@ -86,7 +87,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
     plgpu.barrier_wait(mem.both.at[SUMS])
     real = consumer.seen(piece) < 0
     m = jnp.where(real, state.m, -jnp.inf)
-    l = jnp.where(real, own + mosaic.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
+    l = jnp.where(real, own + basics.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
     columns = pl.ds(half * static.widths[0], static.widths[half])
 
     @pl.when(piece.is_all)
@@ -160,4 +161,4 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
         scratch_types=Memory.types(x, static),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_decode_rows",
-    )(mosaic.unsliced(x))
+    )(basics.unsliced(x))

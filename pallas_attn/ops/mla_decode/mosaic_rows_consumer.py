@@ -1,4 +1,4 @@
-"""The two warpgroups of `mosaic_rows` that compute."""
+"""The two warpgroups of `mosaic.row_layout` that compute."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_columns, over_tokens
-from pallas_attn.ops.common.mosaic_clear import clear_rows
-from pallas_attn.ops.common.mosaic_wgmma import HEADROOM, finish, partial_sums, shrink
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import LOG2E, Ref
+from pallas_attn.mosaic.sm90 import tiles
+from pallas_attn.mosaic.sm90.mask import clear_rows
+from pallas_attn.mosaic.sm90.tiles import over_columns, over_tokens
+from pallas_attn.mosaic.sm90.wgmma import HEADROOM, finish, partial_sums, shrink
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     BY_ALL,
     BY_NONE,
@@ -73,9 +75,9 @@ class Consumer:
         def work(piece: Piece) -> None:
             plgpu.barrier_wait(mem.q_landed)
             empty = State(
-                mosaic.filled(LOWEST, (ROWS,), PER_ROW),
-                mosaic.filled(0.0, (ROWS, 8), mosaic.TILE),
-                mosaic.filled(0.0, (ROWS, static.widths[self.half]), mosaic.TILE),
+                tiles.filled(LOWEST, (ROWS,), PER_ROW),
+                tiles.filled(0.0, (ROWS, 8), tiles.TILE),
+                tiles.filled(0.0, (ROWS, static.widths[self.half]), tiles.TILE),
             )
             finish(self, piece, (self.all_odd if self.half else self.all_even)(piece, empty))
 
@@ -107,7 +109,7 @@ class Consumer:
 
     def slots(self, pair: Any) -> tuple[Any, Any]:
         """Of the tiles of a pair."""
-        here = mosaic.unknown_zero()
+        here = basics.unknown_zero()
         return here + self.static.slot(pair, 0), here + self.static.slot(pair, 1)
 
     def even(self, piece: Piece, pair: Any, state: State, s: Any, whole: Any, *, more: bool) -> tuple[State, Any, Any]:
@@ -122,7 +124,7 @@ class Consumer:
         acc = finish(acc, under_way=0)
         self.release(mine)
         plgpu.barrier_wait(mem.ready.at[1])
-        m_both = mosaic.load(mem.stats.at[1], PER_ROW)
+        m_both = basics.load(mem.stats.at[1], PER_ROW)
         acc, l = shrink((acc, l), m, m_both)  # noqa: E741
         self.clear_unseen(piece, pair, 1, other)
         acc = self.start_values(self.p(other, 1), other, acc)
@@ -144,7 +146,7 @@ class Consumer:
         s = self.start_scores(mine, (1, 0, 2))
         whole = self.is_whole(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
-        m_first = mosaic.load(mem.stats.at[0], PER_ROW)
+        m_first = basics.load(mem.stats.at[0], PER_ROW)
         acc, l = shrink((state.acc, state.l), state.m, m_first)  # noqa: E741
         self.clear_unseen(piece, pair, 0, other)
         acc = self.start_values(self.p(other, 0), other, acc)
@@ -185,7 +187,7 @@ class Consumer:
 
     def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
         """Starts products of queries with parts of a tile, as these land, which are added to those started before."""
-        q, k, here, columns = self.mem.q, self.mem.k, mosaic.unknown_zero(), self.static.row_bytes // 2
+        q, k, here, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
         for part in parts:
             plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
             for i in range(0, q[part].shape[2], columns):
@@ -218,25 +220,25 @@ class Consumer:
 
     def masked(self, piece: Piece, pair: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
-        bit = over_columns(self.bits(piece, pair, self.half, mosaic.column_iota(TOKENS)), s.shape)
+        bit = over_columns(self.bits(piece, pair, self.half, tiles.column_iota(TOKENS)), s.shape)
         seen = over_tokens(self.seen(piece), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
     def seen(self, piece: Piece) -> Any:
         """[ROWS]: what each row sees."""
         if self.x.seen is None:
-            row = self.block * ROWS + mosaic.token_iota(ROWS)
+            row = self.block * ROWS + tiles.token_iota(ROWS)
             newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts, which it does not see
             bits = lax.shift_right_logical(jnp.full_like(row, self.static.drafts), jnp.maximum(newer, 0))
             return jnp.where(newer >= 0, bits | jnp.int32(-(2**REAL)), 0)
-        return mosaic.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
+        return basics.load(self.x.seen.at[piece.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
 
     def clear_unseen(self, piece: Piece, pair: Any, tile: int, slot: Any) -> None:
         """Makes values that no row sees 0, whatever they are, in this warpgroup's half of a tile."""
 
         @pl.when(self.note(pair, tile)[0] == BY_NONE)
         def _clear() -> None:
-            bit = self.bits(piece, pair, tile, mosaic.token_iota(TOKENS))
+            bit = self.bits(piece, pair, tile, tiles.token_iota(TOKENS))
             every = jnp.int32(self.static.drafts - 2**REAL)
             any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[piece.row]
             alive = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1

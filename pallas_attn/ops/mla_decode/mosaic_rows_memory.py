@@ -1,4 +1,4 @@
-"""What a program of `mosaic_rows` is compiled for, holds in shared memory, and works off."""
+"""What a program of `mosaic.row_layout` is compiled for, holds in shared memory, and works off."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import PER_TOKEN
-from pallas_attn.ops.common.mosaic_share import Span, for_each_span
+from pallas_attn.mosaic.sm90 import tiles
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN
+from pallas_attn.mosaic.tile_scheduler import Span, for_each_span
 from pallas_attn.types import DecodePlan
 
 ROWS = 64
@@ -190,7 +190,7 @@ class Memory(NamedTuple):
     @staticmethod
     def types(x: Inputs, static: Static) -> Memory:
         dtype, slots = x.pages.dtype, 2 * static.pairs
-        operand = functools.partial(mosaic.operand, dtype=dtype, row_bytes=static.row_bytes)
+        operand = functools.partial(tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
         columns = Parts(*static.widths, static.rope_dim)
         return Memory(
             q=Parts(*(operand((1, ROWS, n)) for n in columns)),

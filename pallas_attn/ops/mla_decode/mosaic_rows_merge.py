@@ -1,4 +1,4 @@
-"""What `mosaic_rows` does with the attention of its rows once it has all of it, or leaves to a second kernel."""
+"""What `mosaic.row_layout` does with the attention of its rows once it has all of it, or leaves to a second kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import LOG2E, Ref, over_tokens
-from pallas_attn.ops.common.mosaic_merge import State
-from pallas_attn.ops.common.mosaic_share import for_each_merged, merge_programs
-from pallas_attn.ops.common.mosaic_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import LOG2E, Ref
+from pallas_attn.mosaic.sm90 import tiles
+from pallas_attn.mosaic.sm90.query_packing import State
+from pallas_attn.mosaic.sm90.split_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
+from pallas_attn.mosaic.sm90.tiles import over_tokens
+from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS
 from pallas_attn.types import DecodePlan
 
@@ -48,9 +50,9 @@ def merge_pieces(
     """
     (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
     columns = MOST_COLUMNS
-    while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= mosaic.multiprocessors():
+    while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
         columns //= 2  # to keep them all busy
-    refs = mosaic.changeable(out), mosaic.changeable(lse)
+    refs = basics.changeable(out), basics.changeable(lse)
     plgpu.kernel(
         functools.partial(_kernel, columns),
         grid=(merge_programs(latent_dim // columns * blocks * batch),),
@@ -61,8 +63,8 @@ def merge_pieces(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_rows",
-    )(*refs, *mosaic.unsliced((partials, plan)))
-    return mosaic.frozen(refs[0]), mosaic.frozen(refs[1])
+    )(*refs, *basics.unsliced((partials, plan)))
+    return basics.frozen(refs[0]), basics.frozen(refs[1])
 
 
 def _kernel(
@@ -72,7 +74,7 @@ def _kernel(
     blocks, parts, here = lse.shape[0], out.shape[2] // columns, blocks_of(ROWS * columns)
 
     def add(stats: Ref, acc: Ref, merged: State) -> State:
-        m, l = (mosaic.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
+        m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
         return merged.merge(State(m, l, kept(acc, (ROWS, columns))), over_tokens)
 
     def merge(place: Any, number: Any) -> None:
@@ -80,9 +82,9 @@ def _kernel(
         row, first_piece = plan.row[place], plan.piece_offsets[place]
         first, count = partials.number(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
         empty = State(
-            mosaic.filled(-jnp.inf, (ROWS,), PER_ROW),
-            mosaic.filled(0.0, (ROWS,), PER_ROW),
-            mosaic.filled(0.0, (ROWS, columns), mosaic.TILE),
+            tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
+            tiles.filled(0.0, (ROWS,), PER_ROW),
+            tiles.filled(0.0, (ROWS, columns), tiles.TILE),
         )
         merged = arrivals.for_each(partials, first, count, slice(None), pl.ds(part * here, here), add, empty)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may still be on its way out, for another row

@@ -1,4 +1,4 @@
-"""The warpgroup of `mosaic_rows` that copies."""
+"""The warpgroup of `mosaic.row_layout` that copies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic
-from pallas_attn.ops.common.mosaic import Ref
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import Ref
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     BY_ALL,
     BY_NONE,
@@ -87,7 +87,7 @@ class Producer:
         """
         static = self.static
         for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
-            slot = static.slot(piece.pair + i, tile) + mosaic.unknown_zero()
+            slot = static.slot(piece.pair + i, tile) + basics.unknown_zero()
             parts = (half,) if tile == half else (half, 2)
             ids = self.ids(piece, i, tile)
             page, (_, of_page) = ids[0], static.page_and_part(2 * i + tile)

@@ -1,7 +1,7 @@
-"""Products that are queued one after another as their operands arrive, for `mosaic_rows`.
+"""Products that are queued one after another as their operands arrive, for `mosaic.row_layout`.
 
-As in `mosaic_wgmma`, they go on while the threads that started them do something else: each `start_` is a group of its
-own, and `mosaic_wgmma.finish` tells how many of those that were started later may still be under way. Registers are
+As in `sm90.wgmma`, they go on while the threads that started them do something else: each `start_` is a group of its
+own, and `wgmma.finish` tells how many of those that were started later may still be under way. Registers are
 made sure of only where no product that uses them is under way: else the assembler has every product wait for the one
 before.
 """
@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_attn.ops.common import mosaic_wgmma
-from pallas_attn.ops.common.mosaic import PER_TOKEN, TILE, Ref, interpreted
-from pallas_attn.ops.common.mosaic_wgmma import ACCUMULATOR
+from pallas_attn.mosaic.basics import Ref, interpreted
+from pallas_attn.mosaic.sm90 import wgmma
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.sm90.wgmma import ACCUMULATOR
 
 
 def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax.Array:
@@ -32,7 +33,7 @@ def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax
         product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # there, threads have read what copies are about to overwrite
         return product if total is None else total + product
-    refs, more = (mosaic_wgmma.operand(row_bytes),) * 2, () if total is None else (total,)
+    refs, more = (wgmma.operand(row_bytes),) * 2, () if total is None else (total,)
     shape = plgpu.ShapeDtypeStruct((q.shape[0], k.shape[0]), jnp.float32, layout=TILE)
 
     @plgpu.inline_mgpu(arg_types=(*refs, *[TILE] * len(more)), return_type=shape)
@@ -40,9 +41,9 @@ def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax
         if not total:
             nvvm.wgmma_fence_aligned()
         sums = list(total[0].to_layout(ACCUMULATOR).registers.flat) if total else []
-        sums = mosaic_wgmma.add_scores(sums, q, k, row_bytes)
-        mosaic_wgmma.commit()
-        return mosaic_wgmma.fragments(sums, shape.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+        sums = wgmma.add_scores(sums, q, k, row_bytes)
+        wgmma.commit()
+        return wgmma.fragments(sums, shape.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return begin(q, k, *more)
 
@@ -57,7 +58,7 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
         product = jnp.dot(p if in_registers else p[...], v[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
         return total + product
-    refs = mosaic_wgmma.operand(row_bytes)
+    refs = wgmma.operand(row_bytes)
     arg_types = TILE if in_registers else refs, refs, TILE
 
     @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
@@ -69,13 +70,13 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
             total = fragmented_array.optimization_barrier(total)
         nvvm.wgmma_fence_aligned()
         if in_registers:
-            lefts = mosaic_wgmma.words(p)
+            lefts = wgmma.words(p)
         else:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
-            lefts = ([a] for a in mosaic_wgmma.left_steps(p, keys, row_bytes))
-        sums = mosaic_wgmma.add_values(list(total.registers.flat), lefts, v, row_bytes)
-        mosaic_wgmma.commit()
-        return mosaic_wgmma.fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+            lefts = ([a] for a in wgmma.left_steps(p, keys, row_bytes))
+        sums = wgmma.add_values(list(total.registers.flat), lefts, v, row_bytes)
+        wgmma.commit()
+        return wgmma.fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return begin(p, v, total)
 
@@ -91,7 +92,7 @@ def leave(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> No
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu(arg_types=(TILE, mosaic_wgmma.operand(row_bytes), PER_TOKEN, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(TILE, wgmma.operand(row_bytes), PER_TOKEN, plgpu.RefType()))
     def write(_: Any, p: Any, to: ir.Value, m: Any, stats: ir.Value) -> None:
         p.store_tiled(to, swizzle=row_bytes)
         m.store_untiled(stats, optimized=False)

@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
-from pallas_attn.ops.common import mosaic, mosaic_limits
-from pallas_attn.ops.common.visibility import real_queries
-from pallas_attn.ops.decode_plan import plan_decode
+from pallas_attn.mosaic import basics, refusals
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
 from pallas_attn.ops.mla_decode.mosaic_rows_merge import merge_pieces
+from pallas_attn.ops.plan_decode import plan_decode
+from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan, PagedLatent
 
 
@@ -68,7 +68,7 @@ def _are_few(q_latent: Array | jax.ShapeDtypeStruct, out_dtype: jax.typing.DType
 
 def _row_programs(q_latent: Array | jax.ShapeDtypeStruct) -> int:
     """Programs that share the pages, where each block of rows takes a multiprocessor."""
-    return max(1, mosaic.multiprocessors() // -(-q_latent.shape[1] * q_latent.shape[2] // ROWS))
+    return max(1, basics.multiprocessors() // -(-q_latent.shape[1] * q_latent.shape[2] // ROWS))
 
 
 def _decode_rows(
@@ -147,9 +147,9 @@ def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "
 
 def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
     """Raises NotImplementedError for what the kernels do not take."""
-    mosaic.require_hopper()
-    mosaic_limits.require_dtypes(q_latent, cache.pages)
-    mosaic_limits.require_page_size(cache.page_size)
+    basics.require_hopper()
+    refusals.require_dtypes(q_latent, cache.pages)
+    refusals.require_page_size(cache.page_size)
     num_queries, latent_dim, rope_dim = q_latent.shape[1], q_latent.shape[-1], q_rope.shape[-1]
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
         raise NotImplementedError(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common import oracle
-from pallas_attn.ops.common.visibility import draft_visible, real_queries
+from pallas_attn.portable import oracle
+from pallas_attn.portable.visibility import draft_visible, real_queries
 from pallas_attn.types import DecodePlan, PagedKV, PagedLatent
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common.online_softmax import Tile, attend_rows
-from pallas_attn.ops.common.page_tiles import Lanes, PageTiles
-from pallas_attn.ops.common.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.ops.mla_decode import config
+from pallas_attn.portable.online_softmax import Tile, attend_rows
+from pallas_attn.portable.page_tiles import Lanes, PageTiles
+from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.types import DecodePlan, PagedLatent
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.mosaic_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
-from pallas_attn.ops.common.online_softmax import XlaConfig, decode_heuristic
+from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
+from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:

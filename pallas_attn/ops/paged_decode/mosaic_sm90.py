@@ -1,12 +1,12 @@
 """`paged_decode` on Hopper (H100, H200).
 
-Programs work off pieces, consecutive pages of a KV head of a sequence (`mosaic_decode`). All query rows of that head
+Programs work off pieces, consecutive pages of a KV head of a sequence (`sm90.decode`). All query rows of that head
 are taken together, as columns of tiles, and a tile of 64 or 128 tokens as its rows:
 
     S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
 
 so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are read from
-where they landed, those of 8-bit caches by way of registers, where they become 16 bits (`mosaic_quantised`); only P
+where they landed, those of 8-bit caches by way of registers, where they become 16 bits (`sm90.dequantise`); only P
 goes back to shared memory. Scales that are the same for all tokens go into the scores or the finished sums, those of
 tokens multiply a row of S, and go into P by way of the exponent.
 """
@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_limits, mosaic_quantised
-from pallas_attn.ops.common.mosaic_decode import attend
-from pallas_attn.ops.common.mosaic_memory import Inputs, Static
-from pallas_attn.ops.common.mosaic_merge import Columns
-from pallas_attn.ops.common.mosaic_pages import SCALES_AT_ONCE
-from pallas_attn.ops.common.visibility import real_queries
-from pallas_attn.ops.decode_plan import plan_decode
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.sm90 import dequantise
+from pallas_attn.mosaic.sm90.decode import attend
+from pallas_attn.mosaic.sm90.decode_memory import Inputs, Static
+from pallas_attn.mosaic.sm90.decode_pages import SCALES_AT_ONCE
+from pallas_attn.mosaic.sm90.query_packing import Columns
 from pallas_attn.ops.paged_decode import config
+from pallas_attn.ops.plan_decode import plan_decode
+from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 
 
@@ -45,11 +46,11 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize, capped=soft_cap is not None)
     _refuse(q, kv, draft_mask, limit)
-    mosaic_limits.require_soft_cap(soft_cap)
+    refusals.require_soft_cap(soft_cap)
     (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
     columns, settings = _sizes(q, kv, out_dtype, limit)
-    scales = mosaic_quantised.scale_layout(kv)
-    terms, query_scale = mosaic_quantised.query_terms(q, kv)
+    scales = dequantise.scale_layout(kv)
+    terms, query_scale = dequantise.query_terms(q, kv)
     if plan is None:
         plan = plan_decode(
             kv_lens,
@@ -58,9 +59,9 @@ def paged_decode(
             page_size=page_size,
             num_q_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            num_programs=settings.programs_per_multiprocessor * mosaic.multiprocessors(),
+            num_programs=settings.programs_per_multiprocessor * basics.multiprocessors(),
         )
-    beside = mosaic_quantised.tokens_in_row(kv)
+    beside = dequantise.tokens_in_row(kv)
     rows = -1, page_size // beside, head_dim * beside
     raw_queries = config.takes_raw_queries(kv.k.dtype.itemsize, columns.width) and not columns.packs_freely
     packed = None if raw_queries else [columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]
@@ -97,14 +98,14 @@ def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: 
     limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize)
     _refuse(q, kv, None, limit)
     _, settings = _sizes(q, kv, out_dtype, limit)
-    return settings.programs_per_multiprocessor * mosaic.multiprocessors()
+    return settings.programs_per_multiprocessor * basics.multiprocessors()
 
 
 def _sizes(
     q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike, limit: int
 ) -> tuple[Columns, config.MosaicConfig]:
     num_kv_heads, page_size, head_dim = kv.k.shape[1:]
-    cache_bytes, scales = kv.k.dtype.itemsize, mosaic_quantised.scale_layout(kv)
+    cache_bytes, scales = kv.k.dtype.itemsize, dequantise.scale_layout(kv)
     columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], limit)
     key = config.MosaicKey(
         head_dim=head_dim,
@@ -120,15 +121,15 @@ def _sizes(
 
 def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None, limit: int) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    mosaic.require_hopper()
-    mosaic_limits.require_dtypes(q, kv.k)
-    mosaic_limits.require_head_dim(q.shape[3])
-    mosaic_limits.require_page_size(kv.page_size)
+    basics.require_hopper()
+    refusals.require_dtypes(q, kv.k)
+    refusals.require_head_dim(q.shape[3])
+    refusals.require_page_size(kv.page_size)
     num_queries, group = q.shape[1], q.shape[2] // kv.k.shape[1]
     if group > limit and Columns(group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
     if draft_mask is not None:
-        mosaic_limits.require_draft_bits(num_queries)
+        refusals.require_draft_bits(num_queries)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

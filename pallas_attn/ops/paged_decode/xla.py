@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common.merge import apply_sinks
-from pallas_attn.ops.common.online_softmax import Tile, attend_rows
-from pallas_attn.ops.common.page_tiles import Lanes, PageTiles, load_kv
-from pallas_attn.ops.common.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.ops.paged_decode import config
+from pallas_attn.portable.merge import apply_sinks
+from pallas_attn.portable.online_softmax import Tile, attend_rows
+from pallas_attn.portable.page_tiles import Lanes, PageTiles, load_kv
+from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES, MosaicConfig
-from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
+from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, MosaicConfig
+from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
 def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> XlaConfig:

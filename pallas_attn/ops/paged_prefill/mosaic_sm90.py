@@ -1,4 +1,4 @@
-"""`paged_prefill` on Hopper; see `mosaic_flash` for how a program works.
+"""`paged_prefill` on Hopper; see `sm90.flash.kernel` for how a program works.
 
 A block has some neighbouring queries of a head, then the same ones of others of its group, each head's brought by
 copies of its own: so blocks are nearly full where queries are few, and keys are read once for all heads in them. A tile
@@ -23,18 +23,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_quantised, mosaic_wgmma
-from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES
-from pallas_attn.ops.common.mosaic import Ref
-from pallas_attn.ops.common.mosaic_flash import ROWS, Consumer, Memory, Producer, Static
-from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
-from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import Block, Piece, Queue, Work, aligned, padded
-from pallas_attn.ops.common.visibility import PageWalk
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.sm90 import dequantise, tiles, wgmma
+from pallas_attn.mosaic.sm90.flash import kernel
+from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
+from pallas_attn.mosaic.sm90.flash.kernel import ROWS, Consumer, Memory, Producer, Static
+from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listing, list_blocks
+from pallas_attn.mosaic.sm90.flash.split import Cuts
+from pallas_attn.mosaic.sm90.flash.work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.config import Packing
 from pallas_attn.ops.paged_prefill.mosaic_inputs import Inputs, Paged
 from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
+from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, PagedKV
 
 
@@ -55,8 +57,8 @@ def paged_prefill(
     (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
     if not num_tokens:
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
-    scales, beside = mosaic_quantised.scale_layout(kv), mosaic_quantised.tokens_in_row(kv)
-    terms, query_scale = mosaic_quantised.plain_query_terms(q[None], kv)
+    scales, beside = dequantise.scale_layout(kv), dequantise.tokens_in_row(kv)
+    terms, query_scale = dequantise.plain_query_terms(q[None], kv)
     group = num_heads // num_kv_heads
     static, packing = _static(kv, len(terms), sm_scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
     heads, block_queries = packing.heads, static.queries // packing.places
@@ -82,7 +84,7 @@ def paged_prefill(
         sinks=sinks if cuts.most == 1 else None,
     )
     pieces = listed.blocks.shape[0] * num_heads // heads * cuts.most
-    programs = min(pieces, mosaic.multiprocessors())
+    programs = min(pieces, basics.multiprocessors())
     taken = Queue.untouched(listed.zero, programs, pieces)
     rows = cuts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
@@ -103,17 +105,17 @@ def paged_prefill(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_prefill",
-    )(mosaic.unsliced(inputs), taken)
+    )(basics.unsliced(inputs), taken)
     return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), sinks, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV, soft_cap: float | None) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    mosaic.require_hopper()
-    mosaic_limits.require_dtypes(q, kv.k)
-    mosaic_limits.require_head_dim(q.shape[2])
-    mosaic_limits.require_page_size(kv.page_size)
-    mosaic_limits.require_soft_cap(soft_cap)
+    basics.require_hopper()
+    refusals.require_dtypes(q, kv.k)
+    refusals.require_head_dim(q.shape[2])
+    refusals.require_page_size(kv.page_size)
+    refusals.require_soft_cap(soft_cap)
 
 
 def _static(
@@ -121,7 +123,7 @@ def _static(
 ) -> tuple[Static, Packing]:
     """What a kernel is compiled for, and how heads of a group share a block, for so many queries a sequence."""
     page_size, head_dim = kv.k.shape[2:]
-    scales = mosaic_quantised.scale_layout(kv)
+    scales = dequantise.scale_layout(kv)
     key = config.MosaicKey(
         head_dim,
         page_size,
@@ -210,7 +212,7 @@ def _kernel(
             mask = functools.partial(span.mask, position, notes, tile)
             view = scales.view(mask, span.kv_head, tile)
             o, m, l = consumer.attend(tile, span.tiles, view)  # noqa: E741
-            mosaic_flash.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), span.sinks(place))
+            kernel.write_rows(out, lse, place, (scales.applied(o, span.kv_head), m, l), span.sinks(place))
             return span.tiles
 
         consumer.start_round()
@@ -348,7 +350,7 @@ class Span(NamedTuple):
         """Leaves to consumers which pages of the i-th tile, number `tile` of the rings, are there, or `SEEN` where all
         rows of the block see all of it; and the position of its first token.
         """
-        note = notes.at[mosaic_flash.turn_of(tile, self.static.stages + 1)]
+        note = notes.at[kernel.turn_of(tile, self.static.stages + 1)]
         base, there = self.base(i), self.there(pages)
         end = base + self.static.tile_keys
         seen = (end <= self.first + 1) & (there == self.all_there)
@@ -363,7 +365,7 @@ class Span(NamedTuple):
         groups, page_size = self.paged.groups, self.paged.page_size
         if not groups:
             return []
-        token = mosaic.token_iota(self.static.tile_keys)
+        token = tiles.token_iota(self.static.tile_keys)
         row = ROWS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
         for j, page in enumerate(pages[1:], start=1):
             row = jnp.where(token >= j * self.part_tokens, jnp.maximum(page, 0), row)
@@ -459,12 +461,12 @@ class Span(NamedTuple):
 
     def rows(self, number: Any) -> jax.Array:
         """[64]: of which query a consumer's rows are."""
-        row = mosaic.token_iota(QUERIES)
+        row = tiles.token_iota(QUERIES)
         return self.first_query(number) + (row & (self.consumer_queries - 1))
 
     def mask(self, position: jax.Array, notes: Ref, tile: Any, i: Any, s: jax.Array) -> jax.Array:
         """Scores of the i-th tile, number tile + i of the rings, for rows at these positions."""
-        note = notes.at[mosaic_flash.turn_of(tile + i, self.static.stages + 1)]
+        note = notes.at[kernel.turn_of(tile + i, self.static.stages + 1)]
         there, base = note[0], note[1]
 
         def hide(s: jax.Array) -> jax.Array:
@@ -472,8 +474,8 @@ class Span(NamedTuple):
             if self.window is not None:
                 low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - base
                 sink = ROWS.filled(jnp.minimum(self.sink_tokens, base + self.static.tile_keys) - base, QUERIES)
-            limits = mosaic_wgmma.Limits(low, position + 1 - base, sink, ROWS.filled(there, QUERIES), self.part_tokens)
-            return mosaic_wgmma.hide(s, limits)
+            limits = wgmma.Limits(low, position + 1 - base, sink, ROWS.filled(there, QUERIES), self.part_tokens)
+            return wgmma.hide(s, limits)
 
         return lax.cond(there == SEEN, lambda s: s, hide, s)
 
@@ -483,7 +485,7 @@ class Span(NamedTuple):
         ours = (query >= low) & (query < self.block.end_row)
         place = ROWS.filled(lax.rem(number, self.paged.apart) * self.static.query_copies, QUERIES)
         if self.static.query_copies > 1:  # MLIR folds row / 64 to a constant, and then no kernel comes of it
-            place += lax.div(mosaic.token_iota(QUERIES), jnp.int32(self.consumer_queries))
+            place += lax.div(tiles.token_iota(QUERIES), jnp.int32(self.consumer_queries))
         ours &= place < self.paged.heads
         head = self.first_head + jnp.minimum(place, self.paged.heads - 1)
         return jnp.where(ours, self.piece.output(query, self.paged.num_tokens) * self.num_heads + head, -1)

@@ -14,13 +14,13 @@ scales of keys, which multiply columns of scores, and logarithms and inverses of
 probabilities by way of the exponent, and out of their sum.
 
     narrow.landed[0], [1]   the copies of a tile   producer, before it widens keys, values
-    k_landed, v_landed      the producer           consumers; see `mosaic_flash` for all others
+    k_landed, v_landed      the producer           consumers; see `sm90.flash.kernel` for all others
 
-No wait can last, beside those of `mosaic_flash`: the producer waits for copies it started itself, one tile of keys and
-one of values at a time, each once, and brings keys and values to the rings in the order in which it copies them there
-where nothing is widened. Factors are written where those of `stages` + 1 tiles before were: once keys of the tile after
-that have been multiplied by all consumers, which then were done with them. Before a narrow tile is copied over another,
-all threads are done reading it, which what is committed to the tensor cores makes sure of.
+No wait can last, beside those of `sm90.flash.kernel`: the producer waits for copies it started itself, one tile of keys
+and one of values at a time, each once, and brings keys and values to the rings in the order in which it copies them
+there where nothing is widened. Factors are written where those of `stages` + 1 tiles before were: once keys of the tile
+after that have been multiplied by all consumers, which then were done with them. Before a narrow tile is copied over
+another, all threads are done reading it, which what is committed to the tensor cores makes sure of.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.ops.common import mosaic, mosaic_quantised
-from pallas_attn.ops.common.mosaic import PER_COLUMN, over_columns
-from pallas_attn.ops.common.mosaic_flash import Memory, Static, View, Weights, turn_of, wait_if
-from pallas_attn.ops.common.mosaic_pages import SMALLEST_SCALE
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm90 import dequantise, tiles
+from pallas_attn.mosaic.sm90.decode_pages import SMALLEST_SCALE
+from pallas_attn.mosaic.sm90.flash.kernel import Memory, Static, View, Weights, turn_of, wait_if
+from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, over_columns
 from pallas_attn.types import ScaleLayout
 
 
@@ -45,7 +46,7 @@ class Narrow(NamedTuple):
     """Shared memory and barriers of a program, beside `Memory`.
 
     Attributes:
-      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`mosaic_quantised.tokens_in_row`).
+      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_in_row`).
       landed: barriers of both.
       factors: [stages + 1, 3, tile_keys] float32: for each token the scale of its keys, and log2 and inverse of that of
         its values; None if scales do not come with the tokens.
@@ -59,7 +60,7 @@ class Narrow(NamedTuple):
     @staticmethod
     def types(static: Static, dtype: Any, beside: int, *, token_scales: bool) -> Narrow:
         """For a cache of some dtype with `beside` tokens in a row."""
-        tile = mosaic.operand((static.tile_keys // beside, static.key_dim * beside), dtype)
+        tile = tiles.operand((static.tile_keys // beside, static.key_dim * beside), dtype)
         factors = plgpu.SMEM((static.stages + 1, 3, static.tile_keys), jnp.float32)
         landed = plgpu.Barrier(num_barriers=2, num_arrivals=static.copies)
         return Narrow(tile, tile, landed, factors if token_scales else None)
@@ -67,7 +68,7 @@ class Narrow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Widener:
-    """Fills the rings of `mosaic_flash`, as its `Producer`, with what was copied to `narrow`."""
+    """Fills the rings of `sm90.flash.kernel`, as its `Producer`, with what was copied to `narrow`."""
 
     static: Static
     mem: Memory
@@ -79,7 +80,7 @@ class Widener:
         plgpu.barrier_wait(self.narrow.landed.at[0])
         wait_if(tile >= self.static.stages, self.mem.k_free.at[slot])
         prepare()
-        mosaic_quantised.widen(self.narrow.k, self.mem.k.at[slot])
+        dequantise.widen(self.narrow.k, self.mem.k.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.mem.k_landed.at[slot])
 
@@ -91,12 +92,12 @@ class Widener:
 
             @pl.when(~whole)
             def _clear() -> None:
-                kept = alive(mosaic.token_iota(self.static.tile_keys))
-                mosaic_quantised.clear(self.narrow.v, self.static.value_dim, kept)
+                kept = alive(tiles.token_iota(self.static.tile_keys))
+                dequantise.clear(self.narrow.v, self.static.value_dim, kept)
                 plgpu.commit_smem()
 
         wait_if(tile >= self.static.stages, self.mem.v_free.at[slot])
-        mosaic_quantised.widen(self.narrow.v, self.mem.v.at[slot])
+        dequantise.widen(self.narrow.v, self.mem.v.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.mem.v_landed.at[slot])
 
@@ -129,7 +130,7 @@ class Scales(NamedTuple):
             return View(mask)
 
         def load(i: Any, number: int) -> jax.Array:
-            return mosaic.load(self.factors.at[turn_of(tile + i, self.factors.shape[0]), number], PER_COLUMN)
+            return basics.load(self.factors.at[turn_of(tile + i, self.factors.shape[0]), number], PER_COLUMN)
 
         return View(
             mask,
@@ -142,5 +143,5 @@ class Scales(NamedTuple):
         if self.layout == "head":
             return o * self.v[head]
         if self.layout == "channel":
-            return o * over_columns(mosaic.load(self.v.at[head], PER_COLUMN), o.shape)
+            return o * over_columns(basics.load(self.v.at[head], PER_COLUMN), o.shape)
         return o

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import oracle
-from pallas_attn.ops.common.visibility import head_windows, in_window
+from pallas_attn.portable import oracle
+from pallas_attn.portable.visibility import head_windows, in_window
 from pallas_attn.types import HeadWindow, PagedKV
 
 

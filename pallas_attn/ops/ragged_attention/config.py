@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.ops.common.flash_config import MosaicConfig
-from pallas_attn.ops.common.online_softmax import XlaConfig, prefill_heuristic, tile_queries
+from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
+from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
 def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:

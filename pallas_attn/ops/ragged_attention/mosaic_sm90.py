@@ -1,4 +1,4 @@
-"""`ragged_attention` on Hopper; see `mosaic_flash` for how a program works.
+"""`ragged_attention` on Hopper; see `sm90.flash.kernel` for how a program works.
 
 Copies begin at multiples of 8 rows, sequences anywhere: the first rows of a block of queries, or of a tile of keys, and
 the last ones, may be those of neighbours, whatever they hold. Queries of neighbours are computed and not written, keys
@@ -17,13 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common import mosaic, mosaic_flash, mosaic_limits, mosaic_wgmma
-from pallas_attn.ops.common.flash_config import ALIGNMENT, QUERIES
-from pallas_attn.ops.common.mosaic import Ref
-from pallas_attn.ops.common.mosaic_flash import ROWS, Consumer, Memory, Producer, Static, View
-from pallas_attn.ops.common.mosaic_flash_blocks import Lengths, Listing, list_blocks
-from pallas_attn.ops.common.mosaic_flash_parts import Cuts
-from pallas_attn.ops.common.mosaic_flash_work import Block, Piece, Queue, Work, aligned, padded
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.sm90 import tiles, wgmma
+from pallas_attn.mosaic.sm90.flash import kernel
+from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
+from pallas_attn.mosaic.sm90.flash.kernel import ROWS, Consumer, Memory, Producer, Static, View
+from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listing, list_blocks
+from pallas_attn.mosaic.sm90.flash.split import Cuts
+from pallas_attn.mosaic.sm90.flash.work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -83,7 +85,7 @@ def ragged_attention(
     k, v = (padded(x, static.tile_keys) for x in (k, v))
     together = config.heads_together(num_heads, num_kv_heads, kv_bytes=(k[:, 0].size + v[:, 0].size) * k.dtype.itemsize)
     pieces = listed.blocks.shape[0] * num_heads * cuts.most
-    programs = min(pieces, mosaic.multiprocessors())
+    programs = min(pieces, basics.multiprocessors())
     taken = Queue.untouched(listed.zero, programs, pieces)
     rows = cuts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
@@ -99,14 +101,14 @@ def ragged_attention(
         scratch_types=(*Memory.types(static, q.dtype), *Queue.types(taken)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(mosaic.unsliced(Inputs(q, k, v, listed.blocks, listed.count)), taken)
+    )(basics.unsliced(Inputs(q, k, v, listed.blocks, listed.count)), taken)
     return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), None, out_dtype)
 
 
 def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    mosaic.require_hopper()
-    mosaic_limits.require_dtypes(q, k)
+    basics.require_hopper()
+    refusals.require_dtypes(q, k)
     if (q.shape[2], v.shape[2]) not in HEADS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {taken}, got {q.shape[2]}/{v.shape[2]}")
@@ -137,7 +139,7 @@ def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, 
         def attend(_: Any, tile: Any, piece: Piece) -> Any:
             rows = _Rows.of(static, call, x, piece, warpgroup)
             result = consumer.attend(tile, rows.tiles, View(rows.mask))
-            mosaic_flash.write_rows(out, lse, rows.place(num_heads), result)
+            kernel.write_rows(out, lse, rows.place(num_heads), result)
             return rows.tiles
 
         consumer.start_round()
@@ -179,7 +181,7 @@ class _Rows(NamedTuple):
 
     @property
     def row(self) -> jax.Array:
-        return self.first + mosaic.token_iota(QUERIES)
+        return self.first + tiles.token_iota(QUERIES)
 
     def mask(self, tile: Any, s: jax.Array) -> jax.Array:
         nominal = aligned(self.block.first_key) + (self.first_tile + tile) * self.static.tile_keys
@@ -190,8 +192,8 @@ class _Rows(NamedTuple):
         def hide(s: jax.Array) -> jax.Array:
             # Causal rows of the next sequence see too much. They are not written.
             high = ROWS.filled((self.first + self.newer if self.call.causal else end) - start, QUERIES)
-            high = high + mosaic.token_iota(QUERIES) if self.call.causal else high
-            return mosaic_wgmma.hide(s, mosaic_wgmma.Limits(ROWS.filled(low - start, QUERIES), high))
+            high = high + tiles.token_iota(QUERIES) if self.call.causal else high
+            return wgmma.hide(s, wgmma.Limits(ROWS.filled(low - start, QUERIES), high))
 
         sees_all = (low == start) & (start + self.static.tile_keys <= end)
         return lax.cond(sees_all, lambda s: s, hide, s)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.ops.common import oracle
+from pallas_attn.portable import oracle
 
 
 def ragged_attention(

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.ops.common.online_softmax import QueryTiles, Tile, attend_rows
-from pallas_attn.ops.common.page_tiles import Lanes
 from pallas_attn.ops.ragged_attention import config
+from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
+from pallas_attn.portable.page_tiles import Lanes
 
 
 def ragged_attention(

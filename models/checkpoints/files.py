@@ -1,0 +1,263 @@
+"""Hugging Face checkpoint directories: config.json and safetensors, known from their headers before a tensor is read.
+
+Nothing in a directory is ever executed: a pickle is refused, whatever code comes along is not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from models.checkpoints import mxfp4
+from models.config.deepseek import ModelConfig, read_config
+from models.config.entries import token_ids
+from models.config.gqa import GQAConfig
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+}
+
+_PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
+"""Endings of the names of tensors that may be packed as MXFP4."""
+
+_HEADER_LIMIT = 100_000_000
+"""Bytes of a header that the format allows."""
+
+
+class CheckpointError(ValueError):
+    """What is wrong with a checkpoint directory, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Attributes:
+      path: its safetensors file.
+      dtype: as the file names it: "BF16", "F8_E4M3", ...
+      shape: its sizes.
+      start, stop: its bytes in the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """The tensor as stored, mapped and not copied."""
+        raw = np.memmap(self.path, np.uint8, "r")[self.start : self.stop]
+        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A directory whose headers have been read.
+
+    Attributes:
+      config: its config.json.
+      tensors: tensor name to where it lies.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as it is meant: FP8 blocks times their scales, in float32; MXFP4 groups times theirs, in bfloat16;
+        others as stored."""
+        if name in self._packed([name]):
+            return mxfp4.dequantise(*(self.tensors[f"{name}{part}"].read() for part in mxfp4.PARTS))
+        stored = self.tensors[name]
+        if stored.dtype != "F8_E4M3":
+            return stored.read()
+        if self.config.fp8_block is None:
+            raise CheckpointError(f"{name} is stored in FP8, but config.json has no quantization_config")
+        return dequantise(stored.read(), self.tensors[scale_name(name)].read(), self.config.fp8_block)
+
+    def inspect(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Holds the stored tensors against the wanted names and shapes; reads none of them.
+
+        Returns:
+          Tensors that are there and not used, with the reason.
+
+        Raises:
+          CheckpointError: tensors that are missing, not wanted, misshaped or of a dtype that is not supported.
+        """
+        bytes_of = {f"{name}{part}" for name in self._packed(wanted) for part in mxfp4.PARTS}
+        wanted = self._stored_shapes(wanted)
+        ignored = {name: why for name in self.tensors.keys() - wanted.keys() if (why := self._why_ignored(name))}
+        present = [(name, self.tensors[name]) for name in wanted if name in self.tensors]
+        problems = {
+            "missing": [name for name in wanted if name not in self.tensors],
+            "not part of the model": sorted(self.tensors.keys() - wanted.keys() - ignored.keys()),
+            "misshaped": [f"{n} {list(t.shape)} for {list(wanted[n])}" for n, t in present if t.shape != wanted[n]],
+            "of an unsupported dtype": [f"{n} {t.dtype}" for n, t in present if not self._readable(t, n in bytes_of)],
+        }
+        found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
+        if found:
+            raise CheckpointError(f"tensors do not fit config.json; {'; '.join(found)}")
+        return ignored
+
+    def _stored_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The same in the form they are stored in: with scales, and experts as their packed parts."""
+        packed = self._packed(wanted)
+        stored = {name: shape for name, shape in wanted.items() if name not in packed}
+        for name in packed:
+            shapes = mxfp4.packed_shapes(wanted[name])
+            stored |= {f"{name}{part}": shape for part, shape in zip(mxfp4.PARTS, shapes, strict=True)}
+        return stored | self._wanted_scales(stored)
+
+    def _packed(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that are packed as MXFP4, which only experts can be."""
+        if not isinstance(self.config, GQAConfig) or not self.config.mxfp4_experts:
+            return set()
+        return {name for name in names if name.endswith(_PACKABLE) and f"{name}_blocks" in self.tensors}
+
+    def _wanted_scales(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        if self.config.fp8_block is None:
+            return {}
+        return {
+            scale_name(name): tuple(-(-n // b) for n, b in zip(wanted[name], self.config.fp8_block, strict=True))
+            for name in wanted
+            if name in self.tensors and self.tensors[name].dtype == "F8_E4M3" and len(wanted[name]) == 2
+        }
+
+    def _readable(self, tensor: StoredTensor, of_bytes: bool) -> bool:
+        if tensor.dtype == "F8_E4M3":
+            return self.config.fp8_block is not None and len(tensor.shape) == 2
+        return tensor.dtype in _DTYPES and (tensor.dtype == "U8") == of_bytes
+
+    def _why_ignored(self, name: str) -> str | None:
+        last = self.config.num_hidden_layers
+        extra = range(last, last + self.config.num_nextn_predict_layers)
+        if any(name.startswith(f"model.layers.{i}.") for i in extra):
+            return "belongs to a multi-token prediction layer"
+        if name.endswith(".rotary_emb.inv_freq"):
+            return "follows from the rope parameters"
+        if name == "lm_head.weight" and self.config.tie_word_embeddings:
+            return "is tied to the embeddings"
+        return None
+
+
+def scale_name(name: str) -> str:
+    """Name of the block scales of an FP8 weight."""
+    return f"{name}_scale_inv"
+
+
+def dequantise(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """weight [out, in] times the float32 scale of its block [ceil(out / rows), ceil(in / columns)], in float32.
+
+    Blocks at the edges are smaller where the sizes do not divide.
+    """
+    rows = np.repeat(scale.astype(np.float32), block[0], axis=0)[: weight.shape[0]]
+    return weight.astype(np.float32) * np.repeat(rows, block[1], axis=1)[:, : weight.shape[1]]
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Reads config.json and the headers of all safetensors files.
+
+    Raises:
+      CheckpointError: a file is missing or malformed, or there are only pickles.
+      ValueError, NotImplementedError: as `read_config`.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return Checkpoint(config, _read_header(single))
+    if index.is_file():
+        return Checkpoint(config, _read_sharded(directory, _read_json(index)))
+    if pickles := sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}")):
+        raise CheckpointError(
+            f"{directory}: {_some(pickles)} may run code when read; convert the checkpoint to safetensors"
+        )
+    raise CheckpointError(f"{directory}: neither {single.name} nor {index.name} is there")
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """The model a directory holds; a generation_config.json's end-of-sequence ids come before config.json's.
+
+    Raises:
+      CheckpointError: there is no readable config.json.
+      ValueError, NotImplementedError: as `read_config`.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: there is no config.json")
+    config = read_config(_read_json(path))
+    generation = path.with_name("generation_config.json")
+    given = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return content
+
+
+def _read_sharded(directory: Path, index: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        raise CheckpointError(f"{directory}: the safetensors index has no weight_map of tensor names to file names")
+    if outside := sorted({f for f in places.values() if Path(f).name != f or not f.endswith(".safetensors")}):
+        raise CheckpointError(f"{directory}: the index names {_some(outside)}, not safetensors files of the directory")
+    headers = {file: _read_header(directory / file) for file in sorted(set(places.values()))}
+    stored = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    if wrong := sorted(name for name, file in places.items() if name not in headers[file]):
+        raise CheckpointError(f"{directory}: the index promises tensors their files do not hold: {_some(wrong)}")
+    if unlisted := stored.keys() - places.keys():
+        raise CheckpointError(f"{directory}: files hold tensors the index does not list: {_some(unlisted)}")
+    return stored
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_HEADER_LIMIT, size - 8):
+            raise CheckpointError(f"{path}: not a safetensors file: its header would be {length} bytes of {size}")
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        return {
+            name: _stored_tensor(path, 8 + length, entry, size)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _stored_tensor(path: Path, data: int, entry: Mapping[str, Any], size: int) -> StoredTensor:
+    start, stop = entry["data_offsets"]
+    tensor = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data + start, data + stop)
+    itemsize = _DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else None
+    if not data <= tensor.start <= tensor.stop <= size:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} lies outside the file")
+    if itemsize is not None and tensor.stop - tensor.start != math.prod(tensor.shape) * itemsize:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} has {tensor.stop - tensor.start} bytes")
+    return tensor
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,299 @@
+"""How a checkpoint's tensors become the model's weights, and small random models in their place.
+
+The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
+tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
+projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved
+from pairs to halves (`rope`), gpt-oss's gates from every second column to the first half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from models.checkpoints.files import open_checkpoint
+from models.config.deepseek import DeepSeekConfig, ModelConfig, with_windows
+from models.config.gqa import GQAConfig
+from models.config.windows import Windows
+from models.decoder.mla import AttentionSettings
+from models.decoder.model import Decoder
+from models.decoder.rope import halves_order
+
+_log = logging.getLogger(__name__)
+
+type Shape = tuple[int, ...]
+type Read = Callable[[str], np.ndarray]
+"""A tensor of the checkpoint, by its name."""
+
+type Order = np.ndarray | slice
+"""Which of a projection's outputs comes where."""
+
+AS_STORED = slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a parameter is made of.
+
+    Attributes:
+      tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
+      pack: makes the parameter of them.
+      in_f32: whether it stays in float32 whatever the model's dtype.
+    """
+
+    tensors: Mapping[str, Shape]
+    pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
+    in_f32: bool = False
+
+
+def weight_sources(config: ModelConfig) -> dict[str, Source]:
+    """The source of every parameter, by its dotted path in `Decoder`."""
+    embedding = (config.vocab_size, config.hidden_size)
+    sources = {
+        "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
+        "norm.weight": _norm("model.norm", config.hidden_size),
+    }
+    if not config.tie_word_embeddings:
+        sources["lm_head.weight"] = _linear("lm_head", *embedding)
+    for i in range(config.num_hidden_layers):
+        name = f"model.layers.{i}"
+        layer = {
+            "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
+            "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
+            **_under("self_attn", _attention(config, f"{name}.self_attn")),
+            **_under("mlp", _feed_forward(config, i, f"{name}.mlp")),
+        }
+        sources |= _under(f"layers.{i}", layer)
+    return sources
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor a checkpoint of this model must hold."""
+    sources = weight_sources(config).values()
+    return {name: shape for source in sources for name, shape in source.tensors.items()}
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the model, without allocating it."""
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in checkpoint_shapes(config).values())
+
+
+def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
+    return {f"{prefix}.{path}": source for path, source in sources.items()}
+
+
+def _norm(name: str, width: int) -> Source:
+    return Source({f"{name}.weight": (width,)})
+
+
+def _linear(name: str, out_width: int, in_width: int, order: Order = AS_STORED) -> Source:
+    return Source({f"{name}.weight": (out_width, in_width)}, lambda t: next(t)[order].T)
+
+
+def _bias(name: str, width: int, order: Order = AS_STORED) -> Source:
+    return Source({f"{name}.bias": (width,)}, lambda t: next(t)[order])
+
+
+def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
+    return _mla(config, name) if isinstance(config, DeepSeekConfig) else _gqa(config, name)
+
+
+def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
+    heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
+    head_order = np.concatenate([np.arange(nope), nope + rotary])
+    query_order = (np.arange(heads)[:, None] * config.qk_head_dim + head_order[None, :]).reshape(-1)
+    latent_order = np.concatenate([np.arange(rank), rank + rotary])
+    expand = {f"{name}.kv_b_proj.weight": (heads * (nope + value), rank)}
+    sources = {
+        "kv_a_proj_with_mqa.weight": _linear(f"{name}.kv_a_proj_with_mqa", config.latent_width, width, latent_order),
+        "kv_a_layernorm.weight": _norm(f"{name}.kv_a_layernorm", rank),
+        "w_uk": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, :nope]),
+        "w_uv": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, nope:]),
+        "o_proj.weight": _linear(f"{name}.o_proj", width, heads * value),
+    }
+    query_width = heads * config.qk_head_dim
+    if config.q_lora_rank is None:
+        sources["q_proj.weight"] = _linear(f"{name}.q_proj", query_width, width, query_order)
+    else:
+        sources["q_a_proj.weight"] = _linear(f"{name}.q_a_proj", config.q_lora_rank, width)
+        sources["q_a_layernorm.weight"] = _norm(f"{name}.q_a_layernorm", config.q_lora_rank)
+        sources["q_b_proj.weight"] = _linear(f"{name}.q_b_proj", query_width, config.q_lora_rank, query_order)
+    if config.attention_bias:
+        sources["kv_a_proj_with_mqa.bias"] = _bias(f"{name}.kv_a_proj_with_mqa", config.latent_width, latent_order)
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", width)
+        if config.q_lora_rank is not None:
+            sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
+    return sources
+
+
+def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
+    query_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    widths = {f"{name}.q_proj": query_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
+    joined = {f"{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
+    sources = {
+        "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1)),
+        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, query_width),
+    }
+    if config.attention_bias:
+        biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
+        sources["qkv_proj.bias"] = Source(biases, lambda t: np.concatenate(list(t)))
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", config.hidden_size)
+    if config.learned_sinks:
+        sources["sinks"] = Source({f"{name}.sinks": (config.num_attention_heads,)}, in_f32=True)
+    if config.qk_norm:
+        sources |= {f"{norm}.weight": _norm(f"{name}.{norm}", config.head_dim) for norm in ("q_norm", "k_norm")}
+    return sources
+
+
+def _feed_forward(config: ModelConfig, index: int, name: str) -> dict[str, Source]:
+    if config.is_dense(index):
+        return _mlp(config, name)
+    return _moe(config, name) if isinstance(config, DeepSeekConfig) else _biased_moe(config, name)
+
+
+def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
+    width, hidden = config.hidden_size, hidden or config.intermediate_size
+    gate_up = {f"{name}.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
+    return {
+        "gate_up_proj.weight": Source(gate_up, lambda t: np.concatenate([w.T for w in t], axis=1)),
+        "down_proj.weight": _linear(f"{name}.down_proj", width, hidden),
+    }
+
+
+def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
+    experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    prefixes = [f"{name}.experts.{e}" for e in range(experts)]
+    gate_up = {f"{p}.{part}_proj.weight": (hidden, width) for p in prefixes for part in ("gate", "up")}
+    down = {f"{p}.down_proj.weight": (width, hidden) for p in prefixes}
+
+    def join(tensors: Iterator[np.ndarray]) -> np.ndarray:
+        return np.stack([np.concatenate([gate.T, up.T], axis=1) for gate, up in itertools.batched(tensors, 2)])
+
+    sources = {
+        "gate.weight": dataclasses.replace(_linear(f"{name}.gate", experts, width), in_f32=True),
+        "gate_up_proj": Source(gate_up, join),
+        "down_proj": Source(down, lambda t: np.stack([w.T for w in t])),
+    }
+    if config.topk_method == "noaux_tc":
+        bias = {f"{name}.gate.e_score_correction_bias": (experts,)}
+        sources["gate.e_score_correction_bias"] = Source(bias, in_f32=True)
+    if config.n_shared_experts:
+        shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts)
+        sources |= _under("shared_experts", shared)
+    return sources
+
+
+def _biased_moe(config: GQAConfig, name: str) -> dict[str, Source]:
+    """Of gpt-oss, whose checkpoints hold all experts of a layer in one tensor, columns of gates and up in turns."""
+    count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+
+    def halves(tensors: Iterator[np.ndarray]) -> np.ndarray:
+        gate_up = next(tensors)
+        return np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
+
+    return {
+        "router.weight": dataclasses.replace(_linear(f"{name}.router", count, width), in_f32=True),
+        "router.bias": dataclasses.replace(_bias(f"{name}.router", count), in_f32=True),
+        "gate_up_proj": Source({f"{name}.experts.gate_up_proj": (count, width, 2 * hidden)}, halves),
+        "gate_up_proj_bias": Source({f"{name}.experts.gate_up_proj_bias": (count, 2 * hidden)}, halves),
+        "down_proj": Source({f"{name}.experts.down_proj": (count, hidden, width)}),
+        "down_proj_bias": Source({f"{name}.experts.down_proj_bias": (count, width)}),
+    }
+
+
+def load_model(
+    directory: str | Path,
+    dtype: DTypeLike | None = None,
+    settings: AttentionSettings = AttentionSettings(),
+    windows: Windows | None = None,
+) -> Decoder:
+    """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
+
+    Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
+    time.
+
+    Args:
+      dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
+      settings: how it attends.
+      windows: what its layers' heads see, in place of what config.json says.
+
+    Raises:
+      CheckpointError: what is missing, extra, misshaped or unreadable.
+      ValueError, NotImplementedError: as `read_config` and `with_windows`.
+    """
+    checkpoint = open_checkpoint(directory)
+    config = checkpoint.config if windows is None else with_windows(checkpoint.config, windows)
+    for name, why in checkpoint.inspect(checkpoint_shapes(config)).items():
+        _log.info("%s is not loaded: it %s", name, why)
+    if dtype is None:
+        dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
+    return _assemble(config, checkpoint.read, dtype, settings)
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: DTypeLike = jnp.float32,
+    settings: AttentionSettings = AttentionSettings(),
+) -> Decoder:
+    """The model `save_random_checkpoint` writes for this seed."""
+    shapes = checkpoint_shapes(config)
+    return _assemble(config, lambda name: random_tensor(name, shapes[name], seed), dtype, settings)
+
+
+def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
+    """Writes a random model as a Hugging Face directory in float32."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
+    if isinstance(unquantised, GQAConfig):
+        unquantised = dataclasses.replace(unquantised, mxfp4_experts=False)
+    (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
+    tensors = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
+    """float32 values that keep activations near 1, so that a random model's tokens depend on all it has read."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = rng.standard_normal(shape, np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + 0.3 * values
+    if name.endswith(".sinks"):
+        return 2 * values
+    if len(shape) == 1 or name.endswith("_bias"):
+        return 0.1 * values
+    if name == "model.embed_tokens.weight":
+        return values
+    return values * np.float32(1.5 * shape[1] ** -0.5)
+
+
+def _assemble(config: ModelConfig, read: Read, dtype: DTypeLike, settings: AttentionSettings) -> Decoder:
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype.name}")
+    model = nnx.eval_shape(lambda: Decoder(config, settings, dtype))
+    graph, state = nnx.split(model)
+    sources = weight_sources(config)
+
+    def make(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
+        source = sources[".".join(map(str, path))]
+        kind = np.float32 if source.in_f32 else dtype
+        packed = source.pack(read(name).astype(kind, copy=False) for name in source.tensors)
+        return parameter.replace(jnp.array(packed))
+
+    return nnx.merge(graph, nnx.map_state(make, state))

@@ -1,0 +1,278 @@
+"""What a model is: its configuration, from and to a Hugging Face config.json; here that of the DeepSeek family."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from models.config.entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
+from models.config.gqa import FAMILIES, GQAConfig
+from models.config.rope import YarnConfig, read_rope, rope_entry
+from models.config.windows import Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeekConfig:
+    """A model of the DeepSeek-V2 or V3 family. Fields have the names and meanings of Hugging Face's config.json.
+
+    The two families differ in how experts are chosen, and here only in the fields that say so. Layers before
+    `first_k_dense_replace` are dense, the others mixtures of experts.
+
+    Attributes:
+      q_lora_rank: rank of the query projection, None where it is full.
+      topk_method: "greedy" takes the best experts; "group_limited_greedy" (V2) those of the groups with the best single
+        expert; "noaux_tc" (V3) those of the groups with the best two by score plus a learned bias, which chooses but
+        does not weigh.
+      scoring_func: how router logits become scores.
+      norm_topk_prob: whether the chosen weights are made to sum to 1 before they are scaled.
+      rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
+      yarn: None for plain rotary embedding.
+      eos_token_ids: ids that end a sequence.
+      dtype: what the checkpoint is stored in.
+      fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
+      num_nextn_predict_layers: multi-token prediction layers a checkpoint may hold past the last layer; not used.
+    """
+
+    model_type: Literal["deepseek_v2", "deepseek_v3"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
+    moe_intermediate_size: int = 0
+    n_routed_experts: int = 0
+    n_shared_experts: int = 0
+    num_experts_per_tok: int = 0
+    first_k_dense_replace: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    rope_theta: float = 10000.0
+    rope_interleave: bool = True
+    yarn: YarnConfig | None = None
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    fp8_block: tuple[int, int] | None = None
+    num_nextn_predict_layers: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads kv_lora_rank"
+            " qk_nope_head_dim qk_rope_head_dim v_head_dim max_position_embeddings n_group topk_group"
+        )
+        at_least(1, {name: getattr(self, name) for name in sizes.split()})
+        counts = "first_k_dense_replace n_shared_experts num_nextn_predict_layers"
+        at_least(0, {name: getattr(self, name) for name in counts.split()})
+        if self.q_lora_rank is not None:
+            at_least(1, {"q_lora_rank": self.q_lora_rank})
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim: expected an even number, got {self.qk_rope_head_dim}")
+        if self.num_moe_layers:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        names = "moe_intermediate_size n_routed_experts num_experts_per_tok"
+        at_least(1, {name: getattr(self, name) for name in names.split()})
+        selectable = self.n_routed_experts
+        if self.topk_method != "greedy":
+            if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
+                raise ValueError(
+                    f"n_group: expected a divisor of n_routed_experts={self.n_routed_experts} that is at least"
+                    f" topk_group={self.topk_group}, got {self.n_group}"
+                )
+            per_group = self.n_routed_experts // self.n_group
+            if self.topk_method == "noaux_tc" and per_group < 2:
+                raise ValueError(f"n_group: noaux_tc ranks groups by two experts each, n_group={self.n_group} leaves 1")
+            selectable = self.topk_group * per_group
+        if self.num_experts_per_tok > selectable:
+            raise ValueError(
+                f"num_experts_per_tok: expected at most the {selectable} experts to choose from,"
+                f" got {self.num_experts_per_tok}"
+            )
+
+    @property
+    def num_moe_layers(self) -> int:
+        return max(0, self.num_hidden_layers - self.first_k_dense_replace)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of an expanded query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """L + R: what the cache holds per token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """R: columns of a query or key that are rotated."""
+        return self.qk_rope_head_dim
+
+    @property
+    def rope_scaling(self) -> YarnConfig | None:
+        """How the rotary embedding is stretched."""
+        return self.yarn
+
+    @property
+    def windows(self) -> None:
+        """What each layer's heads see: everything, all of them, since they share one latent."""
+        return None
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is no mixture of experts."""
+        return layer < self.first_k_dense_replace
+
+    @property
+    def sm_scale(self) -> float:
+        """What query-key products are multiplied by, YaRN's temperature included."""
+        return self.qk_head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
+
+    @classmethod
+    def from_hf(cls, config: Json) -> DeepSeekConfig:
+        """Reads the contents of a config.json, with old or new names of its rope and dtype entries.
+
+        Raises:
+          ValueError: an entry is missing, malformed or contradicts another.
+          NotImplementedError: the model has a feature, named, that this one lacks.
+        """
+        return _from_hf(config)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
+        entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        yarn, fp8_block, eos = entries.pop("yarn"), entries.pop("fp8_block"), entries.pop("eos_token_ids")
+        entries["architectures"] = [_ARCHITECTURES[self.model_type]]
+        entries["hidden_act"] = "silu"
+        entries["num_key_value_heads"] = self.num_attention_heads
+        entries["torch_dtype"] = entries.pop("dtype")
+        entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
+        entries["rope_scaling"] = rope_entry(yarn)
+        if fp8_block is not None:
+            entries["quantization_config"] = quantization_entry(fp8_block)
+        return entries
+
+
+_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+
+# How each family may choose experts; the first value is meant where config.json leaves it unsaid.
+_ROUTING = {
+    "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
+    "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+}
+
+# Entries without which two readers of one config.json could build two models. The nullable ones may say that there is
+# none of something, but they must say it.
+_EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
+_NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_GROUPS = ("n_group", "topk_group")
+
+_ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
+
+
+def _from_hf(config: Json) -> DeepSeekConfig:
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError("config.json: model_type is missing")
+    if str(model_type) not in _ROUTING:
+        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(_ROUTING)}")
+    routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
+    _require(config, routing["topk_method"])
+    _refuse_unsupported(config)
+    entries = read_fields(DeepSeekConfig, config)
+    if model_type == "deepseek_v2":
+        # Older checkpoints of this family carry them, and its models apply neither.
+        entries |= {"norm_topk_prob": False, "rope_interleave": True}
+    else:
+        entries.setdefault("num_nextn_predict_layers", 1)
+    theta, yarn = read_rope(config, ("default", "yarn"))
+    special: dict[str, Any] = {
+        "model_type": model_type,
+        "rope_theta": theta,
+        "yarn": yarn,
+        "dtype": dtype_of(config),
+        "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
+        "fp8_block": fp8_block(config),
+    }
+    return DeepSeekConfig(**{**entries, **routing, **special})
+
+
+def _routing(config: Json, name: str) -> str:
+    supported = _ROUTING[config["model_type"]][name]
+    value = str(config.get(name) or supported[0])
+    if value not in supported:
+        raise NotImplementedError(f"{name} {value!r} of a {config['model_type']}: expected {' or '.join(supported)}")
+    return value
+
+
+def _require(config: Json, topk_method: str) -> None:
+    names = [f.name for f in dataclasses.fields(DeepSeekConfig) if f.type == "int" and f.default is dataclasses.MISSING]
+    names += [*_EXPLICIT, *(_GROUPS if topk_method != "greedy" else ())]
+    if config["model_type"] == "deepseek_v3":
+        names.append("norm_topk_prob")
+    missing = [n for n in names if config.get(n) is None] + [n for n in _NULLABLE if n not in config]
+    if missing:
+        raise ValueError(f"config.json: {', '.join(missing)} missing")
+
+
+def _refuse_unsupported(config: Json) -> None:
+    """Raises NotImplementedError for features that would change what the model computes and are not here."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
+    if config.get("mlp_bias"):
+        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+    if config.get("head_windows") is not None:
+        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise NotImplementedError(f"moe_layer_freq {config['moe_layer_freq']!r}: expected 1")
+    heads = config["num_attention_heads"]
+    if config.get("num_key_value_heads", heads) not in (None, heads):
+        raise NotImplementedError(
+            f"num_key_value_heads {config['num_key_value_heads']!r}: latent attention expands to as many as"
+            f" num_attention_heads={heads}"
+        )
+
+
+type ModelConfig = DeepSeekConfig | GQAConfig
+
+
+def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
+    """The same model, its heads with other windows.
+
+    Raises:
+      NotImplementedError: a model with latent attention.
+      ValueError: another number of layers or KV heads than the model has.
+    """
+    if isinstance(config, DeepSeekConfig):
+        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
+    return dataclasses.replace(config, windows=windows)
+
+
+def read_config(config: Json) -> ModelConfig:
+    """Reads the contents of a config.json of any family.
+
+    Raises:
+      ValueError: an entry is missing, malformed or contradicts another.
+      NotImplementedError: a family or a feature, named, that is not here.
+    """
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError("config.json: model_type is missing")
+    if str(model_type) in FAMILIES:
+        return GQAConfig.from_hf(config)
+    if str(model_type) in _ROUTING:
+        return DeepSeekConfig.from_hf(config)
+    raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join([*_ROUTING, *FAMILIES])}")

@@ -1,0 +1,276 @@
+"""What a decoder with grouped-query attention is: the configurations of Qwen3, Llama and gpt-oss, from and to
+config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from models.config.entries import (
+    Json,
+    at_least,
+    dtype_of,
+    fp8_block,
+    json_object,
+    quantization_entry,
+    read_fields,
+    token_ids,
+)
+from models.config.rope import RopeScaling, read_rope, rope_entry
+from models.config.windows import (
+    Windows,
+    check_windows,
+    layer_kinds,
+    read_head_windows,
+    read_layer_types,
+    window_entries,
+)
+
+MXFP4_GROUP = 32
+"""Weights that share a scale."""
+
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+"""model_type to the name of its class in Hugging Face transformers."""
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+# Of gpt-oss, whose defaults are not those of the others.
+_EXPLICIT = (
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "attention_bias",
+    "rms_norm_eps",
+)
+
+_OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit")
+
+
+@dataclasses.dataclass(frozen=True)
+class GQAConfig:
+    """A model of the Qwen3, Llama or gpt-oss family. Fields have the names and meanings of Hugging Face's config.json.
+
+    Qwen3 has norms of queries and keys. gpt-oss (arXiv:2508.10925) has learned sinks, and mixtures of experts in all
+    layers, every second one of which attends to a window.
+
+    Attributes:
+      num_key_value_heads: Hkv, each of which num_attention_heads / Hkv query heads share.
+      head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
+      attention_bias: whether the four projections of attention have biases.
+      num_local_experts, num_experts_per_tok: of a layer, and those that each token visits; 0 where layers are dense.
+      swiglu_alpha, swiglu_limit: of the experts' gates, as `moe.ClampedSwiglu` has them.
+      rope_scaling: None for plain rotary embedding.
+      windows: what each layer's KV heads see, as `models.windows` has it; None where all see everything.
+      eos_token_ids: ids that end a sequence.
+      dtype: what the checkpoint is stored in.
+      fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
+      mxfp4_experts: whether the checkpoint holds experts in the form that `models.mxfp4` reads.
+    """
+
+    model_type: Literal["qwen3", "llama", "gpt_oss"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    windows: Windows | None = None
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    fp8_block: tuple[int, int] | None = None
+    mxfp4_experts: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+        at_least(1, {name: getattr(self, name) for name in sizes})
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of num_attention_heads={self.num_attention_heads},"
+                f" got {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        if self.windows is not None:
+            check_windows(self.windows, self.num_hidden_layers, self.num_key_value_heads)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.model_type != "gpt_oss":
+            if self.num_local_experts or self.mxfp4_experts:
+                raise ValueError(
+                    f"num_local_experts: expected none in a {self.model_type}, got {self.num_local_experts}"
+                )
+            return
+        at_least(1, {name: getattr(self, name) for name in ("num_local_experts", "num_experts_per_tok")})
+        if self.num_experts_per_tok > self.num_local_experts:
+            wanted = f"at most num_local_experts={self.num_local_experts}"
+            raise ValueError(f"num_experts_per_tok: expected {wanted}, got {self.num_experts_per_tok}")
+        if self.swiglu_limit <= 0:
+            raise ValueError(f"swiglu_limit: expected a positive number, got {self.swiglu_limit}")
+        if self.mxfp4_experts and (self.hidden_size % MXFP4_GROUP or self.intermediate_size % MXFP4_GROUP):
+            sizes = f"{self.hidden_size} and {self.intermediate_size}"
+            raise ValueError(
+                f"hidden_size, intermediate_size: expected multiples of {MXFP4_GROUP} for MXFP4, got {sizes}"
+            )
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether every head of queries and keys is normed before it is rotated."""
+        return self.model_type == "qwen3"
+
+    @property
+    def learned_sinks(self) -> bool:
+        """Whether every query head has a learned logit in its softmax denominator."""
+        return self.model_type == "gpt_oss"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a query or key that are rotated: all."""
+        return self.head_dim
+
+    @property
+    def sm_scale(self) -> float:
+        """What query-key products are multiplied by."""
+        return self.head_dim**-0.5
+
+    @property
+    def num_nextn_predict_layers(self) -> int:
+        """Layers a checkpoint may hold past the last one, for predicting further tokens: these families have none."""
+        return 0
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is no mixture of experts: all are alike."""
+        return not self.num_local_experts
+
+    @classmethod
+    def from_hf(cls, config: Json) -> GQAConfig:
+        """Reads the contents of a config.json, with old or new names of its rope and dtype entries.
+
+        Raises:
+          ValueError: an entry is missing, malformed or contradicts another.
+          NotImplementedError: the model has a feature, named, that this one lacks.
+        """
+        model_type = config.get("model_type")
+        if str(model_type) not in FAMILIES:
+            raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(FAMILIES)}")
+        _require(config)
+        _refuse_unsupported(config)
+        theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
+        fields, packed = read_fields(cls, config), _has_packed_experts(config)
+        entries: dict[str, Any] = {
+            **_head_sizes(config),
+            **fields,
+            "windows": _read_windows(config, fields["num_hidden_layers"]),
+            "model_type": model_type,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "dtype": dtype_of(config, default="bfloat16" if packed else "float32"),
+            "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
+            "fp8_block": None if packed else fp8_block(config),
+            "mxfp4_experts": packed,
+        }
+        return cls(**entries)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
+        entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        block, eos, packed = (entries.pop(name) for name in ("fp8_block", "eos_token_ids", "mxfp4_experts"))
+        entries |= window_entries(entries.pop("windows"), by_layer=self.model_type != "llama")
+        entries["architectures"] = [FAMILIES[self.model_type]]
+        entries["hidden_act"] = "silu"
+        entries["torch_dtype"] = entries.pop("dtype")
+        entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
+        entries["rope_scaling"] = rope_entry(self.rope_scaling)
+        if self.model_type == "gpt_oss":  # where to say nothing means windows and yarn
+            if self.windows is None:
+                entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
+            entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
+        else:
+            entries = {name: entry for name, entry in entries.items() if name not in _OF_EXPERTS}
+            entries["use_sliding_window"] = "sliding_window" in entries
+        if block is not None:
+            entries["quantization_config"] = quantization_entry(block)
+        if packed:
+            entries["quantization_config"] = {"quant_method": "mxfp4"}
+        return entries
+
+
+def _require(config: Json) -> None:
+    names = [*_REQUIRED, "max_position_embeddings"]
+    if config["model_type"] == "qwen3":
+        names += ["num_key_value_heads", "head_dim"]
+    if config["model_type"] == "gpt_oss":
+        names += _EXPLICIT
+    missing = [name for name in names if config.get(name) is None]
+    if config["model_type"] == "gpt_oss":
+        ropes = [json_object(config, name) for name in ("rope_scaling", "rope_parameters")]
+        if not any(ropes):
+            missing.append("rope_parameters")
+        if all(entries.get("rope_theta") is None for entries in (config, *ropes)):
+            missing.append("rope_theta")
+    if missing:
+        raise ValueError(f"config.json: {', '.join(missing)} missing")
+
+
+def _has_packed_experts(config: Json) -> bool:
+    method = json_object(config, "quantization_config").get("quant_method")
+    return config["model_type"] == "gpt_oss" and method == "mxfp4"
+
+
+def _head_sizes(config: Json) -> dict[str, int]:
+    """What older Llamas leave unsaid: a KV head for each query head, and heads that share the hidden size."""
+    read = read_fields(GQAConfig, config)
+    heads, width = read["num_attention_heads"], read["hidden_size"]
+    at_least(1, {"num_attention_heads": heads})
+    if config.get("head_dim") is None and width % heads:
+        raise ValueError(f"hidden_size: expected a multiple of num_attention_heads={heads}, got {width}")
+    return {"num_key_value_heads": heads, "head_dim": width // heads}
+
+
+def _refuse_unsupported(config: Json) -> None:
+    """Raises NotImplementedError for features that would change what the model computes and are not here."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
+    if config.get("mlp_bias"):
+        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+
+
+def _read_windows(config: Json, num_layers: int) -> Windows | None:
+    """From `head_windows`, which says all where it is there; else from the kinds of the layers."""
+    if config.get("head_windows") is not None:
+        return read_head_windows(config["head_windows"])
+    kinds = layer_kinds(config, num_layers)
+    slides = config.get("use_sliding_window", False)
+    if not isinstance(slides, bool):
+        raise ValueError(f"use_sliding_window: expected true or false, got {slides!r}")
+    if config["model_type"] == "llama" and (slides or "sliding_attention" in (kinds or [])):
+        raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
+    if config["model_type"] == "gpt_oss":
+        alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        return read_layer_types(config, kinds or alternating)
+    if kinds is None:
+        first = num_layers if not slides else _first_sliding_layer(config)
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    elif not slides and "sliding_attention" in kinds:
+        raise ValueError("layer_types and use_sliding_window contradict each other: there are sliding_attention layers")
+    return read_layer_types(config, kinds)
+
+
+def _first_sliding_layer(config: Json) -> int:
+    first = config.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"max_window_layers: expected the first layer with a sliding window, got {first!r}")
+    return first

@@ -1,0 +1,156 @@
+"""Models by name: small ones to make up, and the shapes of real ones."""
+
+from __future__ import annotations
+
+import functools
+
+from models.config.deepseek import DeepSeekConfig
+from models.config.gqa import GQAConfig
+from models.config.rope import YarnConfig
+
+_tiny = functools.partial(
+    DeepSeekConfig,
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+    max_position_embeddings=2560,
+)
+
+# The latent widths of all published models.
+_wide = functools.partial(
+    DeepSeekConfig,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    max_position_embeddings=163840,
+)
+
+_tiny_heads = functools.partial(
+    GQAConfig,
+    vocab_size=512,
+    hidden_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+
+PRESETS = {
+    "v3-tiny": _tiny(
+        model_type="deepseek_v3",
+        q_lora_rank=64,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "v2-lite-tiny": _tiny(
+        model_type="deepseek_v2",
+        q_lora_rank=None,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "mla-25m": _wide(
+        model_type="deepseek_v3",
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        q_lora_rank=384,
+        moe_intermediate_size=192,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "v2-lite": _wide(
+        model_type="deepseek_v2",
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        q_lora_rank=None,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
+        bos_token_id=100000,
+        eos_token_ids=(100001,),
+        dtype="bfloat16",
+    ),
+}
+"""Name to configuration: `v3-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m` for benchmarks on a CPU
+with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
+"""
+
+GQA_PRESETS = {
+    "qwen3-tiny": _tiny_heads(
+        model_type="qwen3",
+        intermediate_size=256,
+        num_hidden_layers=3,
+        rope_theta=1e6,
+        max_position_embeddings=2560,
+    ),
+    "gpt-oss-tiny": _tiny_heads(
+        model_type="gpt_oss",
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_theta=150000.0,
+        rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=64, truncate=False),
+        windows=(32, None, 32, None),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+    ),
+    "gpt-oss-20b": GQAConfig(
+        model_type="gpt_oss",
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        rope_theta=150000.0,
+        rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False),
+        windows=(128, None) * 12,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        eos_token_ids=(200002,),
+        dtype="bfloat16",
+    ),
+}
+"""Name to configuration of models with grouped-query attention: small ones for demonstrations and tests, and
+`gpt-oss-20b` the real one, its experts unpacked.
+"""

@@ -1,0 +1,1 @@
+"""The decoder: attention of each family, experts, layers, caches."""

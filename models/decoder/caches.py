@@ -1,0 +1,125 @@
+"""What a model caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float32
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from models.config.deepseek import DeepSeekConfig, ModelConfig
+from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+
+type LayerCache = PagedLatent | PagedKV
+"""The paged cache of one layer: latents of MLA, keys and values of GQA."""
+
+type Caches = tuple[LayerCache, ...]
+"""The cache of every layer."""
+
+QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+"""Dtypes of keys and values that are stored with scales."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVScales:
+    """Static scales of a quantised cache, found by calibration: a stored value times its scale is the value meant.
+
+    Attributes:
+      k, v: one scale a layer and KV head [layers, Hkv], or also a channel [layers, Hkv, D].
+
+    Raises:
+      ValueError: scales that are not positive and finite, or k and v of unlike shapes.
+    """
+
+    k: Float32[np.ndarray, "..."]
+    v: Float32[np.ndarray, "..."]
+
+    def __post_init__(self) -> None:
+        if self.k.shape != self.v.shape or self.k.ndim not in (2, 3):
+            raise ValueError(
+                "kv_scales: expected k and v of one shape, [layers, Hkv] or [layers, Hkv, D],"
+                f" got {list(self.k.shape)} and {list(self.v.shape)}"
+            )
+        for name, scales in (("k", self.k), ("v", self.v)):
+            if not np.all(np.isfinite(scales) & (scales > 0)):
+                raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
+
+
+def load_kv_scales(path: Path) -> KVScales:
+    """Reads a safetensors file of `k_scale` and `v_scale`, in float32 and the shapes of `KVScales`.
+
+    Raises:
+      ValueError: it is no such file.
+    """
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: not a safetensors file: {error}") from error
+    if tensors.keys() != {"k_scale", "v_scale"} or any(t.dtype != np.float32 for t in tensors.values()):
+        found = ", ".join(f"{name} ({t.dtype})" for name, t in sorted(tensors.items()))
+        raise ValueError(f"{path}: expected k_scale and v_scale in float32, found {found or 'nothing'}")
+    return KVScales(tensors["k_scale"], tensors["v_scale"])
+
+
+def cache_spec(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: DTypeLike, scales: KVScales | None = None
+) -> CacheSpec:
+    """Shapes of one layer's cache.
+
+    Args:
+      config: the model.
+      num_pages, page_size: of the pool.
+      dtype: bfloat16, float16 or float32; for keys and values also int8 or float8_e4m3fn.
+      scales: static scales of int8 or float8_e4m3fn; without, every token and head has one of its own.
+
+    Raises:
+      ValueError: a size below 1, a dtype such a cache does not have, or scales of other layers and heads.
+    """
+    if isinstance(config, DeepSeekConfig):
+        if scales is not None:
+            raise ValueError("kv_scales: expected none, the latents of MLA are not quantised")
+        if jnp.dtype(dtype) in QUANTISED:
+            raise ValueError(
+                f"cache dtype: expected bfloat16, float16 or float32 for latents, got {jnp.dtype(dtype).name}"
+            )
+        return latent_cache_spec(
+            num_pages=num_pages,
+            page_size=page_size,
+            latent_dim=config.kv_lora_rank,
+            rope_dim=config.qk_rope_head_dim,
+            dtype=dtype,
+        )
+    if scales is not None:
+        wanted = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)[: scales.k.ndim]
+        if scales.k.shape != wanted:
+            raise ValueError(f"kv_scales: expected shape {list(wanted)} of this model, got {list(scales.k.shape)}")
+        layout = "head" if scales.k.ndim == 2 else "channel"
+    else:
+        layout = page_size if jnp.dtype(dtype) in QUANTISED else None
+    return kv_cache_spec(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        scales=layout,
+    )
+
+
+def allocate_caches(config: ModelConfig, specs: Sequence[CacheSpec], scales: KVScales | None = None) -> Caches:
+    """Empty caches of all layers, as `cache_spec` lays each down for these scales."""
+    if isinstance(config, DeepSeekConfig):
+        return tuple(PagedLatent.allocate(spec) for spec in specs)
+    caches = [PagedKV.allocate(spec) for spec in specs]
+    if scales is None:
+        return tuple(caches)
+    return tuple(
+        dataclasses.replace(cache, k_scale=jnp.asarray(k), v_scale=jnp.asarray(v))
+        for cache, k, v in zip(caches, scales.k, scales.v, strict=True)
+    )

@@ -1,0 +1,174 @@
+"""Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged K/V cache.
+
+Keys are normed and rotated as they are written, queries in the same pass. Then the decode rows of a step attend over
+their pages, sharing them as one plan for all layers of equal windows says, and the prefill chunks over theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.config.gqa import GQAConfig
+from models.config.windows import HeadWindows, LayerWindow, cache_groups
+from models.decoder.layers import Linear, RMSNorm
+from models.decoder.mla import AttentionSettings
+from models.decoder.rope import CosSin
+from models.decoder.step_metadata import GroupTables, StepMetadata
+from pallas_attn import (
+    DecodePlan,
+    HeadWindow,
+    PagedKV,
+    Rope,
+    decode_programs,
+    paged_decode,
+    paged_prefill,
+    plan_decode,
+    write_kv,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GQAStep:
+    """What the layers of a cache group need to know of a step.
+
+    Attributes:
+      metadata: where its tokens belong.
+      tables: where the group keeps them.
+      plan: how programs share the decode rows' pages; None where nothing follows plans.
+      window: what the group's heads see.
+    """
+
+    metadata: StepMetadata
+    tables: GroupTables
+    plan: DecodePlan | None
+    window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
+
+    def window_argument(self) -> int | HeadWindow | None:
+        """The window as the operations take it."""
+        return self.window.array() if isinstance(self.window, HeadWindows) else self.window
+
+
+def plan_step(
+    config: GQAConfig,
+    settings: AttentionSettings,
+    metadata: StepMetadata,
+    cache: PagedKV,
+    dtype: DTypeLike,
+) -> tuple[GQAStep, ...]:
+    """Plans the decode rows of a step, once for each cache group.
+
+    Args:
+      config, settings: of the model.
+      metadata: the step.
+      cache: any layer's; only its shapes and dtypes matter.
+      dtype: of the queries.
+
+    Returns:
+      A step for each of the model's `cache_groups`.
+    """
+    q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
+    windows = [group.window for group in cache_groups(config)]
+    steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
+    if not metadata.num_decode:
+        return tuple(steps)
+    return tuple(dataclasses.replace(step, plan=_plan(config, settings, step, q, cache)) for step in steps)
+
+
+def _plan(
+    config: GQAConfig, settings: AttentionSettings, step: GQAStep, q: jax.ShapeDtypeStruct, cache: PagedKV
+) -> DecodePlan | None:
+    """Of a group's decode rows; None where nothing would follow it."""
+    num_programs = decode_programs(q, cache, implementation=settings.implementation)
+    if num_programs == 1:
+        return None
+    return plan_decode(
+        step.metadata.decode_kv_lens,
+        window=step.window_argument(),
+        page_size=cache.page_size,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        num_programs=num_programs,
+        implementation=settings.implementation,
+    )
+
+
+class GQA(nnx.Module):
+    """Grouped-query attention of one layer; q, k and v are projected as one."""
+
+    def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike):
+        if settings.mla != "auto":
+            raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
+        self.config, self.settings = config, settings
+        width, heads = config.head_dim, config.num_attention_heads
+        joined = (heads + 2 * config.num_key_value_heads) * width
+        self.qkv_proj = Linear(config.hidden_size, joined, dtype, config.attention_bias)
+        self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if config.learned_sinks else None
+        self.o_proj = Linear(heads * width, config.hidden_size, dtype, config.attention_bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: CosSin,
+        cache: PagedKV,
+        slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+        step: GQAStep,
+    ) -> tuple[Float[Array, "T D"], PagedKV]:
+        """Attention output of every token, and the cache with the step's keys and values in it."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        joined = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = jnp.split(joined, [heads, heads + kv_heads], axis=1)
+        cache, q = write_kv(
+            cache, k, v, slots, rope=self._rope(*rope), q=q, implementation=self.settings.implementation
+        )
+        out = self._attend(q, cache, step)
+        return self.o_proj(out.reshape(x.shape[0], -1)), cache
+
+    def _rope(self, cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]) -> Rope:
+        return Rope(
+            cos,
+            sin,
+            q_norm=None if self.q_norm is None else self.q_norm.weight[...],
+            k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+            norm_eps=self.config.rms_norm_eps,
+        )
+
+    def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
+        metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
+        sinks = None if self.sinks is None else self.sinks[...]
+        outputs = []
+        if num_decode:
+            out = paged_decode(
+                q[:num_decode, None],
+                cache,
+                step.tables.decode_block_tables,
+                metadata.decode_kv_lens,
+                sm_scale=self.config.sm_scale,
+                window=window,
+                sinks=sinks,
+                plan=step.plan,
+                implementation=self.settings.implementation,
+            )
+            outputs.append(out[:, 0])  # pyrefly: ignore[bad-index]
+        if num_decode < metadata.num_tokens:
+            out = paged_prefill(
+                q[num_decode:],
+                cache,
+                step.tables.prefill_block_tables,
+                metadata.cu_q_lens,
+                metadata.prefill_kv_lens,
+                sm_scale=self.config.sm_scale,
+                window=window,
+                sinks=sinks,
+                implementation=self.settings.implementation,
+            )
+            outputs.append(out)
+        return jnp.concatenate(outputs)

@@ -1,0 +1,268 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a paged latent cache.
+
+A token's keys and values of all heads come from one latent of L columns and one rotated key of R columns, and only
+those are cached. There are two ways to attend, and a step uses both:
+
+- absorbed: fold W_UK into the queries and W_UV into the output, and attend to the latents themselves, as one head of
+  width L + R that all query heads share. Reads least: for decode rows.
+- expanded: make keys and values from the latents, and attend in their narrower width. Computes least: for prefill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from models.config.deepseek import DeepSeekConfig
+from models.decoder.layers import Linear, RMSNorm
+from models.decoder.rope import CosSin, rotate
+from models.decoder.step_metadata import StepMetadata
+from pallas_attn import (
+    DecodePlan,
+    PagedLatent,
+    mla_decode,
+    mla_decode_programs,
+    mla_prefill,
+    plan_decode,
+    write_latent,
+)
+
+INNER_NORM_EPS = 1e-6
+"""Of the norms inside attention, whatever the model's rms_norm_eps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """How attention is computed; changes speed and rounding, never meaning.
+
+    Attributes:
+      mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.
+      implementation: of every attention operation, as `pallas_attn` takes it.
+      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
+        operation.
+    """
+
+    mla: Literal["auto", "absorb", "expand"] = "auto"
+    implementation: str | tuple[str, ...] | None = None
+    piece_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mla not in ("auto", "absorb", "expand"):
+            raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A run of a step's tokens that attends absorbed, each token a row of its own.
+
+    Attributes:
+      tokens: which ones of the packed step.
+      block_tables: [T, P], page ids.
+      kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
+      plan: how programs share their pages; None where nothing follows plans.
+    """
+
+    tokens: slice = dataclasses.field(metadata={"static": True})
+    block_tables: Int32[Array, "T P"]
+    kv_lens: Int32[Array, "T"]
+    plan: DecodePlan | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """A run of a step's tokens that attends expanded, in chunks of a sequence.
+
+    Attributes:
+      tokens: which ones of the packed step.
+      block_tables: [S, P], page ids.
+      cu_q_lens: [S + 1], prefix sum of the chunks' tokens.
+      kv_lens: [S], tokens that each sequence holds, its chunk included.
+    """
+
+    tokens: slice = dataclasses.field(metadata={"static": True})
+    block_tables: Int32[Array, "S P"]
+    cu_q_lens: Int32[Array, "S+1"]
+    kv_lens: Int32[Array, "S"]
+
+
+type Part = Rows | Chunks
+
+
+def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
+    """The decode part and the prefill part of a step, each in the way `mla` wants it; an empty part is left out."""
+    num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
+    parts = []
+    if num_decode:
+        parts.append((_decode_chunks if mla == "expand" else _decode_rows)(metadata))
+    if num_decode < num_tokens:
+        parts.append((_prefill_rows if mla == "absorb" else _prefill_chunks)(metadata))
+    return parts
+
+
+def _decode_rows(metadata: StepMetadata) -> Rows:
+    tokens = slice(0, metadata.num_decode)
+    return Rows(tokens, metadata.of_group(0).decode_block_tables, metadata.decode_kv_lens)
+
+
+def _decode_chunks(metadata: StepMetadata) -> Chunks:
+    """Decode rows as chunks of one token. An idle row still has its place among the tokens: let it see itself."""
+    offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
+    kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
+    return Chunks(slice(0, metadata.num_decode), metadata.of_group(0).decode_block_tables, offsets, kv_lens)
+
+
+def _prefill_chunks(metadata: StepMetadata) -> Chunks:
+    tokens = slice(metadata.num_decode, metadata.num_tokens)
+    return Chunks(tokens, metadata.of_group(0).prefill_block_tables, metadata.cu_q_lens, metadata.prefill_kv_lens)
+
+
+def _prefill_rows(metadata: StepMetadata) -> Rows:
+    """Every prefill token as a decode row of its own, that sees its sequence up to itself."""
+    tokens = slice(metadata.num_decode, metadata.num_tokens)
+    index = jnp.arange(metadata.num_tokens - metadata.num_decode, dtype=jnp.int32)
+    ends = metadata.cu_q_lens[1:]
+    sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    kv_lens = jnp.where(index < ends[-1], metadata.positions[tokens] + 1, 0)
+    tables = metadata.of_group(0).prefill_block_tables[jnp.minimum(sequence, ends.shape[0] - 1)]
+    return Rows(tokens, tables, kv_lens)
+
+
+def plan_rows(
+    parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
+) -> list[Part]:
+    """Plans the parts that attend absorbed, once for all layers.
+
+    Args:
+      parts: of a step.
+      config, settings: of the model.
+      cache: any layer's; only its shapes and dtypes matter.
+      dtype: of the queries.
+    """
+
+    def planned(part: Part) -> Part:
+        if isinstance(part, Chunks):
+            return part
+        rows, heads = part.kv_lens.shape[0], config.num_attention_heads
+        q_latent, q_rope = (
+            jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.dtype(dtype))
+            for width in (config.kv_lora_rank, config.qk_rope_head_dim)
+        )
+        implementation = settings.implementation
+        num_programs = mla_decode_programs(q_latent, q_rope, cache, implementation=implementation)
+        if num_programs == 1:
+            return part
+        plan = plan_decode(
+            part.kv_lens,
+            page_size=cache.page_size,
+            num_q_heads=heads,
+            num_kv_heads=1,
+            num_programs=num_programs,
+            implementation=implementation,
+        )
+        return dataclasses.replace(part, plan=plan)
+
+    return [planned(part) for part in parts]
+
+
+class MLA(nnx.Module):
+    """Latent attention of one layer."""
+
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike):
+        self.config, self.settings = config, settings
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        query_width = heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(config.hidden_size, query_width, dtype)
+        else:
+            self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, dtype, config.attention_bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, INNER_NORM_EPS, dtype)
+            self.q_b_proj = Linear(config.q_lora_rank, query_width, dtype)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, config.latent_width, dtype, config.attention_bias)
+        self.kv_a_layernorm = RMSNorm(rank, INNER_NORM_EPS, dtype)
+        self.w_uk = nnx.Param(jnp.zeros((heads, config.qk_nope_head_dim, rank), dtype))
+        self.w_uv = nnx.Param(jnp.zeros((heads, config.v_head_dim, rank), dtype))
+        self.o_proj = Linear(heads * config.v_head_dim, config.hidden_size, dtype, config.attention_bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: CosSin,
+        cache: PagedLatent,
+        slots: Int32[Array, "T"],
+        parts: list[Part],
+    ) -> tuple[Float[Array, "T D"], PagedLatent]:
+        """Attention output of every token, and the cache with the step's latents in it."""
+        q_nope, q_rope = self._queries(x, rope)
+        latent = self._latent(x, rope).astype(cache.pages.dtype)
+        cache = write_latent(cache, latent, slots, implementation=self.settings.implementation)
+        outputs = [
+            self._absorbed(q_nope[part.tokens], q_rope[part.tokens], cache, part)
+            if isinstance(part, Rows)
+            else self._expanded(q_nope[part.tokens], q_rope[part.tokens], latent[part.tokens], cache, part)
+            for part in parts
+        ]
+        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), cache
+
+    def _queries(
+        self, x: Float[Array, "T D"], rope: CosSin
+    ) -> tuple[Float[Array, "T Hq nope"], Float[Array, "T Hq R"]]:
+        full_rank = self.config.q_lora_rank is None
+        q = self.q_proj(x) if full_rank else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(x.shape[0], self.config.num_attention_heads, self.config.qk_head_dim)
+        q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
+        return q_nope, rotate(q_rope, *rope)
+
+    def _latent(self, x: Float[Array, "T D"], rope: CosSin) -> Float[Array, "T LR"]:
+        latent, key = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
+        return jnp.concatenate([self.kv_a_layernorm(latent), rotate(key, *rope)], axis=-1)
+
+    def _absorbed(
+        self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Rows
+    ) -> Float[Array, "T Hq v"]:
+        out = mla_decode(
+            _per_head(q_nope, self.w_uk[...])[:, None],
+            q_rope[:, None],
+            cache,
+            part.block_tables,
+            part.kv_lens,
+            sm_scale=self.config.sm_scale,
+            plan=part.plan,
+            implementation=self.settings.implementation,
+        )
+        return _per_head(out[:, 0], self.w_uv[...].swapaxes(1, 2))  # pyrefly: ignore[bad-index]
+
+    def _expanded(
+        self,
+        q_nope: Float[Array, "T Hq nope"],
+        q_rope: Float[Array, "T Hq R"],
+        latent: Float[Array, "T LR"],
+        cache: PagedLatent,
+        part: Chunks,
+    ) -> Float[Array, "T Hq v"]:
+        return mla_prefill(
+            q_nope,
+            q_rope,
+            latent,
+            cache,
+            self.w_uk[...],
+            self.w_uv[...],
+            part.block_tables,
+            part.cu_q_lens,
+            part.kv_lens,
+            sm_scale=self.config.sm_scale,
+            piece_tokens=self.settings.piece_tokens,
+            implementation=self.settings.implementation,
+        )
+
+
+def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
+    """x @ weight for every head. Heads go first: an einsum lets XLA swap the operands, 10 times slower on a CPU."""
+    return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)

@@ -1,0 +1,184 @@
+"""Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families: the weights live in the module, the cache outside it.
+
+Families differ in how they attend and in what they cache for it; each has a module, and all else is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.config.deepseek import DeepSeekConfig, ModelConfig
+from models.config.gqa import GQAConfig
+from models.config.windows import cache_groups
+from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
+from models.decoder.gqa import GQA, GQAStep, plan_step
+from models.decoder.layers import MLP, Linear, RMSNorm
+from models.decoder.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
+from models.decoder.moe import BiasedMoE, MoE
+from models.decoder.rope import CosSin, rope_table
+from models.decoder.step_metadata import StepMetadata
+from pallas_attn import CacheSpec, PagedKV, PagedLatent
+
+type AttentionStep = list[Part] | GQAStep
+"""What a family's attention must know of a step, the same for all layers of a cache group."""
+
+type Step = Callable[[Any, Int32[Array, "T"], Caches, StepMetadata], tuple[Float32[Array, "n V"], Caches]]
+"""(weights, tokens, caches, metadata) -> (logits, caches)."""
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then a dense or a mixed feed-forward layer, each with its norm before and its residual around."""
+
+    def __init__(self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = _attention(config, settings, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = _feed_forward(config, index, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: CosSin,
+        cache: LayerCache,
+        slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+        step: AttentionStep,
+    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder of any family here; `weights.load_model` and `weights.random_model` make filled ones.
+
+    Attributes:
+      config: what it is.
+      settings: how it attends.
+    """
+
+    def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike):
+        self.config, self.settings = config, settings
+        self.embed_tokens = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+        self.layers = nnx.List([DecoderLayer(config, i, settings, dtype) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(
+        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
+    ) -> tuple[Float32[Array, "n V"], Caches]:
+        """One step over packed tokens: writes what attention needs of them into the caches, attends, and predicts.
+
+        What padding rows and idle rows hold changes no other row, and none of theirs becomes NaN.
+
+        Args:
+          tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).
+          caches: one a layer, as `allocate_caches` makes them; donate them, and they are written in place.
+          metadata: where the tokens belong.
+
+        Returns:
+          float32 logits of the rows `metadata.logit_rows` names, and the caches.
+
+        Raises:
+          ValueError: shapes that do not fit each other.
+        """
+        if len(caches) != len(self.layers):
+            raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
+        if tokens.shape != metadata.positions.shape:
+            raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
+        metadata.check()
+        x = self.embed_tokens[...][tokens]
+        rope = rope_table(self.config, metadata.positions)
+        steps = self._attention_steps(metadata, caches)
+        groups = {layer: i for i, group in enumerate(cache_groups(self.config)) for layer in group.layers}
+        # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
+        apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
+        written = []
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            slots, step = metadata.of_group(groups[index]).slots, steps[groups[index]]
+            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, slots, step)
+            written.append(cache)
+        return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
+
+    def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
+        weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
+        return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+    def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
+        """One for each cache group."""
+        match self.config, caches[0]:
+            case DeepSeekConfig() as config, PagedLatent() as cache:
+                parts = step_parts(metadata, self.settings.mla)
+                return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)]
+            case GQAConfig() as config, PagedKV() as cache:
+                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
+            case config, cache:
+                raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
+
+    def cache_spec(
+        self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
+    ) -> CacheSpec:
+        """Shapes of one layer's cache, in the model's dtype unless told otherwise; see `caches.cache_spec`."""
+        return cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype, scales)
+
+    def allocate_caches(
+        self,
+        num_pages: int | Sequence[int],
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        scales: KVScales | None = None,
+    ) -> Caches:
+        """Empty caches of all layers; arguments as `cache_spec` takes them, or `num_pages` for each layer."""
+        layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
+        return allocate_caches(self.config, [self.cache_spec(n, page_size, dtype, scales) for n in layers], scales)
+
+
+def _attention(
+    config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike
+) -> Callable[..., tuple[Array, LayerCache]]:
+    """The module that attends as the family does: (x, rope, cache, slots, step) -> (output, cache)."""
+    if isinstance(config, DeepSeekConfig):
+        return MLA(config, settings, dtype)
+    return GQA(config, settings, dtype)
+
+
+def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike) -> Callable[[Array], Array]:
+    """The module that follows attention in a layer."""
+    if config.is_dense(index):
+        return MLP(config.hidden_size, config.intermediate_size, dtype)
+    return MoE(config, dtype) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype)
+
+
+def _apply_layer(
+    graph: Any,
+    state: Any,
+    x: Float[Array, "T D"],
+    rope: CosSin,
+    cache: LayerCache,
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+    step: AttentionStep,
+) -> tuple[Float[Array, "T D"], LayerCache]:
+    """A layer as a function: jitted, it is lowered once for all that are alike, and its kernels compiled once."""
+    return nnx.merge(graph, state)(x, rope, cache, slots, step)
+
+
+def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
+    """The model as a pure function of its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
+
+    The weights are a flat list because that is what passes through a jitted call fastest.
+    """
+    graph, state = nnx.split(model)
+    weights, structure = jax.tree.flatten(state)
+
+    def step(weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata) -> tuple[Array, Caches]:
+        return nnx.merge(graph, jax.tree.unflatten(structure, weights))(tokens, caches, metadata)
+
+    return step, weights

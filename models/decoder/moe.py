@@ -1,0 +1,301 @@
+"""Mixtures of experts: the routers of DeepSeek-V2, V3 and gpt-oss, and expert layers computed expert by expert.
+
+Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
+the groups, and one for few rows:
+
+- `hopper_groups`: jax's own Mosaic GPU ragged matrix product, for 16-bit weights on Hopper.
+- `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
+  obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
+  times as long on a CPU.
+- `row_by_row`: each row with its own expert, on a GPU where there are no more rows than experts. jax's ragged product
+  reads every expert, whether it has rows or not, and takes 300 us a layer (DeepSeek-V2-Lite on an H200) where 6 rows
+  take 48 one by one, 48 rows 220 and 72 rows 315.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.config.deepseek import DeepSeekConfig
+from models.config.gqa import GQAConfig
+from models.decoder.layers import MLP, Linear, project, swiglu
+from pallas_attn import capability
+
+
+class Router(nnx.Module):
+    """Chooses experts for each token, in float32 whatever the model's dtype."""
+
+    def __init__(self, config: DeepSeekConfig):
+        self.config = config
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, config.n_routed_experts), jnp.float32))
+        biased = config.topk_method == "noaux_tc"
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32)) if biased else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Ids of the chosen experts and their weights."""
+        config = self.config
+        logits = project(x.astype(jnp.float32), self.weight[...])
+        scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        choice = scores
+        if self.e_score_correction_bias is not None:
+            choice = scores + self.e_score_correction_bias[...][None, :]
+        if config.topk_method != "greedy" and config.topk_group < config.n_group:
+            choice = _keep_best_groups(choice, config)
+        experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * config.routed_scaling_factor
+
+
+def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
+    """-inf for experts outside the best groups: those of the best expert (V2) or of the best two together (V3)."""
+    grouped = choice.reshape(choice.shape[0], config.n_group, -1)
+    counted = 2 if config.topk_method == "noaux_tc" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
+    best = jax.lax.top_k(group_scores, config.topk_group)[1]
+    kept = jnp.any(best[:, :, None] == jnp.arange(config.n_group, dtype=jnp.int32)[None, None, :], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+class MoE(nnx.Module):
+    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
+
+    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
+        width, hidden = config.hidden_size, config.moe_intermediate_size
+        self.gate = Router(config)
+        self.gate_up_proj = nnx.Param(jnp.zeros((config.n_routed_experts, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((config.n_routed_experts, hidden, width), dtype))
+        shared = hidden * config.n_shared_experts
+        self.shared_experts = MLP(width, shared, dtype) if shared else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        experts, weights = self.gate(x)
+        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]))
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+class BiasedMoE(nnx.Module):
+    """Routed experts of gpt-oss (arXiv:2508.10925): projections have biases, gates are clamped, and the weights of a
+    token's experts are the softmax of their own logits."""
+
+    def __init__(self, config: GQAConfig, dtype: DTypeLike):
+        count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.config = config
+        self.router = Linear(width, count, jnp.float32, bias=True)
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+        self.down_proj_bias = nnx.Param(jnp.zeros((count, width), dtype))
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        chosen, weights = self._route(x)
+        experts = Experts(
+            self.gate_up_proj[...],
+            self.down_proj[...],
+            self.gate_up_proj_bias[...],
+            self.down_proj_bias[...],
+            ClampedSwiglu(self.config.swiglu_alpha, self.config.swiglu_limit),
+        )
+        return routed_experts(x, chosen, weights, experts)
+
+    def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
+        logits, chosen = jax.lax.top_k(self.router(x.astype(jnp.float32)), self.config.num_experts_per_tok)
+        return chosen, jax.nn.softmax(logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """gate · sigmoid(alpha · gate) · (up + 1) of the two halves of the columns, gates cut off above `limit`, the others
+    on both sides."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Weights of E experts, each down(activation(gate_up(x))) of hidden width F.
+
+    Attributes:
+      gate_up: [E, D, 2F], gates in the first half of the columns.
+      down: [E, F, D].
+      gate_up_bias, down_bias: [E, 2F] and [E, D], or None.
+      activation: takes 2F columns to F.
+    """
+
+    gate_up: Float[Array, "E D F2"]
+    down: Float[Array, "E F D"]
+    gate_up_bias: Float[Array, "E F2"] | None = None
+    down_bias: Float[Array, "E D"] | None = None
+    activation: Callable[[Array], Array] = dataclasses.field(default=swiglu, metadata={"static": True})
+
+
+COUNTED_ROWS = 1024
+"""Rows of experts, at most, that are put in order without a sort."""
+
+
+def routed_experts(
+    x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts
+) -> Float[Array, "T D"]:
+    """Sum over each token's chosen experts of weight · expert(x)."""
+    num_tokens, top_k = chosen.shape
+    if are_few(num_tokens * top_k, experts):
+        y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
+        return _weighted_sum(y, weights, x.dtype)
+    groups = Groups.of(chosen.reshape(-1), experts.gate_up.shape[0])
+    multiply = hopper_groups if hopper_takes(experts) else block_groups
+    y = multiply(x[groups.row // top_k], experts, groups.sizes)
+    return _weighted_sum(y[groups.place], weights, x.dtype)
+
+
+class Groups(NamedTuple):
+    """Rows in the order of their experts.
+
+    Attributes:
+      row: which one comes in each place.
+      place: of each row.
+      sizes: how many rows each expert has.
+    """
+
+    row: Int32[Array, "M"]
+    place: Int32[Array, "M"]
+    sizes: Int32[Array, "E"]
+
+    @staticmethod
+    def of(expert: Int32[Array, "M"], num_experts: int) -> "Groups":
+        """By a stable sort. Up to 1,024 rows count who comes before them: with the sizes three kernels, where two sorts
+        and two scatters take seven, and a decode step consists of small kernels.
+        """
+        sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        if expert.shape[0] > COUNTED_ROWS:
+            row = jnp.argsort(expert).astype(jnp.int32)
+            return Groups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
+        one, other = (expert[:, None], number[:, None]), (expert[None], number[None])
+        comes_after = (other[0] < one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
+        place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
+        return Groups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
+
+
+def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:
+    y = y.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
+
+
+def are_few(num_rows: int, experts: Experts) -> bool:
+    """Whether the call is compiled for a GPU, and so few rows are best multiplied one by one."""
+    return capability().platform == "gpu" and num_rows <= experts.gate_up.shape[0]
+
+
+def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it. XLA reads the weights where they are, in the loop that sums."""
+
+    def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
+        # Left alone, XLA sums some layers' along neighbours in rows it turned, at a fifth of the speed.
+        weight = with_layout_constraint(weight[expert], Layout(major_to_minor=(0, 1, 2)))
+        products = x[:, :, None].astype(jnp.float32) * weight.astype(jnp.float32)
+        y = jnp.sum(products, axis=1).astype(x.dtype)
+        return y if bias is None else y + bias[expert]
+
+    hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
+    return multiply(hidden, experts.down, experts.down_bias)
+
+
+def hopper_takes(experts: Experts) -> bool:
+    """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
+    tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 64 == 0 for w in (experts.gate_up, experts.down))
+    return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
+
+
+def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, by jax's ragged matrix product."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    num_rows, num_experts = rows.shape[0], sizes.shape[0]
+    rows = jnp.pad(rows, ((0, -num_rows % 8), (0, 0)))  # copies to shared memory move tiles of 8 rows
+    expert = _group_of(jnp.cumsum(sizes), jnp.arange(rows.shape[0], dtype=jnp.int32))
+
+    def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
+        block_m, block_n = group_tile(num_rows, num_experts, weight.shape[2])
+        y = ragged_dot(
+            x,
+            weight,
+            group_sizes=sizes,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=64,
+            max_concurrent_steps=4,
+            grid_block_n=weight.shape[2] // block_n,  # all columns of some rows, which then are in L2
+        )
+        return y if bias is None else y + bias[expert]
+
+    hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
+    return multiply(hidden, experts.down, experts.down_bias)[:num_rows]
+
+
+def group_tile(num_rows: int, num_experts: int, width: int) -> tuple[int, int]:
+    """Rows and columns of a tile of jax's ragged product, for `width` columns, a multiple of 64.
+
+    A tile of each expert is partly empty, so tiles have 64 rows up to 128 an expert: DeepSeek-V2-Lite's with 96 each
+    take 443 us on an H200, and 467 with tiles of 128 x 128; with 768 each 1,886 and 1,598.
+    """
+    block_m, widest = (64, 256) if num_rows <= 128 * num_experts else (128, 128)
+    return block_m, next(columns for columns in (256, 128, 64) if columns <= widest and width % columns == 0)
+
+
+@jax.jit
+def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
+    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, block by block."""
+    num_rows, num_experts = rows.shape[0], sizes.shape[0]
+    block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
+    expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
+    rows = jnp.pad(rows, ((0, block), (0, 0)))
+
+    def multiply(x: Array, weight: Array, bias: Array | None, index: Array) -> Array:
+        y = project(x, weight[index])
+        return y if bias is None else y + bias[index][None, :]
+
+    def multiply_block(i: ArrayLike, out: Array) -> Array:
+        x = jax.lax.dynamic_slice_in_dim(rows, start[i], block)
+        hidden = experts.activation(multiply(x, experts.gate_up, experts.gate_up_bias, expert[i]))
+        y = multiply(hidden, experts.down, experts.down_bias, expert[i])
+        # A group's last block runs into the next groups' rows, which are written after it.
+        return jax.lax.dynamic_update_slice_in_dim(out, y, start[i], axis=0)
+
+    return jax.lax.fori_loop(0, num_blocks, multiply_block, jnp.zeros_like(rows))[:num_rows]
+
+
+def _group_of(ends: Int32[Array, "groups"], place: Int32[Array, "n"]) -> Int32[Array, "n"]:
+    """The group that holds each place, by where groups end; as many as there are for places past the last."""
+    return jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
+
+
+def _block_table(
+    sizes: Int32[Array, "E"], block: int, max_blocks: int
+) -> tuple[Int32[Array, "blocks"], Int32[Array, "blocks"], Int32[Array, ""]]:
+    """Expert and first row of each block, in the order of the rows, and how many of them there are."""
+    blocks = (sizes + (block - 1)) // block
+    ends = jnp.cumsum(blocks)
+    index = jnp.arange(max_blocks, dtype=jnp.int32)
+    expert = _group_of(ends, index)
+    first_row, first_block = jnp.cumsum(sizes) - sizes, ends - blocks
+    return expert, first_row[expert] + (index - first_block[expert]) * block, ends[-1]

@@ -1,0 +1,122 @@
+"""How the memory of a cache is shared between the cache groups of a model."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+
+from models.config.deepseek import ModelConfig
+from models.config.windows import CacheGroup, HeadWindows, LayerWindow, cache_groups
+from pallas_attn import FULL
+from pallas_attn.cache import GroupPools, HeadPagePool
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSizes:
+    """The cache of one group, and what its pool goes by.
+
+    Attributes:
+      layers: of the model.
+      heads: what its pool is told to be seen: by each KV head if they have windows of their own, else by all as one.
+      head_wise: whether they have, so that tables are of row ids.
+      num_pages: of each layer.
+    """
+
+    layers: tuple[int, ...]
+    heads: HeadWindows
+    head_wise: bool
+    num_pages: int
+
+    @property
+    def num_heads(self) -> int:
+        """Rows of a page."""
+        return len(self.heads.window)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pool."""
+        return self.num_pages * self.num_heads
+
+
+def group_sizes(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    step_tokens: int,
+    recycling: bool,
+) -> tuple[GroupSizes, ...]:
+    """Shares out the memory of `num_pages` in every layer.
+
+    Every group gets what the chunk of one step takes beyond what stays. All else is shared in proportion to what a
+    sequence holds of each group that is as long as `max_num_seqs` of them can be at once, and as the model takes.
+
+    Were it shared for the longest sequences alone, the groups with windows would hold as few of them as the others, and
+    short ones would run out of room there with the others nearly empty. As it is, fewer and longer sequences than
+    expected leave some of the groups with windows unused: `max_num_seqs` should be what is meant to run.
+
+    A model of one group has `num_pages` there, and so has every group of one whose pages are not recycled.
+
+    Args:
+      config: of the model.
+      num_pages: pages of every layer, if all had as many.
+      page_size: tokens of a page.
+      max_model_len: tokens of a sequence.
+      max_num_seqs: sequences that run at once.
+      step_tokens: new tokens of a sequence in one step at most.
+      recycling: whether pages that windows leave behind are given back; without, pools are told of no windows.
+    """
+    groups = cache_groups(config)
+    heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
+    total = num_pages * config.num_hidden_layers
+
+    def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
+        """For sequences of so many pages: how many fit, and what of each group one holds, and a chunk besides."""
+        held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
+        chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
+        return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
+
+    lengths = range(1, -(-max_model_len // page_size) + 1)
+    too_long = bisect.bisect_left(lengths, True, key=lambda pages: share(pages)[0] < max_num_seqs)
+    sequences, held, chunk = share(max(too_long, 1))
+    return tuple(
+        GroupSizes(group.layers, seen, isinstance(group.window, HeadWindows), max(int(c + sequences * h), 1))
+        for group, seen, c, h in zip(groups, heads, chunk, held, strict=True)
+    )
+
+
+def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: int, max_model_len: int) -> GroupPools:
+    """Their pools, with tables for sequences of `max_model_len`, or as long as the pools hold."""
+
+    def with_tables(num_pages: int) -> GroupPools:
+        sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
+        return GroupPools([HeadPagePool(group.num_rows, group.heads, **sizes) for group in groups])
+
+    longest = with_tables(-(-max_model_len // page_size)).max_tokens
+    return with_tables(max(longest // page_size, 1))
+
+
+def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
+    """Pages that a sequence never exceeds, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
+    pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
+    return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
+
+
+def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
+    """Pages in all layers, for so many of each group."""
+    return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
+
+
+def _heads(window: LayerWindow) -> HeadWindows:
+    if isinstance(window, HeadWindows):
+        return window
+    return HeadWindows((FULL if window is None else window,), (0,))
+
+
+def _unlimited(window: LayerWindow) -> LayerWindow:
+    """No window, for as many heads."""
+    return HeadWindows((FULL,) * len(window.window), window.sink_tokens) if isinstance(window, HeadWindows) else None

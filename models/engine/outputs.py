@@ -1,0 +1,107 @@
+"""What the engine reports: of a request, of a step, of a whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.engine.request import FinishReason
+
+type RequestId = int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """What has become of a request so far. No time counts compilation.
+
+    Attributes:
+      request_id: the caller's.
+      prompt_tokens: tokens of the prompt.
+      cached_tokens: those found in the prefix cache when the request was first admitted.
+      output_ids: generated tokens.
+      finish_reason: "stop", "length", "abort", "refused", or None while it runs.
+      refusal: why it was refused, else None.
+      ttft_s: seconds from `add_request` to the first token, None before.
+      itl_s: seconds between tokens, one less than there are tokens.
+    """
+
+    request_id: RequestId
+    prompt_tokens: int
+    cached_tokens: int
+    output_ids: list[int]
+    finish_reason: FinishReason | None
+    refusal: str | None
+    ttft_s: float | None
+    itl_s: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step, as it looked when its tokens had arrived.
+
+    Attributes:
+      ended_s: seconds since the engine was made.
+      duration_s: since the step before it ended, or since it was planned if that was later.
+      prefill_tokens, decode_tokens: computed.
+      cached_tokens: prompt tokens of requests admitted by this step that were not computed, being cached.
+      used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
+      used_rows: the same in each cache group, as `GroupStats` counts.
+    """
+
+    ended_s: float
+    duration_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    cached_tokens: int
+    used_pages: int
+    used_rows: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+    """The pool of one cache group. A row is a page of one KV head where heads have windows of their own, else of all.
+
+    Attributes:
+      layers: of the model, that see alike.
+      num_heads: rows of a page.
+      num_rows: of the pool.
+      used_rows, peak_rows: that belong to requests, and the most there were.
+    """
+
+    layers: tuple[int, ...]
+    num_heads: int
+    num_rows: int
+    used_rows: int
+    peak_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made. No time counts compilation, which is reported apart.
+
+    Attributes:
+      steps: one record a step.
+      prefill_tokens, decode_tokens: computed.
+      prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
+      prefix_hit_rate: prompt tokens found in the prefix cache, of all that looked there; 0 without any.
+      used_pages, peak_pages, num_pages: pages that belong to requests, the most there were, and all. Where layers or
+        heads differ in what they hold, their part of the memory, in pages of all of them and rounded up.
+      preemptions: times a request gave up its pages to an older one.
+      compilations, compile_s: step shapes compiled, and the seconds that took.
+      cache_bytes: of all layers.
+      groups: of every cache group.
+    """
+
+    steps: tuple[StepRecord, ...]
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    prefix_hit_rate: float
+    used_pages: int
+    peak_pages: int
+    num_pages: int
+    preemptions: int
+    compilations: int
+    compile_s: float
+    cache_bytes: int
+    groups: tuple[GroupStats, ...] = ()

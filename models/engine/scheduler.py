@@ -1,0 +1,311 @@
+"""Which tokens of which requests the next step computes, and in which pages their K/V goes."""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import cast
+
+from models.engine.request import FinishReason, Request, RequestRefused
+from models.engine.step_plan import ScheduledRow, StepPlan
+from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
+
+
+class Scheduler:
+    """Continuous batching by token budget, first come first served.
+
+    `schedule` plans a step, which the engine launches; `retire` takes what the step sampled. A step may be scheduled
+    and launched before the previous ones are retired, so that reading back overlaps with computing. Two things follow:
+
+    - A request whose end is not known yet may have a token too many in flight, which `retire` drops.
+    - The pages of a request that ended or was preempted may still be used by launched steps. They are released at once
+      all the same: the device runs steps in the order they were launched, and whoever gets the pages next writes to
+      them in a step launched later. For the same reason a page may be matched once the step that fills it was launched.
+    - So may the pages behind a window, which every step recycles before it takes new ones: those that no query of a
+      later step sees. Tokens in flight count as computed, because none is ever taken back.
+
+    Running requests are in order of arrival, and every waiting one arrived after them. When pages run out in some cache
+    group the youngest running request is preempted: it gives up its pages, waits in front, and is computed again (from
+    what the prefix cache still has) once there is room in all groups to get through its known tokens. Tokens of it in
+    flight are still delivered by `retire`, and it is not admitted before. A request that has the pools to itself takes
+    prompt chunks as large as they allow. So the oldest request always moves, up to the size of the pools.
+    """
+
+    def __init__(
+        self,
+        pools: GroupPools,
+        prefix_cache: PrefixCache | None,
+        *,
+        max_batched_tokens: int,
+        max_prefill_seqs: int | None = None,
+        max_model_len: int,
+        chunked_prefill: bool,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        """Starts without requests.
+
+        Args:
+            pools: Rows for the K/V of every cache group; a running request has a batch slot of theirs.
+            prefix_cache: Over `pools`; None disables reuse.
+            max_batched_tokens: New tokens per step, decode and prefill together.
+            max_prefill_seqs: Prefill rows per step; None for as many as can run.
+            max_model_len: Tokens per sequence, prompt and output together.
+            chunked_prefill: Whether prompts may be spread over steps. What no step holds after a preemption, or the
+                pools do not at once, always may.
+            eos_token_ids: Tokens that end a sequence unless its request ignores them.
+
+        Raises:
+            ValueError: a size is too small.
+        """
+        max_prefill_seqs = pools.max_num_seqs if max_prefill_seqs is None else max_prefill_seqs
+        if min(max_batched_tokens, max_prefill_seqs) < 1 or max_model_len < 2:
+            sizes = f"{max_batched_tokens=}, {max_prefill_seqs=}, {max_model_len=}"
+            raise ValueError(f"sizes must be at least 1, and max_model_len at least 2, got {sizes}")
+        self._pools = pools
+        self._page_size = pools.page_size
+        self._prefix_cache = prefix_cache
+        self._max_batched_tokens = max_batched_tokens
+        self._max_prefill_seqs = max_prefill_seqs
+        self._max_model_len = max_model_len
+        # A sequence may have one token more than the pools hold, because its last token is never computed.
+        self._max_len = min(max_model_len, pools.max_tokens + 1)
+        self._chunked_prefill = chunked_prefill
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[int | str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._free_slots = list(reversed(range(pools.max_num_seqs)))
+        self._launched: deque[StepPlan] = deque()
+        self._num_preemptions = 0
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        return tuple(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its pages to an older one."""
+        return self._num_preemptions
+
+    @property
+    def max_len(self) -> int:
+        """Tokens a sequence can come to: in the model, and in the pools."""
+        return self._max_len
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queues a new request.
+
+        Raises:
+            RequestRefused: it could never be completed; the message says why.
+            ValueError: an unfinished request has the same id, or the request is not new.
+        """
+        if request.request_id in self._requests or request.is_finished:
+            raise ValueError(f"request_id must be new, got {request.request_id!r} again")
+        length = len(request.prompt_ids)
+        if length >= self._max_model_len:
+            raise RequestRefused(f"the prompt has {length} tokens, the model takes at most {self._max_model_len - 1}")
+        if (pool := self._pools.lacking_pool(length)) is not None:
+            needed, kind = pool.peak_rows(length, step_tokens=1), "pages" if pool.num_heads == 1 else "rows"
+            raise RequestRefused(f"the prompt needs {needed} {kind}, the pool has {pool.num_rows}")
+        if length > (limit := self._max_batched_tokens) and not self._chunked_prefill:
+            raise RequestRefused(f"the prompt has {length} tokens, a step takes {limit} unless prefill is chunked")
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, which has to be launched before anything else is asked of the scheduler.
+
+        Returns:
+            The plan, or None when there is nothing to do before a launched step is retired or a request is added.
+        """
+        self._recycle()
+        decode = self._schedule_decode()
+        prefill = self._schedule_prefill(self._max_batched_tokens - len(decode))
+        if not decode and not prefill:
+            return None
+        tables = self._pools.tables([row.slot for row in (*decode, *prefill)])
+        plan = StepPlan(tuple(decode), tuple(prefill), tables)
+        self._launched.append(plan)
+        for row in prefill:
+            self._publish(row.request)
+        return plan
+
+    def retire(self, plan: StepPlan, tokens: Sequence[int]) -> list[tuple[Request, int]]:
+        """Takes what a step sampled.
+
+        Args:
+            plan: The oldest launched plan that has not been retired.
+            tokens: Sampled ids, one for each of `plan.sampling_rows`.
+
+        Returns:
+            The tokens that continue a request, with the request; its `finish_reason` says if this was the last one.
+
+        Raises:
+            ValueError: another plan is next, or `tokens` are not as many as `plan` samples.
+        """
+        if not self._launched or plan is not self._launched[0]:
+            raise ValueError("plan must be the oldest launched plan that has not been retired")
+        rows = plan.sampling_rows
+        if len(tokens) != len(rows):
+            raise ValueError(f"tokens must be one for each of {len(rows)} sampling rows, got {len(tokens)}")
+        continued = [
+            (row.request, token) for row, token in zip(rows, tokens, strict=True) if not row.request.is_finished
+        ]
+        reasons = [self._reason_to_finish(request, token) for request, token in continued]
+        self._launched.popleft()  # nothing has changed so far, should a token be no number
+        for (request, token), reason in zip(continued, reasons, strict=True):
+            request.num_in_flight -= 1
+            request.token_ids.append(token)
+            self._publish(request)
+            if reason:
+                self._finish(request, reason)
+        return continued
+
+    def abort(self, request_id: int | str) -> bool:
+        """Ends a request wherever it is. Returns False if it is unknown or finished already."""
+        if request_id not in self._requests:
+            return False
+        self._finish(self._requests[request_id], "abort")
+        return True
+
+    def requeue_all(self) -> None:
+        """Starts over after the contents of the cache were lost, as when a step raised after its caches were donated.
+
+        Every request keeps the tokens that were read back and is computed again. Launched plans cannot be retired any
+        more: as a draw depends on seed and position only, the tokens they lose are sampled again.
+        """
+        while self._running:
+            self._requeue(self._running[-1])
+        for request in self._waiting:
+            request.num_in_flight = 0
+        self._launched.clear()
+        if self._prefix_cache is not None:
+            self._prefix_cache.clear()
+
+    def _recycle(self) -> None:
+        """Takes back what no step from now on reads of the running requests."""
+        slots = [cast(int, request.slot) for request in self._running]
+        self._pools.recycle(slots, [request.num_computed for request in self._running])
+
+    def _schedule_decode(self) -> list[ScheduledRow]:
+        """At most as many rows as the budget: a request is only admitted if the others leave a token for it."""
+        rows = []
+        for request in tuple(self._running):
+            if request.is_prefilling or self._is_full_length(request, request.num_tokens):
+                continue
+            if self._make_room(request):
+                rows.append(self._schedule_row(request, 1))
+        return rows
+
+    def _schedule_prefill(self, budget: int) -> list[ScheduledRow]:
+        rows = []
+        while budget > 0 and len(rows) < self._max_prefill_seqs:
+            # Prompts are completed in order: only the youngest running request can be partly prefilled.
+            partly_prefilled = bool(self._running) and self._running[-1].is_prefilling
+            request = self._running[-1] if partly_prefilled else self._admit()
+            if request is None:
+                break
+            lacking = request.prefill_end - request.num_computed
+            num_tokens = min(lacking, budget)
+            fits = num_tokens == lacking or self._chunked_prefill or lacking > self._max_batched_tokens
+            if not fits:
+                break
+            if request is self._running[0]:  # alone, with nobody to wait for
+                num_tokens = min(num_tokens, self._pools.room(cast(int, request.slot)) - request.num_computed)
+            if num_tokens < 1 or not self._allocate(request, num_tokens):
+                break
+            rows.append(self._schedule_row(request, num_tokens))
+            budget -= num_tokens
+        return rows
+
+    def _schedule_row(self, request: Request, num_tokens: int) -> ScheduledRow:
+        start = request.num_computed
+        request.num_computed += num_tokens
+        samples = not request.is_prefilling
+        request.num_in_flight += samples
+        return ScheduledRow(request, cast(int, request.slot), start, num_tokens, samples)
+
+    def _admit(self) -> Request | None:
+        """Moves the first waiting request to the running ones, if there is a slot and room for all its known tokens."""
+        if not self._waiting or not self._free_slots:
+            return None
+        request = self._waiting[0]
+        if request.num_in_flight:
+            return None  # what it has to compute is not all known
+        cache, known = self._prefix_cache, request.token_ids
+        prefix = None if cache is None else cache.lookup(known, request.salt)
+        step_tokens = self._max_batched_tokens
+        if self._running and not self._pools.has_room(len(known), step_tokens=step_tokens, prefix=prefix):
+            return None
+        request.slot = self._free_slots.pop()
+        request.num_computed = 0 if cache is None else cache.match(request.slot, known, request.salt)
+        request.num_published = request.num_computed // self._page_size
+        request.prefill_end = len(known)
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
+        self._running.append(self._waiting.popleft())
+        return request
+
+    def _make_room(self, request: Request) -> bool:
+        """Allocates room for one more token, preempting the youngest running requests until there is. False if the
+        request was preempted itself, now or to make room for an older one."""
+        while request.is_running and not self._allocate(request, 1):
+            self._requeue(self._running[-1])
+            self._num_preemptions += 1
+        return request.is_running
+
+    def _allocate(self, request: Request, num_tokens: int) -> bool:
+        """Gives a request the rows it lacks to hold `num_tokens` more, or nothing if they are not there."""
+        end = request.num_computed + num_tokens
+        if num_tokens <= -request.num_computed % self._page_size:
+            return True  # in the page it has begun, as most decode rows are
+        try:
+            self._pools.allocate(cast(int, request.slot), end)
+        except OutOfPages:
+            return False
+        return True
+
+    def _publish(self, request: Request) -> None:
+        """Lets others match the full pages whose tokens are known and whose K/V is written by launched steps."""
+        num_tokens = min(request.num_computed, len(request.token_ids))
+        num_full = num_tokens // self._page_size
+        if self._prefix_cache is not None and num_full > request.num_published:
+            self._prefix_cache.publish(cast(int, request.slot), request.token_ids[:num_tokens], request.salt)
+            request.num_published = num_full
+
+    def _requeue(self, request: Request) -> None:
+        """Puts the youngest running request back in front of the waiting ones."""
+        self._give_up(request)
+        self._waiting.appendleft(request)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.is_running:
+            self._give_up(request)
+        else:
+            self._waiting.remove(request)
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+
+    def _give_up(self, request: Request) -> None:
+        """Takes pages and slot from a running request."""
+        self._running.remove(request)
+        self._free_slots.append(cast(int, request.slot))
+        self._pools.release(cast(int, request.slot))
+        request.slot = None
+        request.num_computed = request.prefill_end = 0
+
+    def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
+        """Whether, and why, a request ends with its next token."""
+        params = request.params
+        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
+            return "stop"
+        return "length" if self._is_full_length(request, len(request.token_ids) + 1) else None
+
+    def _is_full_length(self, request: Request, num_tokens: int) -> bool:
+        return num_tokens >= min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)

@@ -1,0 +1,57 @@
+"""What one step of the engine computes, as the scheduler tells the runner."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
+
+from models.engine.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """New tokens of one request in one step.
+
+    Attributes:
+      request: Whose tokens; its pages are its own until the step has been launched.
+      slot: The request's batch slot, and its place in device arrays with one entry per running request.
+      start: Position of the first new token, which is the number of tokens before it in the cache.
+      num_tokens: New tokens.
+      samples: Whether the token after the last new one is sampled: not within a prompt.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step of the engine: `decode` rows before `prefill` rows in the packed arrays.
+
+    A decode row has one token, the last one sampled at its slot, perhaps not read back yet. A prefill row's tokens are
+    `request.token_ids[start : start + num_tokens]`.
+
+    Attributes:
+      decode, prefill: The rows.
+      tables: Row ids of all `rows` by page, [rows, heads, P] for each cache group. A group has one head, whose rows are
+        page ids, unless its heads have windows of their own.
+    """
+
+    decode: tuple[ScheduledRow, ...]
+    prefill: tuple[ScheduledRow, ...]
+    tables: tuple[Int32[np.ndarray, "rows _ P"], ...]
+
+    @property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        return self.decode + self.prefill
+
+    @property
+    def sampling_rows(self) -> tuple[ScheduledRow, ...]:
+        return tuple(row for row in self.rows if row.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)

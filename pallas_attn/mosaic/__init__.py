@@ -1,0 +1,1 @@
+"""What Mosaic GPU kernels share: here on any architecture, in `sm90` on Hopper."""

@@ -1,0 +1,98 @@
+"""What every Mosaic GPU kernel needs: where it runs, its operands in memory of their own, arrays changed in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import config as jax_config  # the mode a kernel is traced in has no public name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import dispatch
+from pallas_attn.mosaic.assembler import require_sound_assembler
+
+HOPPER = (9, 0)
+
+LOG2E = math.log2(math.e)
+
+"""exp(x) is exp2(LOG2E · x), which the hardware has."""
+
+Ref = Any
+
+"""A reference to global or shared memory."""
+
+
+def interpreted() -> bool:
+    """Whether a kernel traced now runs interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
+    return isinstance(jax_config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+
+
+def require_hopper() -> None:
+    """Raises NotImplementedError unless kernels run interpreted, or are compiled for compute capability 9.0 by an
+    assembler that does not break them.
+    """
+    if interpreted():
+        return
+    here = dispatch.capability()
+    if here.platform != "gpu" or here.compute_capability != HOPPER:
+        version = "" if here.compute_capability is None else f" {'.'.join(map(str, here.compute_capability))}"
+        raise NotImplementedError(
+            f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}"
+        )
+    require_sound_assembler()
+
+
+def multiprocessors() -> int:
+    """Of the device a kernel is traced for; few in the interpreter, where programs run one after the other."""
+    if interpreted():
+        return 2
+    device = jax.config.jax_default_device
+    device = jax.local_devices()[0] if device is None or isinstance(device, str) else device
+    return device.core_count
+
+
+def unknown_zero() -> Any:
+    """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """Values of global memory, or of shared memory that is not swizzled, in registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def first_warp(start_copies: Callable[[], None]) -> None:
+    """Runs a function that does no more than move scalars and start copies on one warp, once the others are here too.
+
+    Every thread that starts a copy arrives at its barrier: one warp does it with a quarter of the arrivals.
+    """
+
+    @plgpu.warp_map
+    def _on_each(warp: jax.Array) -> None:
+        pl.when(warp == 0)(start_copies)
+
+
+def unsliced[Tree](x: Tree) -> Tree:
+    """Arrays as a kernel's operands: in memory of their own.
+
+    Where operands are slices of an array, or a scan slices them or stacks results, XLA (as of jax 0.11) has a kernel
+    read from and write to the whole. Kernels refuse slices that do not begin at a multiple of 256 bytes, when they run;
+    and of a kernel that changes arrays in place it forgets that results were to be in the place of operands: what the
+    kernel leaves alone is lost. Barriers are what it does not look through.
+    """
+    return lax.optimization_barrier(x)
+
+
+def changeable(x: jax.Array) -> Ref:
+    """A reference through which a kernel changes an array in place: the array itself where it is donated."""
+    return jax.new_ref(unsliced(x))
+
+
+def frozen(ref: Ref) -> jax.Array:
+    """What a `changeable` array has become."""
+    return unsliced(jax.freeze(ref))

@@ -1,0 +1,280 @@
+"""Rows of arrays in Mosaic GPU kernels: from anywhere in global memory to the registers of a warpgroup, and back.
+
+Pallas copies blocks. What is cached goes to rows of its own choosing, so here every thread finds its own address and
+moves up to 32 bytes there, past shared memory. Threads that share a row are neighbours and so are their columns, so
+that a warp's accesses fill whole sectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_attn.mosaic.basics import Ref, interpreted
+
+THREADS = 128
+"""Of a warpgroup."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """How tiles [a multiple of `rows`, a multiple of `columns`] lie in the registers of a warpgroup.
+
+    Attributes:
+      threads: that share a row; a power of two, at most 32.
+      vector: neighbouring columns that a thread holds at a time.
+    """
+
+    threads: int
+    vector: int
+
+    @property
+    def rows(self) -> int:
+        return THREADS // self.threads
+
+    @property
+    def columns(self) -> int:
+        return self.threads * self.vector
+
+    @property
+    def tile(self) -> Any:
+        """Layout of a tile."""
+        rows, columns = self.rows, self.columns
+        tiling = plgpu.Tiling(((rows, columns), (rows // 4, columns), (self.vector,)))
+        layout = mgpu.TiledLayout(tiling, (-5,), (-3, -2), -1, _check_canonical=False).canonicalize()
+        return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+    @property
+    def per_row(self) -> Any:
+        """Layout of a value for each row, which all of the row's threads hold."""
+        return self.tile.reduce(1)
+
+    def iota(self, rows: int) -> jax.Array:
+        """int32 [rows]: the number of each row."""
+        return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=self.per_row)
+
+    def spread(self, per_row: jax.Array, columns: int) -> jax.Array:
+        """A value of each row for all of its columns."""
+        shape = (per_row.shape[0], columns)
+        return plgpu.layout_cast(lax.broadcast_in_dim(per_row, shape, [0]), self.tile)
+
+    def filled(self, value: Any, rows: int) -> jax.Array:
+        """[rows] of one value."""
+        return plgpu.layout_cast(lax.broadcast(jnp.asarray(value), (rows,)), self.per_row)
+
+    # Rows of global memory
+
+    def load(self, ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
+        """ref[row[i], column : column + columns] for each i; zeros, and no access, where row[i] is negative."""
+        dtype, shape = ref.dtype, (row.shape[0], columns)
+        if interpreted():
+            return _interpreted_load(ref, row, pl.ds(column, columns), shape)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), self.tile),
+            return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=self.tile),
+        )
+        def load(_: Any, ref: ir.Value, row: Any) -> Any:
+            element = mgpu.utils.dtype_to_ir_type(dtype)
+            loaded = ir.VectorType.get((self.vector,), element)
+            registers = np.empty_like(row.registers)
+            for index, there, pointer in _accesses(ref, row, column):
+                registers[index] = _load_if(there, pointer, loaded)
+            return mgpu.FragmentedArray(
+                _registers=registers, _layout=row.layout, _is_signed=mgpu.utils.is_signed(dtype)
+            )
+
+        return load(ref, self.spread(row, columns))
+
+    def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
+        """ref[row[i], column : column + columns] = values[i] for each i where row[i] is not negative."""
+        if interpreted():
+            _interpreted_store(ref, row, (pl.ds(column, values.shape[1]),), values)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.tile, self.tile))
+        def store(_: Any, ref: ir.Value, row: Any, values: Any) -> None:
+            for index, there, pointer in _accesses(ref, row, column):
+                _store_if(there, values.registers[index], pointer)
+
+        store(ref, self.spread(row, values.shape[1]), values)
+
+    # Single values of global memory
+
+    def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
+        """ref[index] for indices inside a ref [n]; `layout` is theirs and the result's, per_row unless given.
+
+        In global memory no kernel that runs may write there.
+        """
+        if interpreted():
+            return ref[...][index]
+        layout, dtype = layout or self.per_row, ref.dtype
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), layout),
+            return_type=plgpu.ShapeDtypeStruct(index.shape, dtype, layout=layout),
+        )
+        def take(_: Any, ref: ir.Value, index: Any) -> Any:
+            element = mgpu.utils.dtype_to_ir_type(dtype)
+            registers = np.empty_like(index.registers)
+            for i, register in np.ndenumerate(index.registers):
+                places = [vector.extract(register, [], [j]) for j in range(register.type.shape[0])]
+                loaded = [llvm.load(element, _pointer(ref, _offset(place), element)) for place in places]
+                registers[i] = vector.from_elements(ir.VectorType.get((len(loaded),), element), loaded)
+            return mgpu.FragmentedArray(
+                _registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(dtype)
+            )
+
+        return take(ref, index)
+
+    def put(self, ref: Ref, index: jax.Array, values: jax.Array) -> None:
+        """ref[index[i]] = values[i] for each i where index[i] is not negative; one of each, as they are per row."""
+        if interpreted():
+            _interpreted_store(ref, index, (), values)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.per_row, self.per_row))
+        def put(_: Any, ref: ir.Value, index: Any, values: Any) -> None:
+            for i, register in np.ndenumerate(index.registers):
+                place = vector.extract(register, [], [0])
+                pointer = _pointer(ref, _offset(place), values.mlir_dtype)
+                _store_if(_is_place(place), values.registers[i], pointer)
+
+        put(ref, index, values)
+
+    # Columns in pairs
+
+    def unzip(self, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The even and the odd columns of a tile: tiles of a layout with half the vector."""
+        if interpreted():
+            return pairs[:, 0::2], pairs[:, 1::2]
+        half = self.halved
+        result = plgpu.ShapeDtypeStruct((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype, layout=half.tile)
+
+        @plgpu.inline_mgpu(arg_types=(self.tile,), return_type=(result, result))
+        def unzip(_: Any, pairs: Any) -> Any:
+            return tuple(
+                _each(pairs, half.tile, lambda r, odd=odd: _shuffle(r, r, range(odd, self.vector, 2))) for odd in (0, 1)
+            )
+
+        return unzip(pairs)
+
+    def zip(self, even: jax.Array, odd: jax.Array) -> jax.Array:
+        """The inverse of `unzip`."""
+        if interpreted():
+            return jnp.stack([even, odd], axis=-1).reshape(even.shape[0], -1)
+        half = self.halved
+        result = plgpu.ShapeDtypeStruct((even.shape[0], 2 * even.shape[1]), even.dtype, layout=self.tile)
+        order = [i // 2 + i % 2 * half.vector for i in range(self.vector)]
+
+        @plgpu.inline_mgpu(arg_types=(half.tile, half.tile), return_type=result)
+        def interleave(_: Any, even: Any, odd: Any) -> Any:
+            return _each(even, self.tile, lambda e, o: _shuffle(e, o, order), odd)
+
+        return interleave(even, odd)
+
+    @property
+    def halved(self) -> RowLayout:
+        return dataclasses.replace(self, vector=self.vector // 2)
+
+
+# --- interpreted on the CPU
+
+
+def _interpreted_load(ref: Ref, row: jax.Array, columns: Any, shape: tuple[int, int]) -> jax.Array:
+    """Row by row: others may be being written."""
+
+    def load(i: jax.Array, loaded: jax.Array) -> jax.Array:
+        return lax.cond(row[i] >= 0, lambda: loaded.at[i].set(ref[row[i], columns]), lambda: loaded)
+
+    return lax.fori_loop(0, shape[0], load, jnp.zeros(shape, ref.dtype))
+
+
+def _interpreted_store(ref: Ref, row: jax.Array, columns: tuple[Any, ...], values: jax.Array) -> None:
+    def store(i: jax.Array, _: None) -> None:
+        @pl.when(row[i] >= 0)
+        def _store() -> None:
+            ref[(row[i], *columns)] = values[i]
+
+    lax.fori_loop(0, values.shape[0], store, None)
+
+
+# --- in the language of the compiler
+
+
+def _accesses(ref: ir.Value, row: Any, column: int) -> Any:
+    """For each register of a tile: its place among them, whether its row is there, and where in the row it begins.
+
+    Offsets are of 64 bits: a cache may have more than 2**32 elements.
+    """
+    width = ir.MemRefType(ref.type).shape[1]
+    element = ir.MemRefType(ref.type).element_type
+    i64 = ir.IntegerType.get_signless(64)
+    for (index, register), (_, place) in zip(
+        np.ndenumerate(row.registers), row.layout.thread_idxs(row.shape), strict=True
+    ):
+        number = vector.extract(register, [], [0])
+        start = arith.muli(_offset(number), mgpu.c(width, i64))
+        within = arith.addi(arith.index_castui(i64, place), mgpu.c(column, i64))
+        yield index, _is_place(number), _pointer(ref, arith.addi(start, within), element)
+
+
+def _is_place(number: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.sge, number, mgpu.c(0, number.type))
+
+
+def _offset(number: ir.Value) -> ir.Value:
+    return arith.extsi(ir.IntegerType.get_signless(64), number)
+
+
+def _pointer(ref: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
+    storage = ir.IntegerType.get_signless(mgpu.utils.bitwidth(element))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], storage)
+
+
+def _words(loaded: ir.VectorType) -> ir.VectorType:
+    """What to move a vector as: 32 bits at a time if there are as many."""
+    bits = mgpu.utils.bitwidth(loaded)
+    word = min(bits, 32)
+    return ir.VectorType.get((bits // word,), ir.IntegerType.get_signless(word))
+
+
+def _load_if(there: ir.Value, pointer: ir.Value, loaded: ir.VectorType) -> ir.Value:
+    """A vector, or zeros."""
+    words = _words(loaded)
+    branch = scf.IfOp(there, [words], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        alignment = min(16, mgpu.utils.bitwidth(words) // 8)
+        scf.yield_([llvm.load(words, pointer, alignment=alignment)])
+    with ir.InsertionPoint(branch.elseRegion.blocks[0]):
+        scf.yield_([vector.broadcast(words, mgpu.c(0, words.element_type))])
+    return mgpu.utils.bitcast(branch.results[0], loaded)
+
+
+def _store_if(there: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
+    words = mgpu.utils.bitcast(values, _words(ir.VectorType(values.type)))
+    with mgpu.utils.when(there):
+        llvm.store(words, pointer, alignment=min(16, mgpu.utils.bitwidth(words.type) // 8))
+
+
+def _each(x: Any, layout: Any, function: Callable[..., ir.Value], *more: Any) -> Any:
+    """A function of the registers of arrays, which gives those of an array of another layout."""
+    registers = np.empty_like(x.registers)
+    for i in np.ndindex(registers.shape):
+        registers[i] = function(x.registers[i], *(other.registers[i] for other in more))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=x.is_signed)
+
+
+def _shuffle(a: ir.Value, b: ir.Value, order: Any) -> ir.Value:
+    return vector.shuffle(a, b, mask=ir.DenseI64ArrayAttr.get(list(order)))

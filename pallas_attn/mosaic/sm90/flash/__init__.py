@@ -1,0 +1,1 @@
+"""The prefill kernel for Hopper: schedule, kernel, split keys."""

@@ -1,0 +1,34 @@
+"""What can be turned in the kernels of `sm90.flash.kernel`, and what that depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+QUERIES = 64
+"""Rows of a consumer: wgmma's M."""
+
+ALIGNMENT = 8
+"""Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a program works.
+
+    Attributes:
+      tile_keys: keys it takes at once.
+      stages: tiles of keys, and as many of values, in shared memory.
+      consumers: warpgroups that compute, `QUERIES` rows each.
+    """
+
+    tile_keys: int
+    stages: int
+    consumers: int
+
+    def __post_init__(self) -> None:
+        if self.tile_keys not in (64, 128, 192, 256):
+            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to wgmma's N")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
+        if self.consumers not in (1, 2, 3):
+            raise ValueError(f"{self.consumers=} must be from 1 to 3, for which there are registers")

@@ -1,0 +1,410 @@
+"""Products of Hopper's tensor cores that go on while the threads that started them do something else.
+
+Pallas makes sure of the registers of a left operand right before it is multiplied. Where another product is under way
+by then, the assembler takes that for a change of what this one reads, and has every product wait for the one before.
+Here all registers are made sure of before the first product starts. The interpreter knows no such products.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product, over_tokens
+
+ROW_BYTES = 128
+"""Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
+
+DEPTH = 16
+"""What one instruction sums over, of numbers of 16 bits."""
+
+
+def operand(row_bytes: int = ROW_BYTES) -> Any:
+    """How a reference to 16-bit numbers lies, in rows of so many bytes."""
+    return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
+
+
+ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+"""`TILE` with one number a register."""
+
+
+def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
+    16 bits.
+
+    Nothing may touch the results before `finish`, nor change p and o before that of the second.
+    """
+    if interpreted():
+        return multiply(qs, k, lambda: None), accumulate(p, v, o)
+    results = tuple(
+        plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
+    )
+
+    @plgpu.inline_mgpu(arg_types=(operand(), TILE, operand(), TILE, *[operand()] * len(qs)), return_type=results)
+    def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
+        p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
+        nvvm.wgmma_fence_aligned()
+        products = _scores(qs, k), _weighted(p, v, o)
+        return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
+
+    return begin(k, p, v, o, *qs)
+
+
+def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
+    """(qs[0] + ...) @ kᵀ in float32; calls `meanwhile` once it has been started."""
+
+    def product(s: Ref) -> jax.Array:
+        for q in qs:
+            plgpu.wgmma(s, q, k.transpose((1, 0)))
+        meanwhile()
+        return s[...]
+
+    return pl.run_scoped(product, plgpu.ACC((qs[0].shape[0], k.shape[0]), jnp.float32))
+
+
+def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
+    """o + p @ v."""
+    o = add_product(o, p, v)
+    if interpreted():
+        plgpu.commit_smem()  # there, threads have read the values, which copies are about to overwrite
+    return o
+
+
+def finish(product: jax.Array, *, under_way: int) -> jax.Array:
+    """What a product has become, once at most so many are under way that were started after it."""
+    if interpreted():
+        return product
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
+    def wait(_: Any, product: Any) -> Any:
+        assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+        return fragmented_array.optimization_barrier(product)
+
+    return wait(product)
+
+
+HEADROOM = 8
+"""log2 of how large probabilities may be: while they are no larger, what scores are relative to need not grow, nor what
+was added up before shrink. They are floats: large ones are as good as small ones.
+"""
+
+
+def shrink(
+    totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
+) -> list[jax.Array]:
+    """Totals [64, n] times 2**(before - after) [64], once they are finished; as they are where a warp's rows need none
+    of it.
+
+    Args:
+      finished: whether they are already. If not, it is waited for behind a branch, before which the assembler leaves
+        what was to be done meanwhile.
+    """
+    if interpreted():
+        factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
+        return [total * over_tokens(factor, total.shape) for total in totals]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[TILE] * len(totals), PER_TOKEN, PER_TOKEN),
+        return_type=[plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE) for total in totals],
+    )
+    def multiply(_: Any, *given: Any) -> Any:
+        *totals, before, after = given
+        totals = [total.to_layout(ACCUMULATOR) for total in totals]
+        sums = [register for total in totals for register in total.registers.flat]
+        rows = [vector.extract(register, [], [0]) for x in (before, after) for register in x.registers.flat]
+        text = _shrinking(len(sums), "" if finished else "wgmma.wait_group.sync.aligned 0; ")
+        constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
+        registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
+        results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
+        return [result.to_layout(fragmented_array.WGMMA_LAYOUT) for result in results]
+
+    return multiply(*totals, before, after)
+
+
+def _shrinking(count: int, wait: str) -> str:
+    """Assembly for so many registers of sums, of which pairs are of a thread's two rows in turn."""
+    before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
+    factors = "".join(
+        f"sub.f32 f{row}, {before[row]}, {after[row]}; ex2.approx.f32 f{row}, f{row}; "
+        f"selp.f32 f{row}, 0f3F800000, f{row}, p{row}; "
+        for row in range(2)
+    )
+    products = "".join(f"mul.f32 ${i}, ${i}, f{i // 2 % 2}; " for i in range(count))
+    return (
+        "{ .reg .pred p<2>, kept; .reg .f32 f<2>; "
+        f"setp.eq.f32 p0, {before[0]}, {after[0]}; setp.eq.f32 p1, {before[1]}, {after[1]}; "
+        "and.pred kept, p0, p1; vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni keep; "
+        f"{wait}{factors}{products}bra.uni done; keep: {wait}done: }}"
+    )
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """[64, 8]: columns of p [64, n] added up eight apart, which takes no thread another's numbers."""
+    if interpreted():
+        return p.reshape(p.shape[0], -1, 8).sum(axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((p.shape[0], 8), jnp.float32, layout=TILE))
+    def add(_: Any, p: Any) -> Any:
+        return functools.reduce(operator.add, (p[:, i : i + 8] for i in range(0, p.shape[1], 8)))
+
+    return add(p)
+
+
+def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
+    # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one takes too many registers.
+    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x, or 0 where that is no normal number. It is one instruction; a quotient takes three more, to mind that."""
+    if interpreted():
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE))
+    def invert(_: Any, x: Any) -> Any:
+        x = x.to_layout(ACCUMULATOR)
+        count = x.registers.size
+        text = "".join(f"rcp.approx.ftz.f32 ${i}, ${i}; " for i in range(count))
+        constraints = ["=f"] * count + [str(i) for i in range(count)]
+        return fragments(floats(count, text, constraints, [*x.registers.flat]), x.shape).to_layout(
+            fragmented_array.WGMMA_LAYOUT
+        )
+
+    return invert(x)
+
+
+class Limits(NamedTuple):
+    """Which columns of a tile of scores [64, N] their rows see: from `low` to `high`, and those before `sink`, where
+    the column's page is there.
+
+    Attributes:
+      low, high: int32 [64].
+      sink: int32 [64], or None.
+      pages: int32 [64], a bit for each `page_tokens` columns, or None where all are there.
+    """
+
+    low: Any
+    high: Any
+    sink: Any = None
+    pages: Any = None
+    page_tokens: int = 0
+
+    def sees(self, column: Any) -> Any:
+        """bool [64, N], for columns [1, N]."""
+        seen = column >= self.low[:, None]
+        if self.sink is not None:
+            seen |= column < self.sink[:, None]
+        seen &= column < self.high[:, None]
+        if self.pages is not None:
+            seen &= (jnp.right_shift(self.pages[:, None], column // self.page_tokens) & 1) == 1
+        return seen
+
+
+def hide(s: jax.Array, limits: Limits) -> jax.Array:
+    """s [64, N] with -inf in columns that their rows do not see.
+
+    Columns are compared as constants with limits that each thread has moved by its first column. Compared as an iota,
+    they would take as many registers as the tile.
+    """
+    if interpreted():
+        return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
+    given = [limit for limit in limits[:4] if limit is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, *[PER_TOKEN] * len(given)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE),
+    )
+    def select(_: Any, s: Any, *given: Any) -> Any:
+        arrays = iter(given)
+        halves = [
+            None if limit is None else [vector.extract(r, [], [0]) for r in next(arrays).registers.flat]
+            for limit in limits[:4]
+        ]
+        registers = s.registers.reshape(s.shape[1] // 8, 2)
+        hidden = np.empty_like(registers)
+        for half in range(2):
+            low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
+            row = _Row.of(low, high, sink, pages, limits.page_tokens)
+            for eight in range(len(registers)):
+                hidden[eight, half] = row.hide(registers[eight, half], 8 * eight)
+        return mgpu.FragmentedArray(
+            _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
+        )
+
+    return select(s, *given)
+
+
+class _Row(NamedTuple):
+    """`Limits` of one row, moved by a thread's first column."""
+
+    low: ir.Value
+    high: ir.Value
+    sink: ir.Value | None
+    pages: ir.Value | None
+    page_tokens: int
+
+    @staticmethod
+    def of(low: Any, high: Any, sink: Any, pages: Any, page_tokens: int) -> _Row:
+        first = arith.muli(arith.andi(mgpu.utils.thread_idx(), _number(3)), _number(2))
+        low, high, sink = (None if limit is None else arith.subi(limit, first) for limit in (low, high, sink))
+        return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
+
+    def hide(self, pair: ir.Value, column: int) -> ir.Value:
+        """Scores of two neighbouring columns; of the thread's first, counted from its own."""
+        kept = []
+        for i in range(2):
+            place = _number(column + i)
+            seen = arith.cmpi(arith.CmpIPredicate.sge, place, self.low)
+            if self.sink is not None:
+                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.sink))
+            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.high))
+            if self.pages is not None:
+                page = arith.andi(self.pages, _number(1 << column // self.page_tokens))
+                seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.ne, page, _number(0)))
+            least = mgpu.c(-np.inf, ir.F32Type.get())
+            kept.append(arith.select(seen, vector.extract(pair, [], [i]), least))
+        return vector.from_elements(pair.type, kept)
+
+
+def _number(x: int) -> Any:
+    return mgpu.c(x, ir.IntegerType.get_signless(32))
+
+
+# --- products in the language of the compiler
+
+
+def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
+    """(qs[0] + ...) @ kᵀ."""
+    total: list[ir.Value] = []
+    for q in qs:
+        total = add_scores(total, q, k)
+    commit()
+    return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
+
+
+def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
+    """o + p @ v."""
+    total = add_values(list(o.registers.flat), words(p), v)
+    commit()
+    return fragments(total, o.shape)
+
+
+def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
+    """Registers of total + q @ kᵀ, or of the product where the total has none."""
+    (_, depth), dtype = mma_utils.tiled_memref_shape(q)
+    (keys, _), _ = mma_utils.tiled_memref_shape(k)
+    rights = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys, row_bytes)
+    for a, b in zip(left_steps(q, depth, row_bytes), _steps(*rights, depth, row_bytes), strict=True):
+        total = _instruction(total, [a], b, columns=keys, dtype=dtype, transposed=False)
+    return list(total)
+
+
+def add_values(
+    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
+) -> list[ir.Value]:
+    """Registers of total + p @ v, for what each instruction takes of p: `words` or a descriptor of `left_steps`."""
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    for a, b in zip(lefts, _steps(*_right(v, values, row_bytes), keys, row_bytes), strict=True):
+        total = _instruction(total, a, b, columns=values, dtype=dtype, transposed=True)
+    return list(total)
+
+
+def words(p: Any) -> Iterator[list[ir.Value]]:
+    """Registers of a left operand, of each instruction."""
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    for i in range(0, p.shape[1], DEPTH):
+        yield [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+
+
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterator[ir.Value]:
+    """Descriptors of what each instruction takes of a left operand in shared memory."""
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
+    )
+    return _steps(base, step, chunk, depth, row_bytes)
+
+
+def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
+    """Descriptor of a right operand, and how many bytes on the next step and the next row of a swizzled tile begin."""
+    depth = row_bytes // 2
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(depth, depth), group_size=(depth, columns), logical_k_major=True
+    )
+    return base, step, chunk
+
+
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Iterator[ir.Value]:
+    wide = ir.IntegerType.get_signless(64)
+    for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH):
+        # Where it is asked for, right before its instruction: made all at once, they take registers from sums.
+        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), wide))
+
+
+def _instruction(
+    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: Any, transposed: bool
+) -> list[ir.Value]:
+    """One wgmma, added to a total, or to nothing if that has no registers.
+
+    Args:
+      left: the descriptor of a left operand, or the registers that hold one.
+      transposed: whether neighbours in the right operand are columns, and not what is summed over.
+    """
+    count = columns // 2
+    places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
+    results = [next(places) for _ in range(count)]
+    for _ in total:
+        next(places)
+    a = [next(places) for _ in left]
+    in_registers = len(left) > 1
+    operand, flags = (f"{{{', '.join(a)}}}", "") if in_registers else (a[0], "0, ")
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(total))}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
+        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}{int(transposed)}; }}"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(left)
+    return floats(count, text, [*constraints, "l"], [*total, *left, right])
+
+
+def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
+    """Inline assembly with so many float32 results."""
+    number = ir.VectorType.get((1,), ir.F32Type.get())
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * count),
+        list(operands),
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(number, results, [i]) for i in range(count)]
+
+
+def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
+    """An array in the layout of sums."""
+    array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
+    array.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
+
+
+def commit() -> None:
+    """Makes what was started since the last one a group to wait for."""
+    assembly("wgmma.commit_group.sync.aligned;")
+
+
+def assembly(text: str) -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

@@ -1,0 +1,129 @@
+"""`gather_latent` on Hopper (H100, H200).
+
+A program is one warpgroup and takes as many rows of the result as it has groups of threads that share a row, 16 bytes
+an access. It finds where they come from in one go over the lengths of all sequences, which is cheaper than another
+kernel that sums them up, and then copies twice, cached rows and new ones:
+
+    row of the result -> sequence and position -> entry of its table -> row of the pool -> registers -> result
+                                               -> row of the new latents                -> registers -> result
+
+Where a program has rows of one kind only, as most have, the other copy moves nothing. Nothing waits for another
+program.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.row_copy import copy_layout, copy_rows, like
+from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.types import PagedLatent
+
+MAX_SEQUENCES = 1024
+"""Going over the lengths of more takes a program longer than its copies."""
+
+
+def gather_latent(
+    cache: PagedLatent,
+    latent_new: Float[Array, "T LR"],
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    length: int,
+) -> Float[Array, "length LR"]:
+    basics.require_hopper()
+    num_pages, page_size, width = cache.pages.shape
+    refusals.require_int32_rows(num_pages * page_size)
+    if kv_lens.shape[0] > MAX_SEQUENCES:
+        raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {kv_lens.shape[0]}")
+    layout = copy_layout(width, cache.pages.dtype)
+    inputs = Inputs(
+        rows=cache.pages.reshape(-1, width),
+        new=latent_new if latent_new.shape[0] else None,
+        block_tables=block_tables.reshape(-1),
+        cu_q_lens=cu_q_lens,
+        kv_lens=kv_lens,
+    )
+    return plgpu.kernel(
+        functools.partial(_kernel, layout, page_size),
+        out_type=jax.ShapeDtypeStruct((length, width), cache.pages.dtype),
+        grid=(pl.cdiv(length, layout.rows),),
+        grid_names=("program",),
+        kernel_name="gather_latent",
+    )(basics.unsliced(inputs))
+
+
+class Inputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      rows: of the pool, [N·ps, L + R].
+      new: [T, L + R]; None where there are none.
+      block_tables: [S·P].
+      cu_q_lens, kv_lens: as the operation takes them.
+    """
+
+    rows: Array | Ref
+    new: Array | Ref | None
+    block_tables: Array | Ref
+    cu_q_lens: Array | Ref
+    kv_lens: Array | Ref
+
+
+class Place(NamedTuple):
+    """Where rows of the result belong; each an int32 [rows].
+
+    Attributes:
+      sequence: S where there is none.
+      start: row of the result at which the sequence starts.
+      cached: tokens that it has in its pages.
+      first_new: its first one among the new latents.
+    """
+
+    sequence: jax.Array
+    start: jax.Array
+    cached: jax.Array
+    first_new: jax.Array
+
+
+def _kernel(layout: RowLayout, page_size: int, x: Inputs, out: Ref) -> None:
+    row = lax.axis_index("program") * layout.rows + layout.iota(layout.rows)
+    place = _place(x, row)
+    position = row - place.start
+    there, held = row < out.shape[0], place.sequence < x.kv_lens.shape[0]
+    cached, new = held & (position < place.cached), held & (position >= place.cached)
+
+    table_width = x.block_tables.shape[0] // x.kv_lens.shape[0]
+    entry = place.sequence * table_width + lax.div(position, like(row, page_size))
+    page = layout.take(x.block_tables, jnp.where(cached, entry, 0))
+    pool_row = page * page_size + lax.rem(position, like(row, page_size))
+    out_row = jnp.where(there, row, -1)
+    copy_rows(layout, x.rows, jnp.where(cached, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
+    if x.new is not None:
+        new_row = jnp.where(new, place.first_new + position - place.cached, -1)
+        copy_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))
+
+
+def _place(x: Inputs, row: jax.Array) -> Place:
+    """The last sequence that starts at or before each row, of those that are not empty, if it does not end there."""
+
+    def visit(s: jax.Array, carry: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
+        start, place = carry
+        kv_len, first_new = x.kv_lens[s], x.cu_q_lens[s]
+        within = (row >= start) & (row < start + kv_len)
+        here = Place(s, start, kv_len - (x.cu_q_lens[s + 1] - first_new), first_new)
+        place = Place(*(jnp.where(within, new, old) for new, old in zip(here, place, strict=True)))
+        return start + kv_len, place
+
+    nowhere = Place(like(row, x.kv_lens.shape[0]), *(like(row, 0) for _ in range(3)))
+    return lax.fori_loop(0, x.kv_lens.shape[0], visit, (jnp.int32(0), nowhere))[1]

@@ -1,0 +1,212 @@
+"""Expanded multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
+
+A composition and nothing else: the prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and
+the pieces are merged by their LSE. So memory does not grow with the cached length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_attn import checks, dispatch, tuning
+from pallas_attn.ops.gather_latent import gather_latent
+from pallas_attn.ops.ragged_attention import ragged_attention
+from pallas_attn.portable.merge import finite_or_zero
+from pallas_attn.types import Implementation, PagedLatent
+
+
+def mla_prefill(
+    q_nope: Float[Array, "T Hq nope"],
+    q_rope: Float[Array, "T Hq R"],
+    latent_new: Float[Array, "T LR"],
+    cache: PagedLatent,
+    w_uk: Float[Array, "Hq nope L"],
+    w_uv: Float[Array, "Hq v L"],
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    sm_scale: float,
+    piece_tokens: int | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "T Hq v"]:
+    """Causal attention of each sequence's new tokens over its cached prefix and themselves.
+
+    Args:
+      q_nope, q_rope: packed queries, unrotated and rotated parts; padding rows come after cu_q_lens[-1].
+      latent_new: normed latents and rotated keys of the same tokens, as `write_latent` takes them.
+      cache: pages [N, ps, L + R] holding the prefix. Nothing is written, and whether the new tokens are in there
+        already makes no difference.
+      w_uk, w_uv: up-projections of the latent to keys and values, per head.
+      block_tables: page ids, of all cached tokens; entries past them may hold anything.
+      cu_q_lens: prefix sums of the new tokens, from 0.
+      kv_lens: tokens each sequence holds, cached and new.
+      sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
+      piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
+        measured or is expected to be fastest, see `PieceConfig`.
+      implementation: of `gather_latent` and `ragged_attention`.
+
+    Returns:
+      The output in q's dtype, exactly 0 for padding rows.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+    """
+    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
+    if piece_tokens is None:
+        piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)
+
+    def attend(latent: Float[Array, "U LR"], cu_kv_lens: Int32[Array, "S_plus_1"], causal: bool) -> Any:
+        k, v = _expand(latent.astype(q.dtype), w_uk, w_uv)
+        return ragged_attention(
+            q,
+            k,
+            v,
+            cu_q_lens,
+            cu_kv_lens,
+            causal=causal,
+            sm_scale=sm_scale,
+            return_lse=True,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+
+    with jax.named_scope("mla_prefill"):
+        state = attend(latent_new, cu_q_lens, True)
+        num_cached = jnp.maximum(kv_lens - jnp.diff(cu_q_lens), 0)
+        pieces = _PrefixPieces(cache, block_tables, num_cached, piece_tokens)
+
+        def absorb(carry):
+            i, state = carry
+            latent, cu_kv_lens = pieces.load(i, implementation)
+            return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
+
+        _, state = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, (jnp.zeros((), jnp.int32), state))
+    return state[0].astype(q.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceConfig:
+    """How much of the prefix is expanded at a time.
+
+    A piece costs memory for its keys and values, and a pass over the outputs of all queries to merge what it gives:
+    16 bytes an element, which on an H200 take as long as attending 500 tokens does. And its expansion costs the same
+    however few of its tokens there are.
+
+    Attributes:
+      piece_tokens: of a piece, over all sequences.
+    """
+
+    piece_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.piece_tokens < 1:
+            raise ValueError(f"{self.piece_tokens=} must be at least 1")
+
+
+def _piece_config(heads: int, width: int) -> PieceConfig:
+    """For so many heads, whose queries, keys and values have so many columns together."""
+    on_gpu = dispatch.capability().platform == "gpu"
+    key = {"heads": heads, "width": width}
+    return tuning.lookup("mla_prefill", key, PieceConfig, lambda: PieceConfig(4096 if on_gpu else 1024))
+
+
+type State = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
+"""Attention over some of the keys, and its LSE."""
+
+
+def _merge(one: State, other: State) -> State:
+    """`merge_states` of two, element by element, so that the state of a loop is updated in place."""
+    highest = finite_or_zero(jnp.maximum(one[1], other[1]))
+    weights = [jnp.exp(lse - highest) for _, lse in (one, other)]
+    total = weights[0] + weights[1]
+    seen = total != 0
+    divisor = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, highest + jnp.log(divisor), -jnp.inf)
+    scaled = [out * (weight / divisor)[..., None] for (out, _), weight in zip((one, other), weights, strict=True)]
+    return scaled[0] + scaled[1], lse
+
+
+def _check(
+    q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens
+) -> None:
+    dims = checks.Dims()
+    dims.check("q_nope", q_nope, "T Hq nope", checks.PLAIN)
+    dims.check("q_rope", q_rope, "T Hq R", (q_nope.dtype,))
+    dims.check("w_uk", w_uk, "Hq nope L", (q_nope.dtype,))
+    dims.check("w_uv", w_uv, "Hq v L", (q_nope.dtype,))
+    checks.check_latent(cache, dims)
+    dims.check("latent_new", latent_new, "T LR", (cache.pages.dtype,))
+    dims.check("block_tables", block_tables, "S P", checks.INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    checks.check_positive("sm_scale", sm_scale)
+    if piece_tokens is not None and piece_tokens < 1:
+        raise ValueError(f"piece_tokens: expected at least 1, got {piece_tokens}")
+
+
+def _expand(
+    latent: Float[Array, "U LR"], w_uk: Float[Array, "Hq nope L"], w_uv: Float[Array, "Hq v L"]
+) -> tuple[Float[Array, "U Hq nope_plus_R"], Float[Array, "U Hq v"]]:
+    """Per-head keys and values; all heads share the rotated key."""
+    latent_dim = w_uk.shape[-1]
+    normed, rotated = latent[:, :latent_dim], latent[:, latent_dim:]
+    precision = lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
+    k_nope = jnp.einsum("ul,hnl->uhn", normed, w_uk, precision=precision)
+    v = jnp.einsum("ul,hvl->uhv", normed, w_uv, precision=precision)
+    k_rope = jnp.broadcast_to(rotated[:, None, :], (*k_nope.shape[:2], rotated.shape[-1]))
+    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+
+class _PrefixPieces:
+    """The cached tokens of all sequences, packed and cut into pieces of at most `tokens` of them.
+
+    Sequences are laid out in whole pages, so that a piece starts and ends on page boundaries of each and its part of a
+    sequence is a shifted block table.
+    """
+
+    def __init__(
+        self,
+        cache: PagedLatent,
+        block_tables: Int32[Array, "S P"],
+        num_cached: Int32[Array, "S"],
+        piece_tokens: int,
+    ):
+        self._cache, self._tables, self._num_cached = cache, block_tables, num_cached
+        self._page_size = cache.page_size
+        self._pages = -(-piece_tokens // self._page_size)
+        num_pages = -(-num_cached // self._page_size)
+        self._end_page = jnp.cumsum(num_pages, dtype=jnp.int32)
+        self._first_page = self._end_page - num_pages
+        self.count = -(-self._end_page[-1] // self._pages)
+
+    def load(
+        self, i: Int32[Array, ""], implementation: Implementation
+    ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
+        """Latents of piece i, packed without gaps, and the prefix sums of its tokens per sequence."""
+        start = i * self._pages
+        skipped = jnp.maximum(start - self._first_page, 0)  # pages of each sequence in earlier pieces
+        stop = jnp.clip(start + self._pages - self._first_page, 0, self._end_page - self._first_page)
+        lens = jnp.maximum(jnp.minimum(stop * self._page_size, self._num_cached) - skipped * self._page_size, 0)
+        width = min(self._pages, self._tables.shape[1])
+        entry = skipped[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        tables = jnp.take_along_axis(self._tables, jnp.minimum(entry, self._tables.shape[1] - 1), axis=1)
+        latent = gather_latent(
+            self._cache,
+            jnp.zeros((0, self._cache.pages.shape[-1]), self._cache.pages.dtype),
+            tables,
+            jnp.zeros((lens.shape[0] + 1,), jnp.int32),
+            lens,
+            length=self._pages * self._page_size,
+            implementation=implementation,
+        )
+        zero = jnp.zeros((1,), jnp.int32)
+        return latent, jnp.concatenate([zero, jnp.cumsum(lens, dtype=jnp.int32)])

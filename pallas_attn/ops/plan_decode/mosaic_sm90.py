@@ -1,0 +1,421 @@
+"""`plan_decode` on Hopper: one program, so that a step pays for one short kernel.
+
+It has about as many threads as there are rows or programs, and takes these a chunk at a time, one of them a thread.
+Prefix sums of what rows cost stay in shared memory, where every place among them is then searched for:
+
+    rows      cost              -> ends: where each row ends         (prefix sums)
+    total     -> share, own share
+    rows      parts             -> piece_ends, and whether that is even; if so, programs start with parts
+    else
+    rows      rank              -> place, and what is listed by place
+    places    cost              -> ends                              (prefix sums)
+    places    pieces in groups  -> piece_ends, and whether that is even
+    else
+    places    pieces            -> piece_ends                        (prefix sums)
+    programs  start             -> place, page, piece
+
+What is not needed is not done: every instruction is fetched once, and most of the kernel's time is latency. Nothing
+waits but threads for each other; they all take the same branches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32
+
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import Ref, unknown_zero
+from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
+from pallas_attn.mosaic.row_layout import THREADS
+from pallas_attn.portable.schedule import Groups, Sharing, ratio
+from pallas_attn.portable.visibility import PageWalk, page_walk
+from pallas_attn.types import FULL, DecodePlan, HeadWindow
+
+MAX_ROWS = 24 * 1024
+"""What fits shared memory, twice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for, beside shapes."""
+
+    sharing: Sharing
+    window: int
+    num_kv_heads: int
+    page_size: int
+    rows: int
+    programs: int
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether there may be groups, or programs for each row."""
+        return not self.sharing.piece_pages
+
+    @property
+    def for_each_row(self) -> bool:
+        """Whether there are programs enough for that."""
+        return self.is_balanced and self.rows <= self.programs
+
+    @property
+    def warpgroups(self) -> int:
+        return min(MOST_WARPGROUPS, pl.cdiv(max(self.rows, self.programs + 1), THREADS))
+
+    @property
+    def chunk(self) -> int:
+        """Rows or programs that threads take at a time."""
+        return self.warpgroups * THREADS
+
+    @property
+    def padded_rows(self) -> int:
+        return pl.cdiv(self.rows, self.chunk) * self.chunk
+
+    @property
+    def most_pieces(self) -> int:
+        """A piece begins with a row or with a program."""
+        return self.rows + self.programs
+
+
+class Inputs(NamedTuple):
+    """As `plan_decode` takes them."""
+
+    kv_lens: Any
+    q_lens: Any
+    window: HeadWindow | None
+
+
+class Outputs(NamedTuple):
+    """The arrays of a `DecodePlan`."""
+
+    row: Any
+    sink_pages: Any
+    first_page: Any
+    num_pages: Any
+    next_place: Any
+    merged_place: Any
+    piece_offsets: Any
+    program_place: Any
+    program_page: Any
+    program_piece: Any
+
+    @staticmethod
+    def types(static: Static) -> Outputs:
+        rows, rows_plus_1, programs_plus_1 = (
+            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
+        )
+        programs = (programs_plus_1, programs_plus_1, programs_plus_1)
+        return Outputs(*(rows,) * 5, *(rows_plus_1,) * 2, *programs)
+
+
+class Memory(NamedTuple):
+    """Shared memory; int32 unless it says otherwise.
+
+    Attributes:
+      ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
+      keys: float32, by which rows are put in order; None where they are not.
+      lanes: the threads.
+    """
+
+    ends: Any
+    piece_ends: Any
+    keys: Any
+    lanes: Any
+
+
+def plan_decode(
+    kv_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
+    window: int | HeadWindow | None,
+    sharing: Sharing,
+    *,
+    num_kv_heads: int,
+    page_size: int,
+    num_programs: int,
+) -> DecodePlan:
+    basics.require_hopper()
+    rows = kv_lens.shape[0] * num_kv_heads
+    if rows > MAX_ROWS:
+        raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")
+    static = Static(
+        sharing=sharing,
+        window=window if isinstance(window, int) else FULL,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        rows=rows,
+        programs=num_programs,
+    )
+    sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
+    keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if sharing.are_dealt(rows) else None
+    (outputs,) = plgpu.kernel(
+        functools.partial(_kernel, static),
+        out_type=(Outputs.types(static),),
+        scratch_types=(Memory(sums, sums, keys, Lanes.types(static.warpgroups)),),
+        num_threads=static.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="plan_decode",
+    )(basics.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
+    return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
+
+
+def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:
+    sharing = static.sharing
+    total, busy = _lay_out(static, x, mem)
+    share = sharing.share(total, static.programs)
+    if static.for_each_row:
+        own_share = sharing.own_share(total - busy * sharing.overhead, static.programs)
+        is_even = _part(static, mem, share, own_share)
+        pl.when(is_even)(lambda: _list_parts(static, x, plan, mem, own_share))
+        pl.when(~is_even)(lambda: _share(static, x, plan, mem, total, busy, share))
+    else:
+        _share(static, x, plan, mem, total, busy, share)
+
+
+def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
+    """Sums up what rows cost, as they come; returns the sum of all, and how many are not idle."""
+
+    def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        cost, busy = before
+        pages = jnp.where(row < static.rows, _walk(static, x, row).num_pages, 0)
+        return mem.lanes.append(mem.ends, row, static.sharing.cost(pages), cost), busy + jnp.where(pages > 0, 1, 0)
+
+    _, busy = mem.lanes.each_chunk(static.rows, lay_out, (_of_each(0), _of_each(0)))
+    return _last(static, mem.ends), mem.lanes.sum(busy)
+
+
+# --- programs for each row
+
+
+def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
+    """Sums up parts of rows, as they come; returns whether they are even enough, and no more than programs."""
+
+    def part(row: Any, before: Any) -> Any:
+        parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
+        is_uneven = static.sharing.is_part_uneven(pages, share)
+        return mem.lanes.append(mem.piece_ends, row, _flagged(static, parts, is_uneven), before)
+
+    mem.lanes.each_chunk(static.rows, part, _of_each(0))
+    return _last(static, mem.piece_ends) <= static.programs
+
+
+def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
+    """More pieces than there are where these are worse."""
+    return jnp.where(are_worse, static.most_pieces + 1, pieces)
+
+
+def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share: Any) -> None:
+    _list_in_order(static, x, plan, mem.lanes)
+    _list_rows(
+        static, plan, mem, lambda place: find(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
+    )
+
+    def start(program: Any, _: None) -> None:
+        row = find(mem.piece_ends, static.rows, program)
+        pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
+        before = sum_before(mem.piece_ends, row)
+        page = jnp.where(row < static.rows, (program - before) * pages, 0)
+        _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
+
+    mem.lanes.each_chunk(static.programs + 1, start)
+
+
+# --- programs for groups, or for all
+
+
+def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, busy: Any, share: Any) -> None:
+    is_dealt, sharing = static.sharing.are_dealt(static.rows), static.sharing
+    groups = Groups.of(busy if is_dealt else jnp.int32(static.rows), static.programs)
+    if is_dealt:
+        _deal(static, x, plan, mem, groups)
+    else:
+        _list_in_order(static, x, plan, mem.lanes)
+
+    def following(place: Any) -> Any:
+        """The next place of a row that is not idle."""
+        if is_dealt:
+            return jnp.where(place + 1 < busy, place + 1, static.rows)
+        return find(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
+
+    def bounds(group: Any) -> tuple[Any, Any, Any]:
+        """Where groups begin and end, and the share of each one's programs."""
+        begin, end = (sum_before(mem.ends, groups.start(group + i)) for i in range(2))
+        return begin, end, sharing.share(end - begin, groups.programs)
+
+    def pieces_in_groups(place: Any) -> Any:
+        start, _, shares = bounds(groups.group(place))
+        begin, end = sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place)
+        pieces = sharing.pieces(begin - start, end - start, shares)
+        return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
+
+    def start_in_groups(program: Any) -> Start:
+        of = ratio(program, groups.programs)
+        begin, end, shares = bounds(of)
+        number = program - of * groups.programs
+        at = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
+        return Start(number, shares, begin, begin + at)
+
+    def pieces(place: Any) -> Any:
+        return sharing.pieces(sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
+
+    def start(program: Any) -> Start:
+        at = jnp.minimum(sharing.start(program, share, total), total)
+        return Start(program, _of_each(share), jnp.zeros_like(program), at)
+
+    def at_equal_distances() -> None:
+        _cut(static, mem, pieces)
+        _list_pieces(static, plan, mem, following, start)
+
+    if not static.is_balanced:
+        at_equal_distances()
+        return
+    are_even = _cut(static, mem, pieces_in_groups) <= static.most_pieces
+    pl.when(are_even)(lambda: _list_pieces(static, plan, mem, following, start_in_groups))
+    pl.when(~are_even)(at_equal_distances)
+
+
+class Start(NamedTuple):
+    """Where programs start among the rows.
+
+    Attributes:
+      number: of each among those which take equal shares of the same rows.
+      share: what each of those takes.
+      begin: where their rows begin.
+      at: where the program starts.
+    """
+
+    number: Any
+    share: Any
+    begin: Any
+    at: Any
+
+
+def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups) -> None:
+    """Lists rows in the order of groups, and sums up what they cost."""
+    row = mem.lanes.number()
+    walk = _walk(static, x, row)
+    key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1).astype(jnp.float32)
+    PER_THREAD.put(mem.keys, jnp.where(row < mem.keys.shape[0], row, -1), key)
+    mem.lanes.barrier()
+    place = groups.place(mem.lanes.count_larger(mem.keys, key))
+    _list(static, plan, place, row, walk)
+    PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
+    mem.lanes.barrier()
+    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # of places now
+    mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
+
+
+def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
+    """Sums up pieces of the rows at these places; returns the sum of all."""
+
+    def cut(place: Any, before: Any) -> Any:
+        return mem.lanes.append(mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
+
+    mem.lanes.each_chunk(static.rows, cut, _of_each(0))
+    return _last(static, mem.piece_ends)
+
+
+def _list_pieces(
+    static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any], start: Callable[[Any], Start]
+) -> None:
+    sharing = static.sharing
+    _list_rows(static, plan, mem, following)
+
+    def list_programs(program: Any, _: None) -> None:
+        number, share, begin, at = start(program)
+        place = find(mem.ends, static.rows, at)
+        last = jnp.minimum(place, static.rows - 1)
+        untailed = sharing.untailed(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
+        place = jnp.where(untailed > at, following(last), place)
+        row_begin = sum_before(mem.ends, place)
+        into = untailed - row_begin
+        piece = sharing.piece(number, row_begin - begin, into, sum_before(mem.piece_ends, place), share)
+        _list_programs(static, plan, program, (place, sharing.page(into), piece))
+
+    mem.lanes.each_chunk(static.programs + 1, list_programs)
+
+
+# --- what is listed
+
+
+def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> None:
+    """Lists rows as they come."""
+
+    def write(row: Any, _: None) -> None:
+        _list(static, plan, row, row, _walk(static, x, row))
+
+    lanes.each_chunk(static.rows, write)
+
+
+def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
+    """Writes what a plan lists of rows to their places."""
+    refs = plan.row, plan.sink_pages, plan.first_page, plan.num_pages
+    for ref, values in zip(refs, (row, *walk), strict=True):
+        PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
+
+
+def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any]) -> None:
+    """Writes which place follows each, where its pieces begin, and which are merged."""
+
+    def write(place: Any, merged_before: Any) -> Any:
+        exists, is_last = place < static.rows, place == static.rows - 1
+        end, begin = PER_THREAD.take(mem.piece_ends, place), sum_before(mem.piece_ends, place)
+        PER_THREAD.put(plan.next_place, jnp.where(exists, place, -1), following(place))
+        PER_THREAD.put(plan.piece_offsets, jnp.where(exists, place, -1), begin)
+        PER_THREAD.put(plan.piece_offsets, jnp.where(is_last, static.rows, -1), end)
+        is_merged = exists & (end - begin != 1)
+        so_far, of_all = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
+        so_far += merged_before
+        at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))  # others fill the list from its end
+        PER_THREAD.put(plan.merged_place, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
+        PER_THREAD.put(plan.merged_place, jnp.where(is_last, so_far, -1), _of_each(static.rows))
+        return merged_before + of_all
+
+    mem.lanes.each_chunk(static.rows, write, _of_each(0))
+
+
+def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
+    """Writes place, page and piece."""
+    at = jnp.where(program <= static.programs, program, -1)
+    for ref, values in zip((plan.program_place, plan.program_page, plan.program_piece), start, strict=True):
+        PER_THREAD.put(ref, at, values)
+
+
+# --- rows and places
+
+
+def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
+    """Pages of rows; anything for those past the last."""
+    row = jnp.minimum(row, static.rows - 1)
+    batch = ratio(row, static.num_kv_heads)
+    head = row - batch * static.num_kv_heads
+    kv_len = PER_THREAD.take(x.kv_lens, batch)
+    q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else PER_THREAD.take(x.q_lens, batch)
+    if x.window is None:
+        window, sink_tokens = jnp.full_like(kv_len, static.window), jnp.zeros_like(kv_len)
+    else:
+        window, sink_tokens = PER_THREAD.take(x.window.window, head), PER_THREAD.take(x.window.sink_tokens, head)
+    end = jnp.where(q_len > 0, kv_len, 0)
+    return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
+
+
+def _pages(static: Static, mem: Memory, row: Any) -> Any:
+    """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
+    last = jnp.minimum(row, static.rows - 1)
+    cost = PER_THREAD.take(mem.ends, last) - sum_before(mem.ends, last)
+    return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
+
+
+def _of_each(number: Any) -> Any:
+    """One number for each thread."""
+    return PER_THREAD.filled(jnp.int32(number), THREADS)
+
+
+def _last(static: Static, sums: Ref) -> Any:
+    """The sum of all."""
+    return sums[static.padded_rows - 1 + unknown_zero()]  # constants are no indices

@@ -1,0 +1,149 @@
+"""`plan_decode` in plain JAX: some ten kernels of XLA's."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from pallas_attn.portable.schedule import Groups, Sharing, ratio
+from pallas_attn.portable.segments import stretch_of
+from pallas_attn.portable.visibility import PageWalk, head_windows, page_walk
+from pallas_attn.types import DecodePlan, HeadWindow
+
+
+def plan_decode(
+    kv_lens: Int32[Array, "B"],
+    q_lens: Int32[Array, "B"] | None,
+    window: int | HeadWindow | None,
+    sharing: Sharing,
+    *,
+    num_kv_heads: int,
+    page_size: int,
+    num_programs: int,
+) -> DecodePlan:
+    q_lens = jnp.ones_like(kv_lens) if q_lens is None else q_lens
+    windows = head_windows(window, num_kv_heads)
+    first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
+    end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
+    walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
+    walk = PageWalk(*(x.reshape(-1) for x in walk))
+    rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
+    share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
+    order, busy = _dealt(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
+    offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
+    cuts = _at_equal_distances(sharing, offsets, share, program)
+    if not sharing.piece_pages:
+        cuts = _unless(*_in_groups(sharing, offsets, share, program, jnp.int32(busy)), cuts)
+        if len(rows) <= num_programs:
+            own, are_worse = _for_each_row(sharing, walk.num_pages, share, program)
+            cuts, order = _unless(own, are_worse, cuts), jnp.where(are_worse, order, rows)
+    sink_pages, first_page, num_pages = (x[order] for x in walk)
+    return DecodePlan(
+        row=order,
+        sink_pages=sink_pages,
+        first_page=first_page,
+        num_pages=num_pages,
+        next_place=_next_busy(num_pages),
+        merged_place=_merged(cuts.piece_offsets),
+        **cuts._asdict(),
+        page_size=page_size,
+        piece_pages=sharing.piece_pages,
+    )
+
+
+class Cuts(NamedTuple):
+    """Of a `DecodePlan`: pieces before each row, and where each program starts."""
+
+    piece_offsets: Int32[Array, "rows_plus_1"]
+    program_place: Int32[Array, "programs_plus_1"]
+    program_page: Int32[Array, "programs_plus_1"]
+    program_piece: Int32[Array, "programs_plus_1"]
+
+
+def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
+    """The row at each place where rows are dealt to groups, and how many of them are not idle."""
+    rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
+    busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
+    place = Groups.of(busy, num_programs).place(rows)
+    longest_first = jnp.argsort(-sharing.length_key(num_pages, rows)).astype(jnp.int32)
+    return jnp.zeros_like(rows).at[place].set(longest_first), busy
+
+
+def _unless(others: Cuts, are_worse: Bool[Array, ""], cuts: Cuts) -> Cuts:
+    return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
+
+
+def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> Cuts:
+    """Of rows laid end to end."""
+    start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
+    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
+    place, into = _found(sharing, offsets, start)
+    piece = sharing.piece(program, offsets[place], into, piece_offsets[place], share)
+    return Cuts(piece_offsets, place, sharing.page(into), piece)
+
+
+def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
+    """Places of the rows that programs start in, and how far into them."""
+    ends = offsets[1:]
+    start = sharing.untailed(start, jnp.append(ends, ends[-1])[stretch_of(ends, start)])
+    place = stretch_of(ends, start)
+    return place, start - offsets[place]
+
+
+def _in_groups(
+    sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
+) -> tuple[Cuts, Bool[Array, ""]]:
+    """Of rows of a group; and whether that is too uneven."""
+    rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
+    groups = Groups.of(busy, num_programs)
+
+    def bounds(group: Array) -> tuple[Array, Array, Array]:
+        begin, end = (offsets[groups.start(group + i)] for i in range(2))
+        return begin, end, sharing.share(end - begin, groups.programs)
+
+    begin, _, shares = bounds(groups.group(jnp.arange(rows, dtype=jnp.int32)))
+    are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share))
+    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
+    of = ratio(program, groups.programs)
+    begin, end, shares = bounds(of)
+    number = program - of * groups.programs
+    into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
+    place, into = _found(sharing, offsets, begin + into_group)
+    piece = sharing.piece(number, offsets[place] - begin, into, piece_offsets[place], shares)
+    return Cuts(piece_offsets, place, sharing.page(into), piece), are_worse
+
+
+def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[Cuts, Bool[Array, ""]]:
+    """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are. Rows
+    are as they come.
+    """
+    own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
+    parts, part = sharing.parts(num_pages, own_share)
+    piece_offsets = _prefix_sums(parts)
+    place = stretch_of(piece_offsets[1:], program)
+    page = (program - piece_offsets[place]) * jnp.append(part, jnp.int32(0))[place]
+    are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
+    return Cuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
+
+
+def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+    """After each row, the next that has pages; the number of rows where there is none."""
+    rows = num_pages.shape[0]
+    busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
+    return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
+
+
+def _merged(piece_offsets: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
+    """Places of rows that are not in one piece, then the number of rows."""
+    (rows_plus_1,) = piece_offsets.shape
+    (places,) = jnp.nonzero(jnp.diff(piece_offsets) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
+    return places.astype(jnp.int32)
+
+
+def _prefix_sums(x: Int32[Array, "rows"]) -> Int32[Array, "rows_plus_1"]:
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(x, dtype=jnp.int32)])

@@ -1,0 +1,89 @@
+"""What `write_kv` computes, over the whole pool: every token laid where it goes, then each group looked at once."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
+from pallas_attn.portable.rope import apply_rope
+from pallas_attn.types import PagedKV, Rope
+
+
+def write_kv(
+    kv: PagedKV,
+    k: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv D"],
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+    *,
+    rope: Rope | None,
+    q: Float[Array, "T Hq D"] | None,
+) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    if rope is not None:
+        k = apply_rope(k, rope, rope.k_norm)
+        q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
+    new_k, new_k_scale = _write(kv.k, kv.k_scale, k, slots)
+    new_v, new_v_scale = _write(kv.v, kv.v_scale, v, slots)
+    return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
+
+
+def _write(
+    pages: Num[Array, "N Hkv ps D"],
+    scale: Float[Array, "..."] | None,
+    x: Float[Array, "T Hkv D"],
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "..."] | None]:
+    num_pages, num_kv_heads, page_size, width = pages.shape
+    row, offset = _rows(slots, num_pages, num_kv_heads, page_size)
+    pool = jnp.zeros((num_pages * num_kv_heads, page_size, width), jnp.float32)
+    written = jnp.zeros(pool.shape[:2], bool).at[row, offset].set(True, mode="drop")
+    if scale is None or scale.ndim < 3:
+        if scale is None:
+            values = x.astype(pages.dtype)
+        else:  # static: follows the head
+            values = quantise(x.astype(jnp.float32), scale.reshape(1, num_kv_heads, -1), pages.dtype)
+        laid = pool.astype(pages.dtype).at[row, offset].set(values, mode="drop")
+        return jnp.where(written[..., None], laid, pages.reshape(pool.shape)).reshape(pages.shape), scale
+    grouped = (num_pages, num_kv_heads, scale.shape[-1], -1)
+    new_pages, new_scale = _write_groups(
+        pages.reshape(*grouped, width),
+        scale,
+        pool.at[row, offset].set(x.astype(jnp.float32), mode="drop").reshape(*grouped, width),
+        written.reshape(grouped),
+    )
+    return new_pages.reshape(pages.shape), new_scale
+
+
+def _rows(
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], num_pages: int, num_kv_heads: int, page_size: int
+) -> tuple[Int32[Array, "T Hkv"], Int32[Array, "T Hkv"]]:
+    """Row (one past the last where nothing is written) and offset of each token and head."""
+    page_or_row, offset = slots // page_size, slots % page_size
+    if slots.ndim == 1:
+        head = jnp.arange(num_kv_heads, dtype=jnp.int32)
+        row = page_or_row[:, None] * num_kv_heads + head[None, :]
+        offset = jnp.broadcast_to(offset[:, None], row.shape)
+        exists = (page_or_row >= 0) & (page_or_row < num_pages)
+        return jnp.where(exists[:, None], row, num_pages * num_kv_heads), offset
+    exists = (page_or_row >= 0) & (page_or_row < num_pages * num_kv_heads)
+    return jnp.where(exists, page_or_row, num_pages * num_kv_heads), offset
+
+
+def _write_groups(
+    stored: Num[Array, "N Hkv g n D"],
+    scale: Float[Array, "N Hkv g"],
+    new: Float[Array, "N Hkv g n D"],
+    written: Bool[Array, "N Hkv g n"],
+) -> tuple[Num[Array, "N Hkv g n D"], Float[Array, "N Hkv g"]]:
+    """Groups of n tokens; `written` says which of them this call writes, `new` holds those and zeros."""
+    dtype = stored.dtype
+    touched = written.any(axis=-1)
+    first = jnp.argmax(written, axis=-1)  # the group's lowest offset that this call writes
+    earlier = (jnp.arange(written.shape[-1])[None, None, None, :] < first[..., None]) & touched[..., None]
+    stored_amax = jnp.max(jnp.where(earlier[..., None], jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(-2, -1))
+    amax = jnp.max(jnp.abs(new), axis=(-2, -1))
+    new_scale = amax_scale(amax, dtype, at_least=held_scale(stored_amax, scale, dtype))
+    requantised = quantise(dequantise(stored, scale[..., None, None]), new_scale[..., None, None], dtype)
+    tokens = quantise(new, new_scale[..., None, None], dtype)
+    values = jnp.where(written[..., None], tokens, jnp.where(earlier[..., None], requantised, stored))
+    return values, jnp.where(touched, new_scale, scale)

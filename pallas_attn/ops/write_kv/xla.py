@@ -1,0 +1,182 @@
+"""`write_kv` on any device: scatters that touch only what is written, and update the cache in place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
+from pallas_attn.portable.rope import apply_rope
+from pallas_attn.types import PagedKV, Rope
+
+_BLOCK_ELEMENTS = 2**23
+"""How much of the cache is in flight at a time while earlier tokens are re-quantised."""
+
+
+def write_kv(
+    kv: PagedKV,
+    k: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv D"],
+    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
+    *,
+    rope: Rope | None,
+    q: Float[Array, "T Hq D"] | None,
+) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    if rope is not None:
+        k = apply_rope(k, rope, rope.k_norm)
+        q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
+    at = _locate(slots, kv.k.shape)
+    if kv.k_scale is None or kv.v_scale is None or kv.k_scale.ndim < 3:
+        new_k = _write_static(kv.k, kv.k_scale, k, at)
+        new_v = _write_static(kv.v, kv.v_scale, v, at)
+        return PagedKV(new_k, new_v, kv.k_scale, kv.v_scale), q
+    groups = _group(at, kv.page_size // kv.k_scale.shape[-1])
+    new_k, new_k_scale = _write_dynamic(kv.k, kv.k_scale, k, at, groups)
+    new_v, new_v_scale = _write_dynamic(kv.v, kv.v_scale, v, at, groups)
+    return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
+
+
+class _Location(NamedTuple):
+    """Where each of the E = T·Hkv entries (one token of one head) goes.
+
+    Page, head and offset are kept apart because their product may not fit an int32. An entry that is not written has a
+    page past the end of the pool, a different one for each entry, so that scatters may be told all indices are unique.
+    """
+
+    page: Int32[Array, "E"]
+    head: Int32[Array, "E"]
+    offset: Int32[Array, "E"]
+    exists: Bool[Array, "E"]
+
+
+def _locate(slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], pool_shape: tuple[int, ...]) -> _Location:
+    num_pages, num_kv_heads, page_size, _ = pool_shape
+    shape = (slots.shape[0], num_kv_heads)
+    quotient, offset = jnp.divmod(slots, page_size)
+    if slots.ndim == 1:
+        page, offset = quotient[:, None], offset[:, None]
+        head = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
+    else:
+        page, head = jnp.divmod(quotient, num_kv_heads)
+    page, head, offset = (jnp.broadcast_to(index, shape).reshape(-1) for index in (page, head, offset))
+    exists = (page >= 0) & (page < num_pages)
+    return _Location(_page_or_none(page, exists, num_pages), head, offset, exists)
+
+
+def _page_or_none(page: Int32[Array, "E"], exists: Bool[Array, "E"], num_pages: int) -> Int32[Array, "E"]:
+    return jnp.where(exists, page, num_pages + jnp.arange(page.shape[0], dtype=jnp.int32))
+
+
+def _set(array: Num[Array, "..."], index: tuple[Array, ...], values: Num[Array, "..."]) -> Num[Array, "..."]:
+    """Writes `values` at unique indices and skips those past the end."""
+
+    def scatter(array: Array, values: Array, *index: Array) -> Array:
+        return array.at[index].set(values, mode="drop", unique_indices=True)
+
+    def scatter_bits(array: Array, values: Array, *index: Array) -> Array:
+        bits = (lax.bitcast_convert_type(a, jnp.uint8) for a in (array, values))
+        return lax.bitcast_convert_type(scatter(*bits, *index), array.dtype)
+
+    if array.dtype != jnp.float8_e4m3fn:
+        return scatter(array, values, *index)
+    # XLA's CPU backend has no float8: it would convert the whole pool to float16 and back, where this copies its bytes.
+    return lax.platform_dependent(array, values, *index, cpu=scatter_bits, default=scatter)
+
+
+def _write_static(
+    pages: Num[Array, "N Hkv ps D"], scale: Float[Array, "..."] | None, x: Float[Array, "T Hkv D"], at: _Location
+) -> Num[Array, "N Hkv ps D"]:
+    if scale is None:
+        values = x.astype(pages.dtype)
+    else:  # follows the head, whichever head's row it writes
+        values = quantise(x.astype(jnp.float32), scale.reshape(1, x.shape[1], -1), pages.dtype)
+    return _set(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]))
+
+
+class _Groups(NamedTuple):
+    """The scale groups that a call writes to, each known by its leader: of its entries the one of lowest offset.
+
+    Attributes:
+      size: tokens of a group.
+      index: the place in its page of each entry's group.
+      leader: the entry that leads each entry's group.
+      leads: whether an entry is a leader, and written.
+      earlier: how many tokens of each entry's group precede its leader.
+    """
+
+    size: int
+    index: Int32[Array, "E"]
+    leader: Int32[Array, "E"]
+    leads: Bool[Array, "E"]
+    earlier: Int32[Array, "E"]
+
+
+def _group(at: _Location, size: int) -> _Groups:
+    entry = jnp.arange(at.page.shape[0], dtype=jnp.int32)
+    page, head, offset, order = lax.sort((at.page, at.head, at.offset, entry), num_keys=3)
+    group = jnp.stack([page, head, offset // size])
+    is_first = jnp.concatenate([jnp.ones((1,), bool), (group[:, 1:] != group[:, :-1]).any(axis=0)])
+    leader = order[lax.cummax(jnp.where(is_first, entry, 0))]
+    leader = jnp.zeros_like(entry).at[order].set(leader, unique_indices=True)
+    return _Groups(size, at.offset // size, leader, at.exists & (leader == entry), at.offset[leader] % size)
+
+
+def _write_dynamic(
+    pages: Num[Array, "N Hkv ps D"],
+    scale: Float[Array, "N Hkv g"],
+    x: Float[Array, "T Hkv D"],
+    at: _Location,
+    groups: _Groups,
+) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "N Hkv g"]]:
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    amax = jnp.zeros_like(x[:, 0]).at[groups.leader].max(jnp.max(jnp.abs(x), axis=-1))
+    new_scale = amax_scale(amax, pages.dtype)  # of the group each entry leads; meaningless where it leads none
+    if groups.size > 1:
+        pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups)
+    values = quantise(x, new_scale[groups.leader][:, None], pages.dtype)
+    pages = _set(pages, (at.page, at.head, at.offset), values)
+    page = _page_or_none(at.page, groups.leads, pages.shape[0])
+    return pages, _set(scale, (page, at.head, groups.index), new_scale)
+
+
+def _requantise_earlier(
+    pages: Num[Array, "N Hkv ps D"],
+    scale: Float[Array, "N Hkv g"],
+    amax: Float[Array, "E"],
+    new_scale: Float[Array, "E"],
+    at: _Location,
+    groups: _Groups,
+) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "E"]]:
+    """Brings the tokens before each leader to their group's new scale, a block of groups at a time.
+
+    Only groups that have such tokens are visited: one a sequence and head at most, however long its chunk.
+    """
+    num_entries, width = amax.shape[0], pages.shape[-1]
+    block = min(num_entries, max(1, _BLOCK_ELEMENTS // (groups.size * width)))
+    waiting = groups.leads & (groups.earlier > 0)
+    num_waiting = jnp.sum(waiting, dtype=jnp.int32)
+    queue = jnp.pad(jnp.argsort(~waiting, stable=True).astype(jnp.int32), (0, -num_entries % block))
+
+    def visit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        grouped, new_scale = carry
+        place = i * block + jnp.arange(block, dtype=jnp.int32)
+        entry = queue[place]
+        page = _page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
+        index = (page, at.head[entry], groups.index[entry])
+        # Read whole before anything is written: a GPU kernel that did both could not write the pool in place.
+        stored, old_scale = lax.optimization_barrier(tuple(a.at[index].get(mode="clip") for a in (grouped, scale)))
+        earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
+        stored_amax = jnp.max(jnp.where(earlier, jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(1, 2))
+        scales = amax_scale(amax[entry], pages.dtype, at_least=held_scale(stored_amax, old_scale, pages.dtype))
+        values = quantise(dequantise(stored, old_scale[:, None, None]), scales[:, None, None], pages.dtype)
+        entry = jnp.where(place < num_waiting, entry, num_entries + place)
+        return _set(grouped, index, jnp.where(earlier, values, stored)), _set(new_scale, (entry,), scales)
+
+    # A trip count known beforehand spares a GPU the wait for `num_waiting` in the steps that matter, those of decode.
+    trips = 1 if num_entries == block else -(-num_waiting // block)
+    grouped = pages.reshape(*scale.shape, groups.size, width)
+    grouped, new_scale = lax.fori_loop(0, trips, visit, (grouped, new_scale))
+    return grouped.reshape(pages.shape), new_scale

@@ -1,0 +1,52 @@
+"""`write_latent` on Hopper (H100, H200).
+
+A slot is a row of the pool. A program is one warpgroup and takes as many tokens as it has groups of threads that share
+a row; these look up its slot, take the latent into registers and put it there, 16 bytes an access:
+
+    slots of 16 tokens -> rows of the pool          latents of 16 tokens -> registers -> these rows
+
+Tokens without a slot are not read. Nothing waits for another program, and no two write the same bytes, because slots
+are distinct. What hides the way to memory and back is that programs are many: five and more fit a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.row_copy import copy_layout, copy_rows
+from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.types import PagedLatent
+
+
+def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
+    basics.require_hopper()
+    num_pages, page_size, width = cache.pages.shape
+    refusals.require_int32_rows(num_pages * page_size)
+    if not slots.shape[0]:
+        return cache
+    layout = copy_layout(width, latent.dtype)
+    rows = basics.changeable(cache.pages.reshape(-1, width))
+    plgpu.kernel(
+        functools.partial(_kernel, layout),
+        out_type=(),
+        grid=(pl.cdiv(slots.shape[0], layout.rows),),
+        grid_names=("program",),
+        kernel_name="write_latent",
+    )(*basics.unsliced((latent, slots)), rows)
+    return PagedLatent(basics.frozen(rows).reshape(cache.pages.shape))
+
+
+def _kernel(layout: RowLayout, latent: Ref, slots: Ref, rows: Ref) -> None:
+    num_tokens = slots.shape[0]
+    token = lax.axis_index("program") * layout.rows + layout.iota(layout.rows)
+    slot = layout.take(slots, jnp.minimum(token, num_tokens - 1))
+    written = (token < num_tokens) & (slot >= 0) & (slot < rows.shape[0])
+    copy_rows(layout, latent, jnp.where(written, token, -1), rows, jnp.where(written, slot, -1))

@@ -1,0 +1,233 @@
+"""Where a step's tokens stand: worked out on the device from lengths and block tables, and checked on the host.
+
+On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+from numpy.typing import ArrayLike
+
+from pallas_attn import checks
+from pallas_attn.portable.segments import stretch_of
+from pallas_attn.portable.visibility import head_windows
+from pallas_attn.types import PAGE_NONE, HeadWindow
+
+
+def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
+    """Prefix sums from 0: [0, lens[0], lens[0] + lens[1], ...].
+
+    Raises:
+      ValueError: not a vector of int32.
+    """
+    checks.Dims().check("lens", lens, "S", checks.INT)
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+
+
+def token_positions(
+    cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], *, length: int
+) -> Int32[Array, "length"]:
+    """The position of each packed new token in its sequence: the new tokens are the last a sequence holds.
+
+    Args:
+      cu_q_lens: prefix sums of the new tokens, from 0.
+      kv_lens: tokens each sequence holds, the new ones included.
+      length: packed tokens with padding.
+
+    Returns:
+      Positions; -1 for padding, and for tokens of a sequence that holds fewer than it is said to get.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+    """
+    _, position = _locate(cu_q_lens, kv_lens, length)
+    return position
+
+
+def slot_mapping(
+    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    page_size: int,
+    length: int,
+) -> Int32[Array, "length"] | Int32[Array, "length Hkv"]:
+    """Where each packed new token is written, as `write_kv` and `write_latent` take it.
+
+    Args:
+      block_tables: page ids, or row ids for head-wise tables.
+      cu_q_lens: prefix sums of the new tokens, from 0.
+      kv_lens: tokens each sequence holds, the new ones included.
+      page_size: ps.
+      length: packed tokens with padding.
+
+    Returns:
+      page·ps + offset, or row·ps + offset per head; -1 for padding and where the page is absent or past the table.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+    """
+    dims = checks.Dims(S=kv_lens.shape[0])
+    dims.check("block_tables", block_tables, "S P" if block_tables.ndim == 2 else "S Hkv P", checks.INT)
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    sequence, position = _locate(cu_q_lens, kv_lens, length)
+    entry = position // page_size
+    inside = (position >= 0) & (entry < dims["P"])
+    page = block_tables[sequence, ..., jnp.clip(entry, 0, dims["P"] - 1)]
+    if page.ndim == 2:
+        position, inside = position[:, None], inside[:, None]
+    return jnp.where(inside & (page >= 0), page * page_size + position % page_size, PAGE_NONE)
+
+
+def is_prefill(
+    num_decode_tokens: Int32[Array, ""] | int, cu_q_lens: Int32[Array, "S_plus_1"], *, length: int
+) -> Bool[Array, "length"]:
+    """Which tokens of a packed step belong to prefill: those after its decode tokens, padding excluded.
+
+    Args:
+      num_decode_tokens: decode tokens, which come first.
+      cu_q_lens: prefix sums of the prefill tokens, from 0.
+      length: packed tokens with padding.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+    """
+    checks.Dims().check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    token = jnp.arange(length, dtype=jnp.int32)
+    return (token >= num_decode_tokens) & (token < num_decode_tokens + cu_q_lens[-1])
+
+
+def _locate(
+    cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], length: int
+) -> tuple[Int32[Array, "length"], Int32[Array, "length"]]:
+    """The sequence of each packed token (any for padding), and its position there."""
+    dims = checks.Dims()
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    if length < 1:
+        raise ValueError(f"length: expected at least 1, got {length}")
+    token = jnp.arange(length, dtype=jnp.int32)
+    sequence = jnp.minimum(stretch_of(cu_q_lens[1:], token), dims["S"] - 1)
+    position = (kv_lens - cu_q_lens[1:])[sequence] + token
+    return sequence, jnp.where((token < cu_q_lens[-1]) & (position >= 0), position, -1)
+
+
+def validate_metadata(
+    block_tables: ArrayLike,
+    kv_lens: ArrayLike,
+    *,
+    num_pages: int,
+    page_size: int,
+    q_lens: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    slots: ArrayLike | None = None,
+    window: int | HeadWindow | None = None,
+) -> None:
+    """Raises ValueError for metadata that an operation would follow to the wrong tokens. For tests and for debugging.
+
+    It runs on the host, and waits for what it is given from the device. An idle row (kv_len 0) may have any number of
+    new tokens. Absent pages (PAGE_NONE) are allowed anywhere, and so is anything in table entries that no query reads.
+
+    Args:
+      block_tables: [S, P] page ids, or [S, Hkv, P] row ids.
+      kv_lens: [S] tokens each sequence holds, the new ones included.
+      num_pages: N, pages in the pool.
+      page_size: ps.
+      q_lens: [S] new tokens of each sequence.
+      cu_q_lens: [S + 1] prefix sums of the new tokens, in place of `q_lens`; with neither, each has one.
+      slots: [T] or, with row ids, [T, Hkv] places that are written.
+      window: as the operation takes it; None for no window.
+
+    Raises:
+      ValueError: naming the argument, the position in it, what was wanted and the value there.
+    """
+    tables, lens = _integers("block_tables", block_tables), _integers("kv_lens", kv_lens)
+    dims = checks.Dims()
+    dims.check("block_tables", tables, "S Hkv P" if tables.ndim == 3 else "S P")
+    dims.check("kv_lens", lens, "S")
+    for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    rows = num_pages if tables.ndim == 2 else num_pages * dims["Hkv"]
+    if rows * page_size > 2**31:
+        raise ValueError(f"num_pages: slots of {rows} rows of {page_size} tokens do not fit an int32")
+    capacity = dims["P"] * page_size
+    _require("kv_lens", lens, (lens >= 0) & (lens <= capacity), f"0 to the {capacity} tokens a table row has pages for")
+    new_tokens = _new_tokens(dims, lens, q_lens, cu_q_lens)
+    read = _read_entries(tables, lens, new_tokens, page_size, window)
+    known = (tables >= 0) & (tables < rows) | (tables == PAGE_NONE)
+    _require("block_tables", tables, known | ~read, f"an id from 0 to {rows - 1} or PAGE_NONE")
+    if slots is not None:
+        places = _integers("slots", slots)
+        dims.check("slots", places, "T Hkv" if tables.ndim == 3 else "T")
+        _check_slots(places, rows * page_size)
+        if cu_q_lens is not None and new_tokens.sum() > dims["T"]:
+            raise ValueError(f"slots: expected one for each of {new_tokens.sum()} new tokens, got {dims['T']}")
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
+    array = np.asarray(values)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name}: expected integers, got {array.dtype.name}")
+    return array.astype(np.int64)
+
+
+def _require(name: str, values: np.ndarray, holds: np.ndarray, wanted: str) -> None:
+    for at in np.argwhere(~holds)[:1]:
+        raise ValueError(f"{_place(name, at)}: expected {wanted}, got {values[tuple(at)]}")
+
+
+def _place(name: str, at: ArrayLike) -> str:
+    return f"{name}{np.ravel(at).tolist()}"
+
+
+def _new_tokens(
+    dims: checks.Dims, kv_lens: np.ndarray, q_lens: ArrayLike | None, cu_q_lens: ArrayLike | None
+) -> np.ndarray:
+    """New tokens of each sequence."""
+    if cu_q_lens is None:
+        new = np.ones_like(kv_lens) if q_lens is None else _integers("q_lens", q_lens)
+        dims.check("q_lens", new, "S")
+        _require("q_lens", new, new >= 0, "at least 0")
+        _require("q_lens", new, (new <= kv_lens) | (kv_lens == 0), "at most the row's kv_len")
+        return new
+    if q_lens is not None:
+        raise ValueError("q_lens: expected None beside cu_q_lens")
+    sums = _integers("cu_q_lens", cu_q_lens)
+    dims.check("cu_q_lens", sums, "S+1")
+    _require("cu_q_lens", sums[:1], sums[:1] == 0, "0")
+    new = np.diff(sums)
+    rises = np.concatenate([[True], (new >= 0) & ((new <= kv_lens) | (kv_lens == 0))])
+    _require("cu_q_lens", sums, rises, "a rise of 0 to the row's kv_len from the entry before")
+    return new
+
+
+def _read_entries(
+    tables: np.ndarray, kv_lens: np.ndarray, new_tokens: np.ndarray, page_size: int, window: int | HeadWindow | None
+) -> np.ndarray:
+    """Which table entries hold a token that some query of the row, and some head of the page, sees."""
+    if isinstance(window, HeadWindow):
+        checks.check_window(window, tables.shape[1] if tables.ndim == 3 else window.window.shape[0])
+    else:
+        checks.check_window(window, 1)
+    windows = head_windows(window, 1)
+    reach, sinks = (np.asarray(a).astype(np.int64)[:, None] for a in (windows.window, windows.sink_tokens))  # [H, 1]
+    first = np.arange(tables.shape[-1]) * page_size
+    end = np.minimum(first + page_size, kv_lens[:, None])[:, None, :]  # [S, 1, P]
+    oldest_query = (kv_lens - new_tokens)[:, None, None]
+    seen = (first < end) & ((first < sinks) | (end - 1 > oldest_query - reach)) & (new_tokens > 0)[:, None, None]
+    return np.broadcast_to(seen, tables.shape) if tables.ndim == 3 else seen.any(axis=1)
+
+
+def _check_slots(slots: np.ndarray, num_slots: int) -> None:
+    written = slots != PAGE_NONE
+    _require("slots", slots, (slots >= 0) & (slots < num_slots) | ~written, f"0 to {num_slots - 1} or -1")
+    _, first, inverse = np.unique(slots, return_index=True, return_inverse=True)
+    first = first[inverse.reshape(slots.shape)]  # where each value comes for the first time
+    repeated = written & (first != np.arange(slots.size).reshape(slots.shape))
+    for at in np.argwhere(repeated)[:1]:
+        taken = _place("slots", np.unravel_index(first[tuple(at)], slots.shape))
+        raise ValueError(f"{_place('slots', at)}: expected a slot of its own, got {slots[tuple(at)]} of {taken}")

@@ -1,0 +1,184 @@
+"""Attention in bounded memory with XLA's own loops: the engine of every attention operation's `xla.py`.
+
+Rows (a block of queries that share a walk over keys) are sorted by how many key tiles they see and taken in groups; a
+group walks its tiles with an online softmax (arXiv:1805.02867) until its longest row is done. So memory is bounded by
+one tile a row of a group, and time follows each row's own number of tiles, up to the spread within a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn.portable.merge import finite_or_zero
+from pallas_attn.portable.segments import stretch_of
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """How far the portable implementations go at a time.
+
+    Attributes:
+      tile_tokens: keys a row takes per step of its walk.
+      group_rows: rows that walk together.
+      tile_queries: query tokens of one row, for operations over packed tokens.
+    """
+
+    tile_tokens: int
+    group_rows: int
+    tile_queries: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+
+
+def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
+    """Tiles for rows of few queries, whose time goes into bringing keys.
+
+    About 2**18 elements of K a step keep a CPU's caches and a GPU's multiprocessors busy; more only costs memory.
+    """
+    group_rows = min(rows, 8)
+    tile_tokens = 2**18 // (elements_per_token * group_rows)
+    return XlaConfig(tile_tokens=min(1024, max(64, tile_tokens)), group_rows=group_rows)
+
+
+def tile_queries(num_tokens: int, num_sequences: int) -> int:
+    """Queries of one row: about twice what a sequence has on average, so that short ones waste little of a tile and
+    long ones are not cut into many, each of which walks the keys again.
+    """
+    average = -(-2 * num_tokens // num_sequences)
+    return min(64, 1 << (average - 1).bit_length())
+
+
+def prefill_heuristic(rows: int, tile_queries: int) -> XlaConfig:
+    """Tiles for rows of many queries, whose time goes into products of two tiles."""
+    return XlaConfig(tile_tokens=256, group_rows=min(rows, 2), tile_queries=tile_queries)
+
+
+type Tile = tuple[Float[Array, "W H K Dk"], Float[Array, "W H K Dv"], Bool[Array, "W #H M K"]]
+"""Keys, values and which of the row's queries see them; what no query sees may hold anything, NaN included."""
+
+
+def attend_rows(
+    q: Float[Array, "R H M Dk"],
+    num_tiles: Int32[Array, "R"],
+    load_tile: Callable[[Int32[Array, "W"], Int32[Array, ""]], Tile],
+    *,
+    value_dim: int,
+    sm_scale: float,
+    soft_cap: float | None,
+    group_rows: int,
+) -> tuple[Float[Array, "R H M Dv"], Float[Array, "R H M"]]:
+    """Attention of R rows, each of M queries on H heads, over the key tiles that `load_tile` brings.
+
+    Args:
+      num_tiles: tiles each row has.
+      load_tile: (rows [W], j) -> the j-th tile of each of these rows; all invisible where j is past a row's last tile.
+      value_dim: Dv.
+      group_rows: rows that walk together, the W of load_tile.
+
+    Returns:
+      Normalised outputs in float32, 0 for queries that see nothing, and their LSE, -inf for those.
+    """
+    rows = q.shape[0]
+    group_rows = min(group_rows, rows)
+
+    def group(members: Int32[Array, "W"]) -> tuple[Float[Array, "W H M Dv"], Float[Array, "W H M"]]:
+        q_group = q[members]
+        steps = jnp.max(num_tiles[members])
+        highest = jnp.full(q_group.shape[:-1], -jnp.inf, jnp.float32)
+        state = (jnp.zeros((), jnp.int32), highest, jnp.zeros_like(highest), _zeros(q_group, value_dim))
+
+        def step(state):
+            j, highest, total, acc = state
+            return (j + 1, *_absorb(q_group, *load_tile(members, j), highest, total, acc, sm_scale, soft_cap))
+
+        _, highest, total, acc = lax.while_loop(lambda state: state[0] < steps, step, state)
+        seen = total != 0  # not > 0: a visible NaN must show in the output and in the LSE
+        # Queries that see nothing may have 0 times an infinite value.
+        out = jnp.where(seen[..., None], acc / jnp.where(seen, total, 1.0)[..., None], 0.0)
+        return out, jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+
+    if group_rows == rows:
+        return group(jnp.arange(rows, dtype=jnp.int32))
+    # Neighbours in this order have about equally many tiles, so few members of a group idle while its longest walks.
+    order = jnp.argsort(-num_tiles).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
+    groups = -(-rows // group_rows)
+    order = jnp.concatenate([order, jnp.broadcast_to(order[-1:], (groups * group_rows - rows,))])
+    out, lse = lax.map(group, order.reshape(groups, group_rows))
+    return out.reshape(-1, *out.shape[2:])[place], lse.reshape(-1, *lse.shape[2:])[place]
+
+
+def _zeros(q: Float[Array, "W H M Dk"], value_dim: int) -> Float[Array, "W H M Dv"]:
+    return jnp.zeros((*q.shape[:-1], value_dim), jnp.float32)
+
+
+def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
+    """One step of the online softmax: the state (running maximum, denominator, weighted values) takes in a tile."""
+    scores = _dot("whmd,whkd->whmk", q, k) * sm_scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    shift = finite_or_zero(new_highest)
+    weights = jnp.exp(scores - shift[..., None])
+    shrink = jnp.exp(highest - shift)
+    # What nobody sees may be NaN, and 0 · NaN is NaN.
+    v = jnp.where(jnp.any(visible, axis=-2)[..., None], v, jnp.zeros((), v.dtype))
+    total = total * shrink + jnp.sum(weights, axis=-1)
+    # Weights are rounded only where the queries are too: float32 queries over a 16-bit cache get float32 results.
+    weights = weights.astype(v.dtype) if q.dtype == v.dtype else weights
+    acc = acc * shrink[..., None] + _dot("whmk,whkd->whmd", weights, v)
+    return new_highest, total, acc
+
+
+def _dot(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
+    """Products accumulated in float32; operands of one 16-bit type go to the tensor cores as they are."""
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+class QueryTiles:
+    """Packed query tokens cut into tiles that each belong to one sequence.
+
+    Attributes:
+      sequence: int32 [R], whose tokens a tile holds; R = ceil(T / tile) + S is enough for any lengths.
+      token: int32 [R, tile], which packed tokens; in range also where `real` is False.
+      index: int32 [R, tile], their place within the sequence's new tokens.
+      real: bool [R, tile], False for the padding of a sequence's last tile.
+    """
+
+    def __init__(self, cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int, tile: int):
+        num_sequences = cu_q_lens.shape[0] - 1
+        lens = jnp.diff(cu_q_lens)
+        self._ends = jnp.cumsum(-(-lens // tile), dtype=jnp.int32)
+        self._cu_q_lens, self._tile = cu_q_lens, tile
+        row = jnp.arange(-(-num_tokens // tile) + num_sequences, dtype=jnp.int32)
+        self.sequence = jnp.minimum(stretch_of(self._ends, row), num_sequences - 1)
+        first = (row - self._first_tile(self.sequence)) * tile
+        self.index = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
+        self.real = self.index < lens[self.sequence][:, None]  # rows past the last tile count on past the last sequence
+        self.token = jnp.where(self.real, cu_q_lens[self.sequence][:, None] + self.index, 0)
+
+    def _first_tile(self, sequence: Int32[Array, "n"]) -> Int32[Array, "n"]:
+        return jnp.where(sequence > 0, self._ends[jnp.maximum(sequence - 1, 0)], 0)
+
+    def unpack(self, tiles: Float[Array, "R tile *rest"], num_tokens: int, fill: float) -> Float[Array, "T *rest"]:
+        """Values of tiles back in the order of the packed tokens; `fill` for padding tokens."""
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        sequence = stretch_of(self._cu_q_lens[1:], token)
+        real = sequence < self._cu_q_lens.shape[0] - 1
+        sequence = jnp.where(real, sequence, 0)
+        index = jnp.where(real, token - self._cu_q_lens[sequence], 0)
+        values = tiles[self._first_tile(sequence) + index // self._tile, index % self._tile]
+        real = real.reshape(-1, *(1,) * (values.ndim - 1))
+        return jnp.where(real, values, jnp.asarray(fill, values.dtype))

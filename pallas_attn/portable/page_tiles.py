@@ -1,0 +1,155 @@
+"""Tiles of K/V pages for the portable implementations: which pages a row walks, and loading some of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from pallas_attn.portable.visibility import PageWalk, in_window, page_walk
+from pallas_attn.types import HeadWindow, PagedKV
+
+
+class Lanes(NamedTuple):
+    """How (sequence, head) pairs become rows of heads that walk the same pages.
+
+    With one window for all heads a row is a sequence and its H = Hkv heads walk together. Head-wise windows or tables
+    make every head a row of its own (H = 1), so that each walks only its own pages.
+
+    Attributes:
+      heads: H, heads a row holds.
+      rows_per_sequence: Hkv / H.
+    """
+
+    heads: int
+    rows_per_sequence: int
+
+    @staticmethod
+    def of(num_kv_heads: int, window: int | HeadWindow | None, table_rank: int) -> Lanes:
+        if isinstance(window, HeadWindow) or table_rank == 3:
+            return Lanes(1, num_kv_heads)
+        return Lanes(num_kv_heads, 1)
+
+    def split(self, x: Float[Array, "S M Hq D"], num_kv_heads: int) -> Float[Array, "rows H MG D"]:
+        """Queries [S, M, Hq, D] as rows [S·Hkv/H, H, M·G, D]."""
+        sequences, queries, num_heads, width = x.shape
+        group = num_heads // num_kv_heads
+        x = x.reshape(sequences, queries, num_kv_heads, group, width).swapaxes(1, 2)
+        return x.reshape(sequences * self.rows_per_sequence, self.heads, queries * group, width)
+
+    def join(self, x: Float[Array, "rows H MG *D"], queries: int) -> Float[Array, "S M Hq *D"]:
+        """The inverse of `split`, for outputs [..., D] and for LSEs."""
+        sequences = x.shape[0] // self.rows_per_sequence
+        num_kv_heads = self.heads * self.rows_per_sequence
+        x = x.reshape(sequences, num_kv_heads, queries, -1, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(sequences, queries, -1, *x.shape[4:])
+
+
+class PageTiles:
+    """The visible pages of rows, a tile of pages at a time.
+
+    Attributes:
+      num_tiles: int32 [rows].
+    """
+
+    def __init__(
+        self,
+        block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
+        window: HeadWindow,
+        *,
+        lanes: Lanes,
+        sequence: Int32[Array, "n"],
+        first_query: Int32[Array, "n"],
+        end: Int32[Array, "n"],
+        page_size: int,
+        pool_rows: int,
+        tile_tokens: int,
+    ):
+        """Rows are `lanes.rows_per_sequence` for each entry of `sequence`, whose queries span [first_query, end).
+
+        The pool has pool_rows = N·Hkv rows.
+        """
+        self._tables, self._windows, self._lanes, self._sequence = block_tables, window, lanes, sequence
+        self._page_size, self._pool_rows = page_size, pool_rows
+        self._pages = max(1, min(tile_tokens // page_size, block_tables.shape[-1]))
+        # The heads of a row have one window between them, or are one head.
+        of_row = [x.reshape(lanes.rows_per_sequence, lanes.heads)[None, :, 0] for x in _fields(window)]
+        walk = page_walk(first_query[:, None], end[:, None], *of_row, page_size=page_size)
+        self._walk = PageWalk(*(x.reshape(-1) for x in walk))
+        self.num_tiles = -(-self._walk.num_pages // self._pages)
+
+    def locate(
+        self, rows: Int32[Array, "W"], j: Int32[Array, ""]
+    ) -> tuple[Int32[Array, "W H pages"], Int32[Array, "W K"], Bool[Array, "W H K"]]:
+        """Where tile j of each row lies: rows of the pool, positions of its K = pages·ps tokens, and which exist."""
+        walk = PageWalk(*(x[rows][:, None] for x in self._walk))
+        i = (j * self._pages + jnp.arange(self._pages, dtype=jnp.int32))[None]
+        walked = i < walk.num_pages
+        row_ids = self._row_ids(rows, jnp.where(walked, walk.entry(i), 0))
+        exists = walked[:, None] & (row_ids >= 0)
+        position = walk.entry(i)[..., None] * self._page_size + jnp.arange(self._page_size, dtype=jnp.int32)[None, None]
+        # Tables may hold anything where no token is visible: row 0 is read instead, and masked.
+        row_ids = jnp.clip(jnp.where(exists, row_ids, 0), 0, self._pool_rows - 1)
+        return row_ids, position.reshape(rows.shape[0], -1), jnp.repeat(exists, self._page_size, axis=-1)
+
+    def _row_ids(self, rows: Int32[Array, "W"], entry: Int32[Array, "W pages"]) -> Int32[Array, "W H pages"]:
+        sequence = self._sequence[rows // self._lanes.rows_per_sequence]
+        heads = self.heads(rows)
+        if self._tables.ndim == 3:
+            return self._tables[sequence[:, None, None], heads[:, :, None], entry[:, None, :]]
+        page = self._tables[sequence[:, None], entry][:, None, :]
+        num_kv_heads = self._lanes.heads * self._lanes.rows_per_sequence
+        return jnp.where(page < 0, page, page * num_kv_heads + heads[:, :, None])
+
+    def heads(self, rows: Int32[Array, "W"]) -> Int32[Array, "W H"]:
+        """The KV heads of each row."""
+        first = rows % self._lanes.rows_per_sequence * self._lanes.heads
+        return first[:, None] + jnp.arange(self._lanes.heads, dtype=jnp.int32)[None]
+
+    def in_window(
+        self, rows: Int32[Array, "W"], key: Int32[Array, "W K"], query: Int32[Array, "W M"]
+    ) -> Bool[Array, "W H M K"]:
+        """Whether the windows of each row's heads show a key to a query."""
+        heads = self.heads(rows)
+        window, sink_tokens = (x[heads][:, :, None, None] for x in _fields(self._windows))
+        return in_window(key[:, None, None, :], query[:, None, :, None], window, sink_tokens)
+
+
+def load_kv(
+    kv: PagedKV, row_ids: Int32[Array, "W H pages"], heads: Int32[Array, "W H"]
+) -> tuple[Num[Array, "W H K D"], Num[Array, "W H K D"]]:
+    """Keys and values of rows of the pool, K = pages·ps, dequantised to float32 if the cache is quantised."""
+    return _load(kv.k, kv.k_scale, row_ids, heads), _load(kv.v, kv.v_scale, row_ids, heads)
+
+
+def _load(
+    pages: Num[Array, "N Hkv ps D"],
+    scale: Float[Array, "..."] | None,
+    row_ids: Int32[Array, "W H pages"],
+    heads: Int32[Array, "W H"],
+) -> Num[Array, "W H K D"]:
+    page_size, width = pages.shape[2:]
+    values = _rows(pages.reshape(-1, page_size, width), row_ids)  # [W, H, pages, ps, D]
+    if scale is not None and scale.ndim == 3:  # dynamic: follows the row of the pool
+        groups = scale.shape[-1]
+        per_token = jnp.repeat(scale.reshape(-1, groups)[row_ids], page_size // groups, axis=-1)
+        values = values.astype(jnp.float32) * per_token[..., None]
+    elif scale is not None:  # static: follows the head
+        per_head = scale.reshape(scale.shape[0], -1)[heads]  # [W, H, 1 or D]
+        values = values.astype(jnp.float32) * per_head[:, :, None, None, :]
+    return values.reshape(*row_ids.shape[:2], -1, width)
+
+
+def _rows(pool: Num[Array, "R ps D"], row_ids: Int32[Array, "W H pages"]) -> Num[Array, "W H pages ps D"]:
+    """Rows of the pool; float8 is moved as integers, because backends that cannot gather it convert the whole pool."""
+    if pool.dtype != jnp.float8_e4m3fn:
+        return pool[row_ids]
+    # Tied to row_ids, so that no loop around this takes the cast out, and makes a copy of the pool to hold it.
+    pool, row_ids = lax.optimization_barrier((pool, row_ids))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(pool, jnp.uint8)[row_ids], pool.dtype)
+
+
+def _fields(window: HeadWindow) -> tuple[Int32[Array, "Hkv"], Int32[Array, "Hkv"]]:
+    return window.window, window.sink_tokens

@@ -1,0 +1,87 @@
+"""What a benchmark of one operation is made of: cases, what they cost at least, and those who contend.
+
+An operation is a module with a `BENCH`, listed in `bench_ops.OPERATIONS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from pallas_attn import tuning
+from scripts.bench.pools import Pools
+from scripts.bench.timing import Stopwatch, Timing
+
+
+class Case(Protocol):
+    """One set of arguments. A frozen dataclass, whose fields go into the report."""
+
+    @property
+    def name(self) -> str:
+        """Unlike that of any other case of the grid."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """That have to be read or written."""
+        ...
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions that have to be done."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a contender's attempt at a case.
+
+    Attributes:
+      timing: of its calls.
+      config: what it was turned to, by what was looked up ("paged_decode/mosaic").
+    """
+
+    timing: Timing
+    config: Mapping[str, Any]
+
+
+type Contender = Callable[[Any, Any, Stopwatch], Timing]
+"""contender(case, inputs, stopwatch): times one implementation. Raises NotImplementedError or ImportError, with the
+reason, where it cannot take part; whatever else it raises is a failure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One operation.
+
+    Attributes:
+      grids: cases by the name of the grid.
+      contenders: ours and peers, by name.
+      inputs: inputs(case, pools), the arguments of a case on the device, shared by all contenders. Raises MemoryError,
+        with the reason, where they do not fit.
+    """
+
+    grids: Mapping[str, Sequence[Any]]
+    contenders: Mapping[str, Contender]
+    inputs: Callable[[Any, Pools], Any]
+
+
+def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
+    """Our implementations as contenders, of a function that takes the name of one first."""
+    return {name: functools.partial(ours, name) for name in ("mosaic", "xla")}
+
+
+@contextlib.contextmanager
+def noting_configs() -> Iterator[dict[str, Any]]:
+    """Within it, the configurations that are looked up are noted, by what they are for."""
+    noted: dict[str, Any] = {}
+
+    def note(op: str, key: Mapping[str, Any], config: Any) -> Any:
+        noted[op] = config
+        return config
+
+    with tuning.deciding(note):
+        yield noted

@@ -1,0 +1,87 @@
+"""What a benchmark has to know of the device it runs on, and what it divides its results by."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scripts.bench.timing import Stopwatch
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "pallas_attn", "numpy", "torch", "triton")
+PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc")
+"""Whose versions are reported, where they are installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What this card reached in this run.
+
+    Attributes:
+      copy: bytes a second of a copy within its memory, read and written ones counted.
+      matrix: operations a second of a bfloat16 matrix product.
+    """
+
+    copy: float
+    matrix: float
+
+    def floor(self, num_bytes: int, flops: int) -> float:
+        """Seconds that no implementation can beat: moving so many bytes, or computing so much."""
+        return max(num_bytes / self.copy, flops / self.matrix)
+
+
+def measure_rates(stopwatch: Stopwatch) -> Rates:
+    """Takes both; on random data, because a card's clock depends on what it multiplies."""
+    on_gpu = jax.default_backend() == "gpu"
+    elements, width = (2**28, 8192) if on_gpu else (2**24, 512)
+    stopwatch = dataclasses.replace(stopwatch, kernels=False)
+    sources = [jax.random.normal(jax.random.key(i), (elements,)) for i in range(2)]
+    copied = stopwatch.chain(lambda _, __, source: (None, jnp.copy(source)), sources)
+    copy = 2 * sources[0].nbytes / copied.median
+    del sources
+    factors = [jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(3)]
+    vendors = {"xla_gpu_enable_triton_gemm": False}  # and no search through others
+    multiplied = stopwatch.chain(lambda _, b, a: (None, a @ b), factors[1:], shared=factors[0], options=vendors)
+    return Rates(copy, 2 * width**3 / multiplied.median)
+
+
+def memory_bytes() -> int:
+    """Bytes that arrays may take here."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def multiprocessors() -> int:
+    """Of a GPU; 1 elsewhere."""
+    return getattr(jax.local_devices()[0], "core_count", 1) if jax.default_backend() == "gpu" else 1
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.splitlines()[0].strip() if answer.stdout else None
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def description() -> dict[str, Any]:
+    """The device and all that runs on it, for JSON."""
+    return {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()}

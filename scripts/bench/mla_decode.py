@@ -1,0 +1,71 @@
+"""`mla_decode` under the benchmark: one layer's absorbed step over a pool of which every call reads other pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from pallas_attn import mla_decode, mla_decode_programs
+from scripts.bench import shapes
+from scripts.bench.case import Bench, by_name
+from scripts.bench.mla_case import MlaCase, MlaInputs, inputs
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
+from scripts.bench.pools import chain_of
+from scripts.bench.shapes import MlaDecode
+from scripts.bench.timing import Stopwatch, Timing
+
+
+def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
+
+    shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
+    q_latent, q_rope = (arrays.owns[0][name] for name in ("q_latent", "q_rope"))
+    num_programs = mla_decode_programs(q_latent, q_rope, arrays.cache, implementation=implementation)
+    if num_programs > 1:
+        shared["plan"] = case.plan(num_programs)
+    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
+
+
+def _grid(varied: bool) -> list[MlaCase]:
+    sizes = itertools.product((16, 64, 128), (1, 2), (1024, 2048, 4096, 8192, 16384, 32768))
+    return [MlaCase(MlaDecode(128, context, heads, queries), varied=varied) for heads, queries, context in sizes]
+
+
+def _small_batches() -> list[MlaCase]:
+    sizes = itertools.product((16, 128), (1, 2, 32), (1024, 8192, 32768))
+    return [MlaCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
+
+
+def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaCase]:
+    """All widths that there are kernels for."""
+    widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
+    sizes = itertools.product(widths, heads)
+    return [MlaCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes]
+
+
+def _quick() -> list[MlaCase]:
+    """The sizes that tell most, those that share a pool after each other."""
+    sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
+    sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
+    sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]
+    return [MlaCase(MlaDecode(*size)) for size in sizes] + [MlaCase(MlaDecode(128, 8192, 128), varied=True)]
+
+
+BENCH = Bench(
+    grids={
+        "mla": _grid(varied=False),
+        "mla-varied": _grid(varied=True),
+        "mla-batches": _small_batches(),
+        "mla-quick": _quick(),
+        "mla-widths": _widths(64, 8192, (16, 128)),
+        "tune": _widths(128, 2048, (64, 128)),
+        "models": [MlaCase(shape) for shape in shapes.MLA_DECODE.values()],
+        "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
+    },
+    contenders=by_name(ours) | flashinfer_mla.CONTENDERS | flash_mla.CONTENDERS | flash_attention.MLA_CONTENDERS,
+    inputs=inputs,
+)

@@ -1,0 +1,1 @@
+"""Other projects' kernels under the same benchmark."""

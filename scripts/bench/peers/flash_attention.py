@@ -1,0 +1,126 @@
+"""FlashAttention-3 beside ours, over the same pages and the same arrays.
+
+Its schedule of a decode step, made from lengths alone for all layers, is made before, as ours is, and is not in the
+time. Its second kernel, which combines what sequences in parts came to, is. A prefill of sequences of any lengths has
+no schedule that could be made before: the kernel that makes one is in the time. Sequences of one length need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from scripts.bench.chunk_case import RaggedCase
+from scripts.bench.decode_case import DecodeCase, DecodeInputs
+from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+MAX_ROPE_DIM = 64
+"""Of the keys beside which it takes latents."""
+LATENT_DIMS = range(256, 513)
+"""That it takes as values which are keys too."""
+
+
+def import_interface() -> Any:
+    """Its module, where torch sees a GPU.
+
+    Raises:
+      ImportError: one of the two is not installed.
+      NotImplementedError: torch sees none.
+    """
+    import_torch()
+    return importlib.import_module("flash_attn_interface")
+
+
+def refuse_all_but_bf16(cache: str) -> None:
+    if cache != "bf16":
+        raise NotImplementedError(f"takes no {cache} here")
+
+
+def of_a_step(case: MlaCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]) -> dict[str, Any]:
+    """What its calls of one step have in common.
+
+    Args:
+      heads: of queries, of keys and values.
+      widths: of keys, of values.
+    """
+    s = case.shape
+    schedule = import_interface().get_scheduler_metadata(
+        s.batch,
+        s.queries,
+        case.table_pages * s.page_size,  # as a call takes it from its table: parts must come out as many there
+        *heads,
+        widths[0],
+        lens,
+        qkv_dtype=import_torch().bfloat16,
+        headdim_v=widths[1],
+        page_size=s.page_size,
+        causal=True,
+    )
+    return {"cache_seqlens": lens, "causal": True, "scheduler_metadata": schedule}
+
+
+def mla(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+    """Rotated keys are its keys; latents are its values, and, with queries of their own, keys too."""
+    attend = import_interface().flash_attn_with_kvcache
+    refuse_all_but_bf16(case.cache)
+    s = case.shape
+    if s.rope_dim > MAX_ROPE_DIM or s.latent_dim not in LATENT_DIMS:
+        raise NotImplementedError(f"takes no latents of {s.latent_dim} + {s.rope_dim}")
+    pages = as_torch(arrays.cache.pages)[:, :, None]
+    latents, keys = pages[..., : s.latent_dim], pages[..., s.latent_dim :]
+    options = of_a_step(case, as_torch(arrays.kv_lens), (s.heads, 1), (s.rope_dim, s.latent_dim))
+    calls = []
+    for own in arrays.owns:
+        q, qv, table = (as_torch(own[name]) for name in ("q_rope", "q_latent", "block_tables"))
+        call = functools.partial(attend, q, keys, latents, qv=qv, page_table=table, softmax_scale=case.sm_scale)
+        calls.append(functools.partial(call, **options))
+    return stopwatch.graph(calls, compared=True)
+
+
+def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Heads lie outside of tokens in our pages: it takes any strides."""
+    attend = import_interface().flash_attn_with_kvcache
+    refuse_all_but_bf16(case.cache)
+    s = case.shape
+    if case.window is not None or s.soft_cap is not None or s.learned_sinks:
+        raise NotImplementedError("takes no windows, caps or sinks here")
+    k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
+    options = of_a_step(case, as_torch(arrays.kv_lens), (s.q_heads, s.kv_heads), (s.head_dim, s.head_dim))
+    calls = [
+        functools.partial(attend, as_torch(q), k, v, page_table=as_torch(table), **options)
+        for q, table in zip(arrays.q, arrays.block_tables, strict=True)
+    ]
+    return stopwatch.graph(calls, compared=True)
+
+
+def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Sequences one after the other, as ours are."""
+    attend = import_interface().flash_attn_varlen_func
+    refuse_all_but_bf16(case.cache)
+    s = case.shape
+    k, v, *offsets = (as_torch(arrays[name]) for name in ("k", "v", "cu_q_lens", "cu_kv_lens"))
+    longest = (s.new_tokens, s.new_tokens + s.cached_tokens)
+    calls = [functools.partial(attend, as_torch(q), k, v, *offsets, *longest, causal=True) for q in arrays["q"]]
+    return stopwatch.graph(calls, compared=True)
+
+
+def of_one_length(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Sequences as rows of one array, which ours are not told."""
+    attend = import_interface().flash_attn_func
+    refuse_all_but_bf16(case.cache)
+
+    def by_sequence(array: Any) -> Any:
+        return as_torch(array).reshape(case.shape.sequences, -1, *array.shape[1:])
+
+    k, v = by_sequence(arrays["k"]), by_sequence(arrays["v"])
+    calls = [functools.partial(attend, by_sequence(q), k, v, causal=True) for q in arrays["q"]]
+    return stopwatch.graph(calls, compared=True)
+
+
+NAME = "flash-attention-3"
+MLA_CONTENDERS = {NAME: mla}
+DECODE_CONTENDERS = {NAME: decode}
+RAGGED_CONTENDERS = {NAME: ragged, f"{NAME}-of-one-length": of_one_length}

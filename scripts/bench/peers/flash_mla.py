@@ -1,0 +1,49 @@
+"""FlashMLA's latent attention beside ours, over the same pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+WIDTHS = (512, 64)
+"""Of latents and of rotated keys: what its kernel is written for."""
+PAGE_SIZE = 64
+"""Likewise."""
+
+
+def decode(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+    """Its dense kernel for Hopper.
+
+    Two things are done before and are not in the time: its schedule, made from lengths alone for all layers of a step,
+    as ours is; and joining the two parts of queries, which it takes as one array. Its second kernel, which combines
+    what sequences in parts came to, is in the time.
+    """
+    torch = import_torch()
+    flash_mla = importlib.import_module("flash_mla")
+    s = case.shape
+    if case.cache != "bf16":
+        raise NotImplementedError(f"takes no {case.cache} cache here")
+    if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
+        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} only")
+    lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
+    # On the first call, which no graph holds, newer versions fill it in; older ones return it filled.
+    schedule = flash_mla.get_mla_metadata(lens, s.queries * s.heads, 1)
+
+    def call(q: Any, table: Any) -> Any:
+        options = {"softmax_scale": case.sm_scale, "causal": True}
+        out, _ = flash_mla.flash_mla_with_kvcache(q, pages, table, lens, s.latent_dim, *schedule, **options)
+        return out
+
+    calls = []
+    for own in arrays.owns:
+        q = torch.cat([as_torch(own["q_latent"]), as_torch(own["q_rope"])], -1)
+        calls.append(functools.partial(call, q, as_torch(own["block_tables"])))
+    return stopwatch.graph(calls, compared=True)
+
+
+CONTENDERS = {"flash-mla": decode}

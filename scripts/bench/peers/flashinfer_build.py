@@ -1,0 +1,64 @@
+"""Compiles FlashInfer's kernels, which it does where they are first used: here in a process of its own, which is given
+limited time. To have them compiled before:
+
+    python -m scripts.bench.peers.flashinfer_build mla fa3 512 64
+    python -m scripts.bench.peers.flashinfer_build attention fa2 192 128 bfloat16 0 0
+
+Latent attention by widths of latents and rotated keys; other attention by widths of keys and of values, dtype of the
+cache, and with a window or a soft cap, 1 or 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.bench.peers.torch_decode import import_torch
+
+BUILD_SECONDS = 150
+"""For compiling one kind of kernel."""
+
+
+@functools.cache
+def unbuilt(*arguments: str | int) -> str | None:
+    """Why there are no kernels of the kind that arguments of the command line name; None once they are built."""
+    command = [sys.executable, "-m", "scripts.bench.peers.flashinfer_build", *map(str, arguments)]
+    root = Path(__file__).resolve().parents[3]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"its kernels were not compiled within {BUILD_SECONDS} s"
+    said = " ".join((done.stderr or done.stdout).split())
+    return f"its kernels do not compile: ...{said[-240:]}" if done.returncode else None
+
+
+def require(*arguments: str | int) -> None:
+    """Raises NotImplementedError where kernels of the kind cannot be built."""
+    if why := unbuilt(*arguments):
+        raise NotImplementedError(why)
+
+
+def build_mla(backend: str, latent_dim: int, rope_dim: int) -> None:
+    torch = import_torch()
+    module = importlib.import_module("flashinfer.mla")
+    module.get_batch_mla_module(backend, *[torch.bfloat16] * 3, torch.int32, latent_dim, rope_dim, False)
+
+
+def build_attention(backend: str, qk_dim: int, v_dim: int, cache_dtype: str, window: bool, soft_cap: bool) -> None:
+    torch = import_torch()
+    module = importlib.import_module("flashinfer.prefill")
+    q_dtype = torch.float16 if cache_dtype == "float16" else torch.bfloat16
+    dtypes = (q_dtype, getattr(torch, cache_dtype), q_dtype, torch.int32)
+    module.get_batch_prefill_module(backend, *dtypes, qk_dim, v_dim, 0, window, soft_cap, False)
+
+
+if __name__ == "__main__":
+    kind, backend, *sizes = sys.argv[1:]
+    if kind == "mla":
+        build_mla(backend, *map(int, sizes))
+    else:
+        qk_dim, v_dim, cache_dtype, window, soft_cap = sizes
+        build_attention(backend, int(qk_dim), int(v_dim), cache_dtype, bool(int(window)), bool(int(soft_cap)))

@@ -1,0 +1,77 @@
+"""FlashInfer's prefill beside ours, over the same arrays and the same pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.chunk_case import PagedCase, RaggedCase
+from scripts.bench.peers import flashinfer_build
+from scripts.bench.peers.flashinfer_decode import CACHES, WORKSPACE_BYTES
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+
+def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Planned on the host before, as it wants."""
+    torch = import_torch()
+    flashinfer = importlib.import_module("flashinfer")
+    s = case.shape
+    if case.cache != "bf16":
+        raise NotImplementedError(f"takes no {case.cache} here")
+    flashinfer_build.require("attention", backend, s.qk_dim, s.v_dim, "bfloat16", 0, 0)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+    wrapper.plan(
+        torch.from_numpy(np.array(arrays["cu_q_lens"])),
+        torch.from_numpy(np.array(arrays["cu_kv_lens"])),
+        s.q_heads,
+        s.kv_heads,
+        s.qk_dim,
+        s.v_dim,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+    k, v = as_torch(arrays["k"]), as_torch(arrays["v"])
+    return stopwatch.graph([functools.partial(wrapper.run, as_torch(q), k, v) for q in arrays["q"]], compared=True)
+
+
+def paged(backend: str, case: PagedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Planned on the host before, as it wants."""
+    torch = import_torch()
+    flashinfer = importlib.import_module("flashinfer")
+    s = case.shape
+    if case.cache not in ("bf16", "f16") or s.learned_sinks:
+        raise NotImplementedError("takes no 8-bit caches and no sinks here")
+    kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
+    flashinfer_build.require("attention", backend, *kind)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+    held = s.new_tokens + s.cached_tokens
+    pages = -(-held // s.page_size)
+    dtype = getattr(torch, CACHES[case.cache])
+    wrapper.plan(
+        torch.from_numpy(np.array(arrays["cu_q_lens"])),
+        torch.arange(s.sequences + 1, dtype=torch.int32) * pages,
+        torch.from_numpy(np.array(arrays["block_tables"]).reshape(-1)).cuda(),
+        torch.full((s.sequences,), (held - 1) % s.page_size + 1, dtype=torch.int32),
+        s.q_heads,
+        s.kv_heads,
+        s.head_dim,
+        s.page_size,
+        causal=True,
+        window_left=-1 if s.window is None else s.window - 1,
+        logits_soft_cap=s.soft_cap,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+    cache = as_torch(arrays["kv"].k), as_torch(arrays["kv"].v)
+    return stopwatch.graph([functools.partial(wrapper.run, as_torch(q), cache) for q in arrays["q"]], compared=True)
+
+
+BACKENDS = ("fa2", "fa3")
+RAGGED_CONTENDERS = {f"flashinfer-{backend}": functools.partial(ragged, backend) for backend in BACKENDS}
+PAGED_CONTENDERS = {f"flashinfer-{backend}": functools.partial(paged, backend) for backend in BACKENDS}

@@ -1,0 +1,74 @@
+"""FlashInfer's batch decode beside ours, over the same pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.decode_case import DecodeCase, DecodeInputs
+from scripts.bench.peers import flashinfer_build
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+WORKSPACE_BYTES = 256 * 2**20
+"""For its partial results."""
+
+CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
+"""The caches it takes, as torch calls what they hold. Its scales are one for all heads, as fast as ours at best."""
+
+
+def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Its tensor-core kernels, which take any group of heads; planned on the host before, as it wants."""
+    torch = import_torch()
+    flashinfer = importlib.import_module("flashinfer")
+    if case.cache not in CACHES:
+        raise NotImplementedError(f"takes no {case.cache} cache")
+    if case.windowed_heads is not None or case.shape.learned_sinks:
+        raise NotImplementedError("takes no windows of heads and no sinks here")
+    s = case.shape
+    kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
+    flashinfer_build.require("attention", "fa2", *kind)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    pages = as_torch(arrays.kv.k), as_torch(arrays.kv.v)
+    calls = []
+    for q, table in zip(arrays.q, arrays.block_tables, strict=True):
+        wrapper = planned(flashinfer, torch, workspace, case, np.asarray(table), as_torch(q).dtype, pages[0].dtype)
+        calls.append(functools.partial(wrapper, as_torch(q).flatten(0, 1), pages))
+    return stopwatch.graph(calls, compared=case.cache in ("bf16", "f16"))
+
+
+def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) -> tuple[Any, Any]:
+    """Its tables: where each sequence's pages begin, on the host, and the pages of all, on the device."""
+    counts = -(-lens // page_size)
+    pages = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return torch.from_numpy(offsets), torch.from_numpy(pages).cuda()
+
+
+def planned(
+    flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
+) -> Callable[..., Any]:
+    """Its function of queries and pages, for one table."""
+    s = case.shape
+    offsets, indices = page_lists(torch, case.lens, table, s.page_size)
+    last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
+    sizes = (s.q_heads, s.kv_heads, s.head_dim, s.page_size)
+    window_left = -1 if s.window is None else s.window - 1
+    options = {"window_left": window_left, "logits_soft_cap": s.soft_cap, "q_data_type": q_dtype}
+    options |= {"kv_data_type": kv_dtype}
+    if s.queries == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True, backend="fa2")
+        wrapper.plan(offsets, indices, last, *sizes, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        queries = torch.arange(s.batch + 1, dtype=torch.int32) * s.queries
+        wrapper.plan(queries, offsets, indices, last, *sizes, causal=True, **options)
+    scale = 0.02 if case.cache.startswith("fp8") else None  # of values it would multiply in another kernel
+    return functools.partial(wrapper.run, k_scale=scale)
+
+
+CONTENDERS = {"flashinfer": decode}

@@ -1,0 +1,59 @@
+"""FlashInfer's latent attention beside ours, over the same pages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.peers import flashinfer_build
+from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+
+def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+    """One of its backends; planned on the host before, as it wants."""
+    torch = import_torch()
+    flashinfer = importlib.import_module("flashinfer")
+    s = case.shape
+    if case.cache != "bf16":
+        raise NotImplementedError(f"takes no {case.cache} cache here")
+    flashinfer_build.require("mla", backend, s.latent_dim, s.rope_dim)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    pages = as_torch(arrays.cache.pages)
+    calls = []
+    for own in arrays.owns:
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)
+        run = planned(wrapper, torch, case, np.asarray(own["block_tables"]))
+        q_latent, q_rope = (as_torch(own[name]).flatten(0, 1) for name in ("q_latent", "q_rope"))
+        calls.append(functools.partial(run, q_latent, q_rope, pages[..., : s.latent_dim], pages[..., s.latent_dim :]))
+    return stopwatch.graph(calls, compared=True)
+
+
+def planned(wrapper: Any, torch: Any, case: MlaCase, table: np.ndarray) -> Callable[..., Any]:
+    """Its function of queries and pages, for one table."""
+    s = case.shape
+    offsets, indices = page_lists(torch, case.lens, table, s.page_size)
+    wrapper.plan(
+        torch.arange(s.batch + 1, dtype=torch.int32) * s.queries,
+        offsets,
+        indices,
+        torch.from_numpy(case.lens),
+        s.heads,
+        s.latent_dim,
+        s.rope_dim,
+        s.page_size,
+        s.queries > 1,
+        case.sm_scale,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    return wrapper.run
+
+
+CONTENDERS = {f"flashinfer-{backend}": functools.partial(decode, backend) for backend in ("fa2", "fa3")}

@@ -1,0 +1,82 @@
+"""Attention of torch beside ours, over prefill chunks of sequences that are all of one length."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from scripts.bench.chunk_case import RaggedCase
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.timing import Stopwatch, Timing
+
+
+def by_head(case: RaggedCase, array: Any) -> Any:
+    """[S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
+    return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
+
+
+def time_calls(call: Callable[..., Any], case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Of queries, keys and values by head; outputs in the order of ours."""
+    k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
+
+    def attend(q: Any) -> Any:
+        return call(q, k, v).transpose(1, 2)
+
+    calls = [functools.partial(attend, by_head(case, q)) for q in arrays["q"]]
+    return stopwatch.graph(calls, compared=True)
+
+
+def scaled_dot_product(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """torch's scaled_dot_product_attention with one of its backends."""
+    torch = import_torch()
+    s = case.shape
+    options: dict[str, Any] = {"is_causal": True}
+    if s.cached_tokens:
+        if backend != "FLASH_ATTENTION":
+            raise NotImplementedError("has no causal mask that ends with the keys")
+        bias = torch.nn.attention.bias.causal_lower_right(s.new_tokens, s.new_tokens + s.cached_tokens)
+        options = {"attn_mask": bias}
+    if s.q_heads != s.kv_heads:
+        options["enable_gqa"] = True
+    chosen = getattr(torch.nn.attention.SDPBackend, backend)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with torch.nn.attention.sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call(*(by_head(case, array) for array in (arrays["q"][0], arrays["k"], arrays["v"])))
+        except RuntimeError as refused:
+            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
+            raise NotImplementedError(why or str(refused)) from refused
+    return time_calls(call, case, arrays, stopwatch)
+
+
+def flex(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """torch's flex_attention, compiled for the case."""
+    torch = import_torch()
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    torch.compiler.reset()  # which gives up on a function after a few shapes
+    s = case.shape
+
+    def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        del batch, head
+        return key <= query + s.cached_tokens
+
+    sizes = (s.new_tokens, s.new_tokens + s.cached_tokens)
+    mask = module.create_block_mask(causal, None, None, *sizes, "cuda", _compile=True)
+    attend = torch.compile(module.flex_attention, dynamic=False)
+    grouped = s.q_heads != s.kv_heads
+    return time_calls(functools.partial(attend, block_mask=mask, enable_gqa=grouped), case, arrays, stopwatch)
+
+
+CONTENDERS = {
+    "cudnn": functools.partial(scaled_dot_product, "CUDNN_ATTENTION"),
+    "flash": functools.partial(scaled_dot_product, "FLASH_ATTENTION"),
+    "flex": flex,
+}

@@ -1,0 +1,125 @@
+"""Attention of torch beside ours: its kernels over keys and values that lie in order.
+
+No paged kernel comes with torch. What is closest is attention over contiguous keys and values of as many tokens,
+without tables: the pool's own memory, read in order, so that it takes no more room.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from scripts.bench.decode_case import DecodeCase, DecodeInputs
+from scripts.bench.timing import Stopwatch, Timing
+
+
+class _Memory:
+    """A JAX array's bytes, as the CUDA array interface shows them; keeps them alive."""
+
+    def __init__(self, array: jax.Array):
+        self._array = jax.block_until_ready(array)
+        address = array.unsafe_buffer_pointer()
+        shape = (array.size * array.dtype.itemsize,)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def import_torch() -> Any:
+    """torch, where it sees a GPU.
+
+    Raises:
+      ImportError: it is not installed.
+      NotImplementedError: it sees none.
+    """
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch sees no GPU")
+    return torch
+
+
+def as_torch(array: jax.Array) -> Any:
+    """The same memory as a tensor, whatever the dtype; DLPack knows fp8 only in the newest versions of both."""
+    torch = import_torch()
+    flat = torch.as_tensor(_Memory(array), device="cuda")
+    return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
+
+
+def contiguous(case: DecodeCase, arrays: DecodeInputs) -> tuple[list[Any], list[Any]]:
+    """Keys and values [B, Hkv, S, D] of each call, in the memory of the pool."""
+    s = case.shape
+    shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
+    elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
+    k, v = (as_torch(pages).view(-1)[:elements].view(shape) for pages in (arrays.kv.k, arrays.kv.v))
+    return case.in_turn(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
+
+
+def refuse(case: DecodeCase) -> None:
+    """Raises NotImplementedError for what attention over contiguous keys cannot stand in for."""
+    if case.cache not in ("bf16", "f16"):
+        raise NotImplementedError(f"takes no {case.cache} cache")
+    if case.varied:
+        raise NotImplementedError("takes sequences of one length")
+    if case.shape.window is not None or case.shape.soft_cap is not None or case.shape.learned_sinks:
+        raise NotImplementedError("takes no windows, caps or sinks here")
+
+
+def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """torch's scaled_dot_product_attention with one of its backends.
+
+    The query heads of a KV head are given as its queries: all see all keys, and the keys are read once for them.
+    """
+    torch = import_torch()
+    refuse(case)
+    if case.shape.queries > 1:
+        raise NotImplementedError("has no causal mask for drafts that end with the keys")
+    s = case.shape
+    attend = torch.nn.functional.scaled_dot_product_attention
+    chosen = getattr(torch.nn.attention.SDPBackend, backend)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with torch.nn.attention.sdpa_kernel(chosen):
+            return attend(q, k, v)
+
+    group = s.q_heads // s.kv_heads
+    q = [as_torch(q).view(s.batch, s.kv_heads, group, s.head_dim) for q in arrays.q]
+    keys, values = contiguous(case, arrays)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call(q[0], keys[0], values[0])
+        except RuntimeError as refused:
+            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
+            raise NotImplementedError(why or str(refused)) from refused
+    calls = [functools.partial(call, *qkv) for qkv in zip(q, keys, values, strict=True)]
+    return stopwatch.graph(calls)
+
+
+def flex(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """torch's flex_attention, compiled for the case, over contiguous keys."""
+    torch = import_torch()
+    refuse(case)
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    torch.compiler.reset()  # which gives up on a function after a few shapes
+    s = case.shape
+    past = s.context - s.queries
+    mask = None
+    if s.queries > 1:
+        mask = module.create_block_mask(
+            lambda b, h, query, key: key <= query + past, None, None, s.queries, s.context, "cuda"
+        )
+    attend = torch.compile(module.flex_attention, dynamic=False)
+    q = [as_torch(q).transpose(1, 2) for q in arrays.q]
+    keys, values = contiguous(case, arrays)
+    call: Callable[..., Any] = functools.partial(attend, block_mask=mask, enable_gqa=True)
+    return stopwatch.graph([functools.partial(call, *qkv) for qkv in zip(q, keys, values, strict=True)])
+
+
+CONTENDERS = {
+    "cudnn": functools.partial(scaled_dot_product, "CUDNN_ATTENTION"),
+    "flash": functools.partial(scaled_dot_product, "FLASH_ATTENTION"),
+    "flex": flex,
+}

@@ -1,0 +1,85 @@
+"""`plan_decode` under the benchmark: what an engine runs once a step, before the layers that share the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import FULL, HeadWindow, plan_decode
+from scripts.bench.case import Bench, by_name
+from scripts.bench.device import multiprocessors
+from scripts.bench.pools import MAX_CALLS, Pools
+from scripts.bench.timing import Stopwatch, Timing
+
+PROGRAMS_PER_MULTIPROCESSOR = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCase:
+    """Lengths of `batch` sequences of up to `context` tokens, for `programs` programs a multiprocessor.
+
+    Attributes:
+      windowed: half of the heads see 1,024 keys and 128 sink tokens.
+    """
+
+    batch: int
+    context: int = 32768
+    kv_heads: int = 8
+    page_size: int = 64
+    windowed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} <{self.context} h{self.kv_heads} p{self.page_size}{' windows' * self.windowed}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Lengths in, the plan out."""
+        rows = self.batch * self.kv_heads
+        return 4 * (self.batch + 7 * rows + 2 + 3 * (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() + 1))
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+
+def inputs(case: PlanCase, pools: Pools) -> list[Array]:
+    """The lengths of each call."""
+    del pools
+    lens = np.random.default_rng(0).integers(1, case.context + 1, (MAX_CALLS, case.batch), np.int32)
+    return [jnp.asarray(row) for row in lens]
+
+
+def ours(implementation: str, case: PlanCase, lens: list[Array], stopwatch: Stopwatch) -> Timing:
+    window: Any = None
+    if case.windowed:
+        is_windowed = np.arange(case.kv_heads) % 2 == 0
+        width, sinks = np.where(is_windowed, 1024, FULL), np.where(is_windowed, 128, 0)
+        window = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
+
+    def call(_: None, window: Any, lens: Array) -> tuple[None, Any]:
+        return None, plan_decode(
+            lens,
+            window=window,
+            page_size=case.page_size,
+            num_q_heads=case.kv_heads,
+            num_kv_heads=case.kv_heads,
+            num_programs=PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(),
+            implementation=implementation,
+        )
+
+    return stopwatch.chain(call, lens, shared=window)
+
+
+BENCH = Bench(
+    grids={
+        "gqa": [PlanCase(batch, windowed=windowed) for batch in (1, 16, 64, 256, 1024) for windowed in (False, True)],
+        "small": [PlanCase(4, 64, 2, 16)],
+    },
+    contenders=by_name(ours),
+    inputs=inputs,
+)

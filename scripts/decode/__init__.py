@@ -1,0 +1,1 @@
+"""Parts of `run_decode.py` and `calibrate.py`."""

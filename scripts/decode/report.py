@@ -1,0 +1,189 @@
+"""What a run of run_decode came to: as JSON for programs, as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import pallas_attn
+from models.engine.outputs import EngineStats, RequestOutput
+from models.engine.verify import Difference, Verification
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All there is to tell of a run.
+
+    Attributes:
+      model: its name.
+      outputs: of the requests, in their order.
+      texts: of the outputs; None without a tokenizer.
+      stats: of the engine.
+      page_size: tokens a page holds.
+      run_s: seconds from the first step to the last, without compilation.
+      implementation: operation to the implementation it ran on.
+      verification: None if it was not asked for, or the run was interrupted.
+    """
+
+    model: str
+    outputs: Sequence[RequestOutput]
+    texts: Sequence[str] | None
+    stats: EngineStats
+    page_size: int
+    run_s: float
+    implementation: Mapping[str, str]
+    verification: Verification | None
+
+    @property
+    def title(self) -> str:
+        noun = "request" if len(self.outputs) == 1 else "requests"
+        return f"{len(self.outputs)} {noun} on {self.model}"
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"requests": [...], "run": {...}}`, times in seconds."""
+        requests: list[dict[str, Any]] = [
+            {
+                "prompt_tokens": output.prompt_tokens,
+                "cached_tokens": output.cached_tokens,
+                "output_ids": output.output_ids,
+                "finish_reason": output.finish_reason,
+                "ttft_s": output.ttft_s,
+                "itl_s": output.itl_s,
+            }
+            for output in self.outputs
+        ]
+        if self.texts is not None:
+            for request, text in zip(requests, self.texts, strict=True):
+                request["text"] = text
+        stats = self.stats
+        run: dict[str, Any] = {
+            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
+            "decode_tokens_per_s": stats.decode_tokens_per_s,
+            "prefix_hit_rate": stats.prefix_hit_rate,
+            "peak_pages": stats.peak_pages,
+            "num_pages": stats.num_pages,
+            "preemptions": stats.preemptions,
+            "steps": len(stats.steps),
+            "compilations": stats.compilations,
+            "compile_s": stats.compile_s,
+            "run_s": self.run_s,
+            "implementation": dict(self.implementation),
+            "device": device_name(),
+            "versions": versions(),
+        }
+        if self.verification is not None:
+            run["verified"] = self.verification.passed
+        return {"requests": requests, "run": run}
+
+    def print(self, console: Console) -> None:
+        """The requests in a table, and the run below it."""
+        console.print(Group(self._requests_table(), self._run_table()))
+
+    def _requests_table(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for header in ("", "prompt", "cached", "new", "TTFT", "per token", "p95"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("end", no_wrap=True)
+        table.add_column("output")  # the only column to shrink
+        for i, output in enumerate(self.outputs):
+            table.add_row(
+                *map(str, (i, output.prompt_tokens, output.cached_tokens, len(output.output_ids))),
+                "-" if output.ttft_s is None else _ms(output.ttft_s),
+                *(("-", "-") if not output.itl_s else map(_ms, np.percentile(output.itl_s, [50, 95]))),
+                output.finish_reason,
+                self._beginning(i),
+            )
+        return table
+
+    def _beginning(self, i: int) -> Text:
+        ids = " ".join(map(str, self.outputs[i].output_ids[:40]))
+        text = ids if self.texts is None else " ".join(self.texts[i][:200].split())
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+    def _run_table(self) -> Table:
+        stats = self.stats
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="bold")
+        grid.add_column()
+        computed = sum(output.prompt_tokens - output.cached_tokens for output in self.outputs)
+        again = stats.prefill_tokens - computed
+        rows: dict[str, RenderableType] = {
+            "prefill": f"{stats.prefill_tokens_per_s:,.0f} tokens/s ({stats.prefill_tokens:,} tokens"
+            + (f", {again:,} of them again, after a preemption)" if stats.preemptions and again > 0 else ")"),
+            "decode": f"{stats.decode_tokens_per_s:,.0f} tokens/s ({stats.decode_tokens:,} tokens)",
+            "prefix hits": f"{stats.prefix_hit_rate:.0%} of the tokens looked up",
+            "pages": f"{stats.peak_pages:,} of {stats.num_pages:,} at the peak, {self.page_size} tokens each;"
+            f" {stats.cache_bytes / 2**20:,.1f} MiB in all layers",
+            "preemptions": f"{stats.preemptions}",
+            "run": f"{self.run_s:.2f} s, {len(stats.steps):,} steps",
+            "compilation": f"{stats.compile_s:.1f} s before that, {stats.compilations} shapes of a step",
+            "attention": _by_implementation(self.implementation),
+            "device": ", ".join([device_name(), *(f"{name} {version}" for name, version in versions().items())]),
+        }
+        if self.verification is not None:
+            rows["verified"] = _verdict(self.verification)
+        for name, value in rows.items():
+            grid.add_row(name, value)
+        return grid
+
+
+def device_name() -> str:
+    """The platform that jax computes on, and what the device calls itself."""
+    device = jax.devices()[0]
+    return device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on, by name."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
+    return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
+
+
+def differences(verification: Verification) -> list[str]:
+    """One sentence for each request that is not what the plain run gives, and one if too many tokens are tied."""
+    found = [(i, check.difference) for i, check in enumerate(verification.requests)]
+    sentences = [_difference(i, difference) for i, difference in found if difference is not None]
+    if verification.too_many_tied:
+        sentences.append(
+            f"{verification.tied} of {verification.tied + verification.equal} tokens differ, each within"
+            f" {verification.tolerance:g} of the plain run's; near ties are not so many"
+        )
+    return sentences
+
+
+def _difference(i: int, found: Difference) -> str:
+    got = "the end" if found.got is None else found.got
+    wanted = "the end" if found.wanted is None else found.wanted
+    return f"request {i}, output position {found.position}: got {got}, wanted {wanted}, margin {found.margin:.3g}"
+
+
+def _verdict(verification: Verification) -> Text:
+    compared = verification.equal + verification.tied
+    if not verification.passed:
+        return Text("NO\n" + "\n".join(differences(verification)), style="bold red")
+    ties = f", {verification.tied} tied within {verification.tolerance:g}" if verification.tied else ""
+    return Text(f"yes: {verification.equal} of {compared} tokens equal the uncached, unchunked run's{ties}", "green")
+
+
+def _by_implementation(implementation: Mapping[str, str]) -> str:
+    names = dict.fromkeys(implementation.values())
+    return "; ".join(
+        f"{name}: {', '.join(op for op, chosen in implementation.items() if chosen == name)}" for name in names
+    )
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds in three digits or so."""
+    ms = 1e3 * seconds
+    digits = 0 if ms >= 100 else 1 if ms >= 1 else 2
+    return f"{ms:,.{digits}f} ms"

@@ -1,0 +1,443 @@
+"""Write tests/goldens: small checkpoints, and what Hugging Face transformers computes with them.
+
+    pip install torch==2.13.0 transformers==5.23.0
+    python scripts/tools/make_goldens.py [--out tests/goldens] [NAME ...]
+
+Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cache they lead to, and a table of
+mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
+on one thread, from fixed seeds.
+
+A golden is worth having only if a wrong model misses it. With the usual initialisation (std 0.02, norms of one)
+dropping all of yarn's mscale moves the logits by 1e-3, so the weights here are drawn wide, and each golden is tried
+against every mistake of golden_mutations.py that its configuration can show. Nothing is written as a golden that one
+of these mistakes moves by less than MIN_MUTATION, that repeats itself, or that rounding could turn into another.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch  # pyrefly: ignore[missing-import]
+import torch.nn.functional as F  # pyrefly: ignore[missing-import]
+import transformers  # pyrefly: ignore[missing-import]
+from golden_models import GOLDENS, NORM_SPREAD, Golden  # pyrefly: ignore[missing-import]
+from golden_mutations import change_routing, closest_routing, gates, is_latent, is_v3, mutations, routers  # pyrefly: ignore[missing-import]
+from safetensors.torch import load_file, save_file
+from transformers import (  # pyrefly: ignore[missing-import]
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # pyrefly: ignore[missing-import]
+
+NEW_TOKENS = 24
+PROMPT_LENGTHS = (1, 9, 40, 75)
+SHARED_PREFIX = 32  # of the two longest prompts, so that prefix caching has something to find
+
+SINK_SPREAD = 2.0  # learned sinks weigh as much as keys do
+
+GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
+
+MIN_MUTATION = 1e-2  # parity is asked to 1e-4
+MIN_TOKEN_MARGIN = 1e-3  # a token is compared where its margin is larger: here, everywhere
+MIN_ROUTING_MARGIN = 5e-4  # between the worst expert or group that was chosen and the best that was not
+MIN_DISTINCT_TOKENS = 12
+MAX_ROUNDING = 2e-5
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+MXFP4_GROUP = 32
+
+EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise SystemExit(complaint)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+# --- the model and its checkpoint
+
+
+def random_model(golden: Golden) -> PreTrainedModel:
+    """The golden's model, with weights wide enough that every part of it matters."""
+    model = AutoModelForCausalLM.from_config(golden.config, **EAGER).eval()
+    generator = torch.Generator().manual_seed(golden.seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        spread = SINK_SPREAD if name.endswith(".sinks") else golden.config.initializer_range
+        parameter.data = 1 + NORM_SPREAD * noise if "norm" in name else spread * noise
+    for router in routers(model):
+        router.weight.data *= GATE_GAIN
+    for gate in gates(model):
+        gate.weight.data *= GATE_GAIN
+        if is_v3(gate):
+            gate.e_score_correction_bias = 0.1 * torch.randn(gate.num_experts, generator=generator)
+    return model
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, **EAGER)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of these tensors, which are named as in a checkpoint's files."""
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        save_file(tensors, Path(directory, "model.safetensors"), metadata={"format": "pt"})
+        return load(Path(directory))
+
+
+def published_config(model: PreTrainedModel) -> dict[str, object]:
+    """The configuration in the keys of published config.json files, which are older than those of transformers 5."""
+    keys = model.config.to_diff_dict()
+    for newer in ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave"):
+        keys.pop(newer, None)
+    if is_latent(model.config):
+        keys.pop("head_dim", None)
+    rope = keys.pop("rope_parameters")
+    latent = is_latent(model.config)
+    keys |= {
+        "architectures": [type(model).__name__],
+        "rope_theta": int(rope.pop("rope_theta")),
+        "rope_scaling": {"type" if latent else "rope_type": rope.pop("rope_type"), **rope},
+        "torch_dtype": "float32",
+        "transformers_version": "4.33.1" if latent else "4.43.0",
+    }
+    if model.config.model_type == "gpt_oss":
+        keys |= {
+            "attention_bias": model.config.attention_bias,
+            "experts_per_token": model.config.num_experts_per_tok,
+            "initial_context_length": rope["original_max_position_embeddings"],
+        }
+    if latent:
+        v3 = model.config.model_type == "deepseek_v3"
+        keys |= {
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid" if v3 else "softmax",
+            "topk_method": "noaux_tc" if v3 else model.config.topk_method,
+        }
+    return dict(sorted(keys.items()))
+
+
+def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
+    """Write the checkpoint and return the model read back from it, so that the golden belongs to what was written."""
+    model = random_model(golden)
+    model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
+    reloaded = load(directory)
+    require(largest_change(model, reloaded, prompts) < MAX_ROUNDING, "the checkpoint is not that of its model")
+    if golden.published_config:
+        write_json(directory / "config_published.json", published_config(model))
+        with tempfile.TemporaryDirectory() as other:
+            shutil.copytree(directory, other, dirs_exist_ok=True)
+            shutil.copy(directory / "config_published.json", Path(other, "config.json"))
+            require(largest_change(model, load(Path(other)), prompts) < MAX_ROUNDING, "the published keys differ")
+    return reloaded
+
+
+# --- block-quantised checkpoints
+
+
+def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """[ceil(rows / 128), ceil(columns / 128)] -> [rows, columns]: the last block of a row or column may be smaller."""
+    rows, columns = shape
+    return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [rows, columns] as float8_e4m3fn, and its `weight_scale_inv`, by which a reader multiplies."""
+    scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
+    return (weight / expand_blocks(scale_inv, weight.shape)).to(torch.float8_e4m3fn), scale_inv
+
+
+def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Projections as fp8 and scales, the router's bias in float32, all else in bfloat16, as V3 is published."""
+    generator = torch.Generator().manual_seed(seed)
+    quantised = {}
+    for name, tensor in sorted(tensors.items()):
+        if re.search(r"\.(self_attn|mlp)\..*_proj\w*\.weight$", name):
+            # a scale taken from the wrong block shows only where blocks differ in magnitude
+            blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
+            gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
+            quantised[name], quantised[f"{name}_scale_inv"] = quantise(tensor * expand_blocks(gains, tensor.shape))
+        else:
+            quantised[name] = tensor.clone() if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+    return quantised
+
+
+def dequantise_checkpoint(
+    tensors: dict[str, torch.Tensor], expand: Callable[[torch.Tensor, torch.Size], torch.Tensor] = expand_blocks
+) -> dict[str, torch.Tensor]:
+    """The twin: every tensor in float32, with its scales multiplied in."""
+    twin = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+    for name, tensor in twin.items():
+        if f"{name}_scale_inv" in tensors:
+            twin[name] = tensor * expand(tensors[f"{name}_scale_inv"], tensor.shape)
+    return twin
+
+
+def prediction_layer(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it unread."""
+    last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
+    layer = {name.replace(last, extra): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    head = tensors["lm_head.weight"]
+    return layer | {
+        f"{extra}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        f"{extra}enorm.weight": tensors["model.norm.weight"],
+        f"{extra}hnorm.weight": tensors["model.norm.weight"],
+        f"{extra}eh_proj.weight": torch.cat([head, head], 1)[: config.hidden_size],
+        f"{extra}shared_head.norm.weight": tensors["model.norm.weight"],
+        f"{extra}shared_head.head.weight": head,
+    }
+
+
+def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
+    """Write the quantised checkpoint with a published configuration, and return the model of its dequantised twin."""
+    model = random_model(golden)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden.config), golden.seed)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = published_config(model) | {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        },
+    }
+    write_json(directory / "config.json", dict(sorted(config.items())))
+    return load_tensors(dequantise_checkpoint(tensors), golden.config)
+
+
+# --- checkpoints with experts packed as MXFP4
+
+
+def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [E, in, out] as blocks uint8 [E, out, in / 32, 16] and scales uint8 [E, out, in / 32]."""
+    groups = weight.transpose(1, 2).unflatten(-1, (-1, MXFP4_GROUP))
+    exponents = (groups.abs().amax(-1, keepdim=True) / max(FP4_VALUES)).log2().ceil()
+    distances = (groups * 2.0**-exponents)[..., None] - torch.tensor(FP4_VALUES)
+    codes = distances.abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents[..., 0] + 127).to(torch.uint8)
+
+
+def unpack_checkpoint(
+    tensors: dict[str, torch.Tensor], change: Callable[..., tuple[torch.Tensor, ...]] = lambda *packed: packed
+) -> dict[str, torch.Tensor]:
+    """The twin: every tensor in float32, experts as transformers unpacks them, their parts changed before."""
+    twin = {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
+    for name in tensors:
+        if name.endswith("_blocks"):
+            experts = name.removesuffix("_blocks")
+            parts = change(tensors[name], tensors[f"{experts}_scales"])
+            twin[experts] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    return twin
+
+
+def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
+    """Write the packed checkpoint with a published configuration, and return the model of its unpacked twin."""
+    model = random_model(golden)
+    model.save_pretrained(directory)
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if re.search(r"\.experts\.\w+_proj$", name):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = pack_experts(tensor)
+        else:
+            tensors[name] = tensor.bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = published_config(model) | {
+        "quantization_config": {"modules_to_not_convert": left, "quant_method": "mxfp4"},
+    }
+    del config["torch_dtype"]
+    write_json(directory / "config.json", dict(sorted(config.items())))
+    return load_tensors(unpack_checkpoint(tensors), golden.config)
+
+
+def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What mistakes in unpacking do to the logits."""
+    mistakes = {
+        "mxfp4_scales_dropped": lambda blocks, scales: (blocks, torch.full_like(scales, 127)),
+        "mxfp4_halves_of_bytes_swapped": lambda blocks, scales: (blocks >> 4 | blocks << 4, scales),
+    }
+    tensors = load_file(directory / "model.safetensors")
+    return {
+        name: largest_change(model, load_tensors(unpack_checkpoint(tensors, change), model.config), prompts)
+        for name, change in mistakes.items()
+    }
+
+
+# --- what the model computes
+
+
+def draw_prompts(golden: Golden) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(golden.seed)
+    ordinary = (golden.config.eos_token_id + 1, golden.config.vocab_size)
+    prompts = [torch.randint(*ordinary, [length], generator=generator).tolist() for length in PROMPT_LENGTHS]
+    prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX]
+    return prompts
+
+
+def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list[list[int]]) -> float:
+    """The largest difference between the two models in any logit of any prompt."""
+    batches = [torch.tensor([prompt]) for prompt in prompts]
+    return max((model(batch).logits - other(batch).logits).abs().max().item() for batch in batches)
+
+
+def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
+    """The prompt's logits and what is cached of it, then NEW_TOKENS greedy tokens, each with its margin."""
+    cache = DynamicCache()  # of all tokens: one made for the configuration forgets those that left the window
+    logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
+    cached = cached_arrays(model.config, cache)
+    tops = [logits[-1].topk(2)]
+    while len(tops) < NEW_TOKENS:
+        newest = tops[-1].indices[:1]
+        tops.append(model(newest[None], past_key_values=cache).logits[0, -1].topk(2))
+    return {
+        "logits": logits.numpy(),
+        "tokens": np.array([top.indices[0] for top in tops], np.int32),
+        "margins": np.array([top.values[0] - top.values[1] for top in tops], np.float32),
+        **cached,
+    }
+
+
+def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
+    """What the prompt left in the cache: latents [layers, T, L + R], or keys and values [layers, Hkv, T, D]."""
+    if is_latent(config):
+        # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
+        rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
+        return {"latents": torch.stack(rows).numpy()}
+    return {
+        kind: torch.stack([getattr(layer, kind)[0] for layer in cache.layers]).numpy() for kind in ("keys", "values")
+    }
+
+
+def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What each mistake does to the logits of this model: its largest change."""
+    control = deepcopy(model)
+    change_routing(control)
+    require(largest_change(model, control, prompts) < MAX_ROUNDING, "the routing here is not that of transformers")
+    table = {}
+    for name, mutate in mutations(model.config).items():
+        mutant = deepcopy(model)
+        mutate(mutant)
+        table[name] = largest_change(model, mutant, prompts)
+    return table
+
+
+def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """The same for mistakes in reading the scales of a quantised checkpoint."""
+    mistakes = {
+        "fp8_scales_dropped": lambda scales, shape: torch.ones(shape),
+        "fp8_scales_divide": lambda scales, shape: 1 / expand_blocks(scales, shape),
+        "fp8_blocks_of_equal_size": lambda scales, shape: F.interpolate(scales[None, None], size=shape)[0, 0],
+    }
+    tensors = load_file(directory / "model.safetensors")
+    return {
+        name: largest_change(model, load_tensors(dequantise_checkpoint(tensors, expand), model.config), prompts)
+        for name, expand in mistakes.items()
+    }
+
+
+# --- the golden
+
+
+def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float | None:
+    """Refuse a golden that is degenerate or decided by rounding; returns its closest routing decision, if any."""
+    for prompt, run in zip(prompts, runs, strict=True):
+        tokens = run["tokens"].tolist()
+        generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
+        require(tokens == generated.tolist(), "generate() gives other tokens, or stops at the end-of-sequence token")
+        require(len(set(tokens)) >= MIN_DISTINCT_TOKENS, f"the prompt of {len(prompt)} tokens is continued in a loop")
+        require(run["margins"].min() > MIN_TOKEN_MARGIN, "a token is chosen by too little")
+    sequences = [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
+    closest = closest_routing(model, sequences)
+    require(closest is None or closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
+    rounding = largest_change(model, deepcopy(model).double(), prompts)
+    require(rounding < MAX_ROUNDING, f"float32 costs {rounding} of the logits")
+    return closest
+
+
+def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """What each mistake that the golden is there to show does to the logits."""
+    if golden.mxfp4:
+        return mxfp4_mutation_table(directory, model, prompts)  # the golden that is not packed shows the others
+    quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
+    return mutation_table(model, prompts) | quantised
+
+
+def write_golden(golden: Golden, directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    prompts = draw_prompts(golden)
+    if golden.fp8:
+        model = write_fp8_checkpoint(golden, directory)
+    elif golden.mxfp4:
+        model = write_mxfp4_checkpoint(golden, directory)
+    else:
+        model = write_checkpoint(golden, prompts, directory)
+    runs = [decode(model, prompt) for prompt in prompts]
+    closest = check_decoding(model, prompts, runs)
+    table = mistakes_of(golden, directory, model, prompts)
+    for name, change in table.items():
+        require(change > MIN_MUTATION, f"{name} moves the logits by no more than {change}")
+    (directory / "prompts.json").write_text(json.dumps(prompts) + "\n")
+    arrays = {f"{key}_{i}": value for i, run in enumerate(runs) for key, value in run.items()}
+    np.savez_compressed(directory / "golden.npz", **arrays)  # pyrefly: ignore[bad-argument-type]
+    summary = {
+        "written_by": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
+        "rope_columns": "interleaved" if golden.config.model_type == "deepseek_v2" else "halves",
+        **({} if closest is None else {"closest_routing": closest}),
+        "mutations": dict(sorted(table.items(), key=lambda item: item[1])),
+    }
+    write_json(directory / "golden.json", summary)
+
+
+def print_golden(directory: Path) -> None:
+    arrays = np.load(directory / "golden.npz")
+    summary = json.loads((directory / "golden.json").read_text())
+    of_prompts = range(len(PROMPT_LENGTHS))
+    margins = np.concatenate([arrays[f"margins_{i}"] for i in of_prompts])
+    distinct = [len(set(arrays[f"tokens_{i}"].tolist())) for i in of_prompts]
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{directory.name}: {size / 1e6:.2f} MB")
+    print(f"  token margins: least {margins.min():.1e}, median {np.median(margins):.2f}; distinct tokens {distinct}")
+    print(f"  closest routing decision: {summary.get('closest_routing', '(none)')}; logits move by, under")
+    for mistake, change in summary["mutations"].items():
+        print(f"    {mistake:<36}{change:8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GOLDENS)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path("tests/goldens"))
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(GOLDENS):
+        parser.error(f"no golden is called {', '.join(sorted(unknown))}")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in args.names or GOLDENS:
+        write_golden(GOLDENS[name], args.out / name)
+        print_golden(args.out / name)
+
+
+if __name__ == "__main__":
+    main()

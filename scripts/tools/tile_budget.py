@@ -1,0 +1,154 @@
+"""What a kernel's main loop issues for one tile of the cache, beside the time that the tile's bytes take to arrive.
+
+    make tile-budget
+    python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
+
+A static forecast: where a tile takes more cycles than its bytes do, no schedule makes the kernel keep up with the
+memory. Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each
+takes a cycle to issue; what its pipe takes is in `pipe_cycles`. Both sides of a branch are counted, so a path that few
+tiles take, such as masking, makes the forecast worse than it is.
+
+A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
+are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
+whether the compiler unrolled the loop or several warpgroups share a tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.tools.sass import GROUPS, Instruction, main_loops, parse
+
+ISSUE = "issue"
+PIPES = {"float": ("fma", 128), "integer": ("alu", 64), "convert": ("convert", 64), "exp2": ("exp2", 16)}
+"""Where a group's instructions go, and the results a clock of a multiprocessor of compute capability 9.0: from the
+throughput table of the CUDA C++ programming guide."""
+PIPES_OF_OPCODES = {
+    "IMAD": ("fma", 64),
+    "SHFL": ("shuffle", 32),
+    **dict.fromkeys(("FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2"), ("alu", 64)),
+}
+"""Those that go elsewhere."""
+SHARED_BYTES = 128
+"""Bytes a clock of its shared memory."""
+TENSOR_BITS = 2048 * 16
+"""Multiply-adds a clock of its tensor cores, times the bits of a factor."""
+WARPGROUP = 128
+"""Threads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What one tile costs a multiprocessor.
+
+    Attributes:
+      counts: instructions by group (`sass.GROUPS`).
+      cycles: by pipe, ISSUE among them; they work side by side.
+      num_bytes: of the tile.
+    """
+
+    counts: Mapping[str, float]
+    cycles: Mapping[str, float]
+    num_bytes: int
+
+    @property
+    def busiest(self) -> str:
+        """The pipe that takes longest."""
+        return max(self.cycles, key=lambda pipe: self.cycles[pipe])
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Copy bandwidth in bytes a second, and clock in hertz; of an H200 unless given."""
+
+    bandwidth: float = 4.3e12
+    multiprocessors: int = 132
+    clock: float = 1.98e9
+
+    def arrival_cycles(self, num_bytes: int) -> float:
+        """Cycles in which one multiprocessor gets so many bytes when all get as many."""
+        return num_bytes * self.multiprocessors / self.bandwidth * self.clock
+
+
+def pipe_cycles(instruction: Instruction) -> dict[str, float]:
+    """Cycles in which a multiprocessor takes one instruction of a warpgroup, by pipe."""
+    cycles = {ISSUE: 1.0}
+    if found := PIPES_OF_OPCODES.get(instruction.head) or PIPES.get(instruction.group):
+        pipe, lanes = found
+        cycles[pipe] = WARPGROUP / lanes
+    if instruction.shared_bytes:
+        cycles["shared memory"] = WARPGROUP * instruction.shared_bytes / SHARED_BYTES
+    if instruction.multiply_adds:
+        cycles["tensor"] = instruction.multiply_adds * instruction.operand_bits / TENSOR_BITS
+    return cycles
+
+
+def tile_budget(listing: str) -> Budget:
+    """The budget of a kernel.
+
+    Raises:
+      ValueError: no line says what a tile is, or no loop uses the tensor cores.
+    """
+    tile = re.search(r"// tile: (\d+) bytes, (\d+) multiply-adds", listing)
+    if tile is None:
+        raise ValueError("expected a line such as `// tile: 32768 bytes, 2097152 multiply-adds`, found none")
+    executed = [instruction for body in main_loops(parse(listing)) for instruction in body]
+    multiply_adds = sum(instruction.multiply_adds for instruction in executed)
+    if not multiply_adds:
+        raise ValueError("no loop of this kernel uses a warpgroup's tensor-core instructions")
+    tiles = multiply_adds / int(tile[2])
+    counts, cycles = Counter[str](), Counter[str]()
+    for instruction in executed:
+        counts[instruction.group] += 1
+        cycles.update(pipe_cycles(instruction))
+    return Budget(_divided(counts, tiles), _divided(cycles, tiles), int(tile[1]))
+
+
+def _divided(numbers: Mapping[str, float], divisor: float) -> dict[str, float]:
+    return {name: number / divisor for name, number in numbers.items()}
+
+
+def table(budgets: Mapping[str, Budget], card: Card) -> Table:
+    """One row a kernel."""
+    result = Table(title="Instructions and cycles per tile", caption="of a warpgroup, on one multiprocessor")
+    for heading in ("kernel", *GROUPS, "issue", "busiest pipe", "bytes", "arrive in", "busy"):
+        result.add_column(heading, justify="left" if heading in ("kernel", "busiest pipe") else "right")
+    for name, budget in budgets.items():
+        arrive, busiest = card.arrival_cycles(budget.num_bytes), budget.cycles[budget.busiest]
+        result.add_row(
+            name,
+            *(f"{budget.counts.get(group, 0):,.0f}" for group in GROUPS),
+            f"{budget.cycles[ISSUE]:,.0f}",
+            f"{budget.busiest} {busiest:,.0f}",
+            f"{budget.num_bytes:,}",
+            f"{arrive:,.0f}",
+            f"{busiest / arrive:.0%}",
+        )
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("listings", nargs="+", type=Path)
+    for field in dataclasses.fields(Card):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    options = parser.parse_args(arguments)
+    budgets = {path.stem: tile_budget(path.read_text()) for path in options.listings}
+    card = Card(options.bandwidth, options.multiprocessors, options.clock)
+    Console(width=200).print(table(budgets, card))
+
+
+if __name__ == "__main__":
+    main()
