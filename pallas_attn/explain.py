@@ -9,8 +9,8 @@ from pallas_attn import dispatch
 from pallas_attn.dispatch import Explanation
 from pallas_attn.types import Implementation
 
-_CHOOSER = {op: op for op in dispatch.MODULES} | {"mla_prefill": "ragged_attention"}
-"""By operation, whose implementations are its candidates: its own or, for a composition, those of its main part."""
+CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {"mla_prefill": "ragged_attention"}
+"""By operation, the one whose implementations are its candidates: itself or, for a composition, its main part."""
 
 
 def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs: Any) -> Explanation:
@@ -31,7 +31,7 @@ def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs
       ragged_attention: xla
         not mosaic: needs a GPU of compute capability 9.0 (H100, H200), this is cpu
     """
-    if op not in _CHOOSER:
-        raise ValueError(f"op: expected one of {', '.join(_CHOOSER)}, got {op!r}")
+    if op not in CANDIDATES_OF:
+        raise ValueError(f"op: expected one of {', '.join(CANDIDATES_OF)}, got {op!r}")
     function = getattr(importlib.import_module(f"pallas_attn.ops.{op}"), op)
-    return dispatch.explain(op, function, _CHOOSER[op], implementation, *args, **kwargs)
+    return dispatch.explain(op, function, CANDIDATES_OF[op], implementation, *args, **kwargs)
