@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import dispatch
+from pallas_attn.mosaic import faster_lowering
 from pallas_attn.mosaic.assembler import require_sound_assembler
 
 HOPPER = (9, 0)
@@ -45,6 +46,7 @@ def require_hopper() -> None:
             f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}"
         )
     require_sound_assembler()
+    faster_lowering.apply()
 
 
 def multiprocessors() -> int:
