@@ -40,6 +40,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch):
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=16))
 def test_same_classes_as_jax(pairs: list[tuple[int, int]]) -> None:
+    assert faster_lowering.ORIGINAL is not None
     ours, theirs = faster_lowering.equal_variables(system(pairs)), faster_lowering.ORIGINAL(system(pairs))
     assert {v: set(others) for v, others in ours.items()} == {v: set(others) for v, others in theirs.items()}
     assert all(len(others) == len(set(others)) for others in ours.values())
