@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import device
+from pallas_attn.mosaic import faster_lowering
 from pallas_attn.mosaic.assembler import require_sound_assembler
 
 LOG2E = math.log2(math.e)
@@ -35,6 +36,7 @@ def require_capability(architecture: device.Architecture) -> None:
     here.require(architecture)
     if not here.interpreted:
         require_sound_assembler()
+        faster_lowering.apply()
 
 
 def multiprocessors() -> int:
