@@ -38,23 +38,23 @@ class Span(NamedTuple):
 def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any = ()) -> None:
     """Works off the spans of this program, the index of axis "program": carry = work(span, carry) for each."""
     program = lax.axis_index("program")
-    end_place, end_page = plan.program_place[program + 1], plan.program_page[program + 1]
+    end_place, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
 
     def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         place, page, number, carry = at
-        row, num_pages = plan.row[place], plan.num_pages[place]
+        row, num_pages = plan.row_order[place], plan.num_pages[place]
         stop = jnp.where(place == end_place, end_page, num_pages)
-        if plan.piece_pages:
-            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
+        if plan.split_pages:
+            stop = jnp.minimum(stop, (lax.div(page, plan.split_pages) + 1) * plan.split_pages)
         done = stop == num_pages
         carry = work(Span(row, place, page, stop, number, (page == 0) & done), carry)
-        return jnp.where(done, plan.next_place[place], place), jnp.where(done, 0, stop), number + 1, carry
+        return jnp.where(done, plan.next_row[place], place), jnp.where(done, 0, stop), number + 1, carry
 
     def is_ours(at: tuple[Any, Any, Any, Any]) -> Any:
         place, page, *_ = at
         return (place < end_place) | ((place == end_place) & (page < end_page))
 
-    begin = plan.program_place[program], plan.program_page[program], plan.program_piece[program]
+    begin = plan.cta_row[program], plan.cta_page[program], plan.cta_split[program]
     lax.while_loop(is_ours, step, (*begin, carry))
 
 
@@ -69,10 +69,10 @@ def for_each_merged(plan: DecodePlan, parts: int, work: Callable[[Any, Any], Non
     """Calls work(place, part) for this program's share, by its index of axis "program", of the rows that are not in one
     piece, so many parts of each.
     """
-    rows, programs = plan.row.shape[0], lax.axis_size("program")
+    rows, programs = plan.row_order.shape[0], lax.axis_size("program")
 
     def place(item: Any) -> Any:
-        return plan.merged_place[jnp.minimum(lax.div(item, parts), rows)]
+        return plan.merged_rows[jnp.minimum(lax.div(item, parts), rows)]
 
     def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
         item, row_place = at
@@ -85,6 +85,4 @@ def for_each_merged(plan: DecodePlan, parts: int, work: Callable[[Any, Any], Non
 
 def num_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
     """How many states there can be of pieces, of rows with so many table entries."""
-    return rows + (
-        rows * pl.cdiv(table_pages, plan.piece_pages) if plan.piece_pages else plan.program_place.shape[0] - 1
-    )
+    return rows + (rows * pl.cdiv(table_pages, plan.split_pages) if plan.split_pages else plan.cta_row.shape[0] - 1)

@@ -68,7 +68,7 @@ def attend(
 def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str) -> tuple[Array, Array, Partials]:
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     columns, plan = static.columns, x.plan
-    rows, num_programs = plan.num_pages.shape[0], plan.program_place.shape[0] - 1
+    rows, num_programs = plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = num_states(plan, rows, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),

@@ -293,9 +293,9 @@ def _merge_kernel(
     def merge(place: Any, number: Any) -> None:
         narrow_block, part = lax.div(number, parts), lax.rem(number, parts)
         block, some_of_block = lax.div(narrow_block, slices), lax.rem(narrow_block, slices)
-        row, first_piece = plan.row[place], plan.piece_offsets[place]
+        row, first_piece = plan.row_order[place], plan.split_indptr[place]
         some, blocks = pl.ds(some_of_block * width, width), pl.ds((part * slices + some_of_block) * here, here)
-        first, count = partials.number(block, columns.blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
+        first, count = partials.number(block, columns.blocks, first_piece), plan.split_indptr[place + 1] - first_piece
         merged = arrivals.for_each(partials, first, count, some, blocks, add, State.empty(MERGE_ROWS, width))
         sink = columns.sink(sinks, block, lax.rem(row, out.shape[2] // columns.group), some)
         output = Output(out, lse.at[block, row, some], tile)

@@ -143,7 +143,7 @@ def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *m
 def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[Any, Any, Partials]:
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
-    blocks, num_programs = rows // ROWS, x.plan.program_place.shape[0] - 1
+    blocks, num_programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
     states = blocks * num_states(x.plan, batch, x.block_tables.shape[1])
     return plgpu.kernel(
         functools.partial(kernel, static),

@@ -79,8 +79,8 @@ def _kernel(
 
     def merge(place: Any, number: Any) -> None:
         block, part = lax.div(number, parts), lax.rem(number, parts)
-        row, first_piece = plan.row[place], plan.piece_offsets[place]
-        first, count = partials.number(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
+        row, first_piece = plan.row_order[place], plan.split_indptr[place]
+        first, count = partials.number(block, blocks, first_piece), plan.split_indptr[place + 1] - first_piece
         empty = State(
             tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS,), PER_ROW),
