@@ -57,7 +57,7 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def device_words(here: device.Device, memory: int | None) -> str:
-    """The card in words; what is not known is left out."""
+    """The card in words, as far as it is known."""
     words = [here.name]
     if here.capability is not None:
         words.append("compute capability " + ".".join(map(str, here.capability)))
@@ -86,7 +86,7 @@ def versions() -> str:
 
 
 def lines() -> Iterator[str]:
-    """What is printed, line by line."""
+    """The report, line by line."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
     rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
@@ -110,7 +110,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def main() -> None:
-    """Prints it all; each operation is asked about a call of typical shapes in bfloat16, without running anything."""
+    """Prints the report. Operations are explained for a bfloat16 call of typical shapes; nothing runs."""
     for line in lines():
         print(line)
 

@@ -27,7 +27,7 @@ def from_nhd(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """A cache of pages that lie tokens before heads.
+    """Makes a cache of pages that lie tokens before heads.
 
     Args:
       k, v: of a dtype `PagedKV` holds.
@@ -53,7 +53,7 @@ def from_nhd(
 def to_nhd(
     kv: PagedKV,
 ) -> tuple[Num[Array, "N ps Hkv D"], Num[Array, "N ps Hkv D"], Float[Array, "..."] | None, Float[Array, "..."] | None]:
-    """k, v, k_scale and v_scale, as `from_nhd` takes them.
+    """The cache's k, v, k_scale and v_scale with tokens before heads, as `from_nhd` takes them.
 
     Raises:
       ValueError: a cache whose arrays do not fit each other.

@@ -27,7 +27,7 @@ INTERPRETED_MULTIPROCESSORS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """What a call is compiled for.
+    """The platform and compute capability that a call is compiled for.
 
     Attributes:
       platform: "cpu", "gpu", "tpu", ...
@@ -157,7 +157,7 @@ def interpreted() -> bool:
 
 
 def _traced_device() -> Any:
-    """A jax device, or no more than the kind, platform and cores that a mesh tells of its own."""
+    """The jax device, or the `AbstractDevice` of a mesh of cards that are not attached."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
@@ -168,7 +168,7 @@ def _traced_device() -> Any:
 
 
 def _described(device: Any) -> Device:
-    """What a jax device says of itself, and what is known of its kind where it is silent."""
+    """A `Device` of what a jax device tells, completed by what is known of its kind and architecture."""
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     version = getattr(device, "compute_capability", None)
     if version is None and platform == "gpu":
@@ -189,7 +189,7 @@ def _described(device: Any) -> Device:
 
 
 def _interpreting(device: Device) -> Device:
-    """The device as it is while it stands in for a card."""
+    """The device with the capability and sizes of the card that it stands in for."""
     named = os.environ.get(INTERPRET_VARIABLE) or _dotted(INTERPRETED_ARCHITECTURES[0])
     architecture = _parsed(named)
     if architecture not in INTERPRETED_ARCHITECTURES:
@@ -212,7 +212,7 @@ def _architecture_of(kind: str) -> Architecture | None:
 
 
 def _parsed(version: str) -> Architecture | None:
-    """(9, 0) for "9.0"; None for what is no number, such as "gfx942"."""
+    """The version as a pair, (9, 0) for "9.0"; None for anything else, such as "gfx942"."""
     major, _, minor = version.partition(".")
     return (int(major), int(minor or 0)) if major.isdigit() and (minor or "0").isdigit() else None
 

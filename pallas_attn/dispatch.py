@@ -125,7 +125,7 @@ def load(op: str, name: str) -> ModuleType:
 
 
 def choose[Result](op: str, implementation: Implementation, attempt: Callable[[str, ModuleType], Result]) -> Result:
-    """What `attempt(name, module)` returns for the first candidate that supports the call.
+    """Calls `attempt(name, module)` for one candidate after the other and returns the first result.
 
     Args:
       op: name of the operation.

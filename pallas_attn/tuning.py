@@ -36,7 +36,7 @@ _decide: ContextVar[Decide] = ContextVar("decide", default=lambda op, key, confi
 
 @contextlib.contextmanager
 def deciding(decide: Decide) -> Iterator[None]:
-    """Within it, what is traced takes decide's configurations: for tuners, and for those who report what ran.
+    """A context in which calls are traced with the configurations that `decide` returns, for tuners and reports.
 
     Of several around each other the outer ones decide first, and hand what they decided to the inner ones.
     """

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int32
 from numpy.typing import ArrayLike
 
 from pallas_attn import checks
-from pallas_attn.portable.segments import stretch_of
+from pallas_attn.portable.segments import segment_of
 from pallas_attn.portable.visibility import head_windows
 from pallas_attn.types import PAGE_NONE, HeadWindow
 
@@ -63,7 +63,7 @@ def slot_mapping(
     page_size: int,
     length: int,
 ) -> Int32[Array, "length"] | Int32[Array, "length Hkv"]:
-    """Where each packed new token is written, as `write_kv` and `write_latent` take it.
+    """Slots that the packed new tokens are written to, as `write_kv` and `write_latent` take it.
 
     Args:
       block_tables: page ids, or row ids for head-wise tables.
@@ -100,7 +100,7 @@ def slot_mapping(
 def is_prefill(
     num_decode_tokens: Int32[Array, ""] | int, cu_q_lens: Int32[Array, "S_plus_1"], *, length: int
 ) -> Bool[Array, "length"]:
-    """Which tokens of a packed step belong to prefill: those after its decode tokens, padding excluded.
+    """Marks the tokens of a packed step that belong to prefill: those after its decode tokens, padding excluded.
 
     Args:
       num_decode_tokens: decode tokens, which come first.
@@ -129,7 +129,7 @@ def _locate(
     if length < 1:
         raise ValueError(f"length: expected at least 1, got {length}")
     token = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.minimum(stretch_of(cu_q_lens[1:], token), dims["S"] - 1)
+    sequence = jnp.minimum(segment_of(cu_q_lens[1:], token), dims["S"] - 1)
     position = (kv_lens - cu_q_lens[1:])[sequence] + token
     return sequence, jnp.where((token < cu_q_lens[-1]) & (position >= 0), position, -1)
 

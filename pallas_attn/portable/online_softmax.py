@@ -15,12 +15,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.portable.merge import finite_or_zero
-from pallas_attn.portable.segments import stretch_of
+from pallas_attn.portable.segments import segment_of
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaConfig:
-    """How far the portable implementations go at a time.
+    """Tile and group sizes of the portable implementations.
 
     Attributes:
       tile_tokens: keys a row takes per step of its walk.
@@ -39,7 +39,7 @@ class XlaConfig:
 
 
 def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
-    """Tiles for rows of few queries, whose time goes into bringing keys.
+    """Sizes for rows of few queries, whose time goes into loading keys.
 
     About 2**18 elements of K a step keep a CPU's caches and a GPU's multiprocessors busy; more only costs memory.
     """
@@ -49,15 +49,15 @@ def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
 
 
 def tile_queries(num_tokens: int, num_sequences: int) -> int:
-    """Queries of one row: about twice what a sequence has on average, so that short ones waste little of a tile and
-    long ones are not cut into many, each of which walks the keys again.
+    """Queries of one tile: about twice the average of a sequence, so that short sequences waste little of a tile and
+    long ones are not cut into many tiles, each of which walks the keys again.
     """
     average = -(-2 * num_tokens // num_sequences)
     return min(64, 1 << (average - 1).bit_length())
 
 
 def prefill_heuristic(rows: int, tile_queries: int) -> XlaConfig:
-    """Tiles for rows of many queries, whose time goes into products of two tiles."""
+    """Sizes for rows of many queries, whose time goes into matrix products."""
     return XlaConfig(tile_tokens=256, group_rows=min(rows, 2), tile_queries=tile_queries)
 
 
@@ -121,7 +121,7 @@ def _zeros(q: Float[Array, "W H M Dk"], value_dim: int) -> Float[Array, "W H M D
 
 
 def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
-    """One step of the online softmax: the state (running maximum, denominator, weighted values) takes in a tile."""
+    """One step of the online softmax: updates the state (running maximum, denominator, weighted values) by a tile."""
     scores = _dot("whmd,whkd->whmk", q, k) * sm_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -163,7 +163,7 @@ class QueryTiles:
         self._ends = jnp.cumsum(-(-lens // tile), dtype=jnp.int32)
         self._cu_q_lens, self._tile = cu_q_lens, tile
         row = jnp.arange(-(-num_tokens // tile) + num_sequences, dtype=jnp.int32)
-        self.sequence = jnp.minimum(stretch_of(self._ends, row), num_sequences - 1)
+        self.sequence = jnp.minimum(segment_of(self._ends, row), num_sequences - 1)
         first = (row - self._first_tile(self.sequence)) * tile
         self.index = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
         self.real = self.index < lens[self.sequence][:, None]  # rows past the last tile count on past the last sequence
@@ -173,9 +173,9 @@ class QueryTiles:
         return jnp.where(sequence > 0, self._ends[jnp.maximum(sequence - 1, 0)], 0)
 
     def unpack(self, tiles: Float[Array, "R tile *rest"], num_tokens: int, fill: float) -> Float[Array, "T *rest"]:
-        """Values of tiles back in the order of the packed tokens; `fill` for padding tokens."""
+        """Values of tiles, put back in the order of the packed tokens; `fill` for padding tokens."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)
-        sequence = stretch_of(self._cu_q_lens[1:], token)
+        sequence = segment_of(self._cu_q_lens[1:], token)
         real = sequence < self._cu_q_lens.shape[0] - 1
         sequence = jnp.where(real, sequence, 0)
         index = jnp.where(real, token - self._cu_q_lens[sequence], 0)

@@ -83,7 +83,7 @@ class PageTiles:
     def locate(
         self, rows: Int32[Array, "W"], j: Int32[Array, ""]
     ) -> tuple[Int32[Array, "W H pages"], Int32[Array, "W K"], Bool[Array, "W H K"]]:
-        """Where tile j of each row lies: rows of the pool, positions of its K = pages·ps tokens, and which exist."""
+        """Locates tile j of each row: rows of the pool, positions of its K = pages·ps tokens, and which exist."""
         walk = PageWalk(*(x[rows][:, None] for x in self._walk))
         i = (j * self._pages + jnp.arange(self._pages, dtype=jnp.int32))[None]
         walked = i < walk.num_pages

@@ -44,7 +44,7 @@ def quantise(
 
 
 def dequantise(values: Num[Array, "*#shape"], scale: Float[Array, "*#shape"]) -> Float[Array, "..."]:
-    """The float32 values meant."""
+    """Stored values times their scale, in float32."""
     return values.astype(jnp.float32) * scale
 
 
@@ -68,7 +68,7 @@ def held_scale(
     dtype: jax.typing.DTypeLike,
     divide: Divide = divide,
 ) -> Float[Array, "*shape"]:
-    """The scale that stored values still call for, by the largest of them: scale · (stored_amax / qmax).
+    """The scale that stored values still need, by the largest of them: scale · (stored_amax / qmax).
 
     This is `scale` itself, to the bit, where one of them is ±qmax, as the largest of a group is when it is written. It
     is less where that one has since been abandoned with the draft it came in, and 0 where there are only zeros or

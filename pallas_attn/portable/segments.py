@@ -1,4 +1,4 @@
-"""Stretches laid end to end, such as the packed tokens of sequences: which one holds a place."""
+"""Segments laid end to end, such as the packed tokens of sequences: which one holds an index."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
-def stretch_of(ends: Int32[Array, "S"], place: Int32[Array, "n"]) -> Int32[Array, "n"]:
-    """The stretch that holds each place, given where they end, in order; S for places past the last.
+def segment_of(ends: Int32[Array, "S"], index: Int32[Array, "n"]) -> Int32[Array, "n"]:
+    """The segment that holds each index, given where segments end, in order; S for an index past the last.
 
-    A bisection without a loop: for one, XLA would start several kernels a round, and one fuses all rounds of this.
+    The bisection is unrolled: as a loop XLA would launch several kernels a round, unrolled it is one fusion.
     """
-    return jnp.searchsorted(ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
+    return jnp.searchsorted(ends, index, side="right", method="scan_unrolled").astype(jnp.int32)

@@ -11,7 +11,7 @@ from pallas_attn.types import FULL, HeadWindow
 
 
 def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWindow:
-    """Any window as one entry a KV head."""
+    """The window as a `HeadWindow`: one entry for each KV head."""
     if isinstance(window, HeadWindow):
         return window
     width = jnp.full((num_kv_heads,), FULL if window is None else window, jnp.int32)
@@ -19,7 +19,7 @@ def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWind
 
 
 def real_queries(q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int) -> Int32[Array, "B"]:
-    """Of each sequence: as many as there are where nothing is said of them."""
+    """`q_lens`, or `num_queries` for every sequence if None."""
     return jnp.full_like(kv_lens, num_queries) if q_lens is None else q_lens
 
 

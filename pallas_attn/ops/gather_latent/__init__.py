@@ -19,7 +19,7 @@ def gather_latent(
     length: int,
     implementation: Implementation = None,
 ) -> Float[Array, "length LR"]:
-    """Per sequence [cached..., new...], bit for bit, sequence after sequence.
+    """Gathers each sequence's cached and new latents, [cached..., new...], bit for bit, sequence after sequence.
 
     Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, read from `latent_new`; the kv_lens[s] minus that many
     before them are read from its pages. It starts at the sum of the kv_lens before it.

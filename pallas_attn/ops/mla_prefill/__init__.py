@@ -1,7 +1,8 @@
 """Expanded multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
 
-A composition and nothing else: the prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and
-the pieces are merged by their LSE. So memory does not grow with the cached length.
+The prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and the pieces are merged by their
+LSE, so memory does not grow with the cached length. There are no kernels of its own: `gather_latent` and
+`ragged_attention` do the work.
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ def mla_prefill(
 class PieceConfig:
     """How much of the prefix is expanded at a time.
 
-    A piece costs memory for its keys and values, and a pass over the outputs of all queries to merge what it gives:
-    16 bytes an element, which on an H200 take as long as attending 500 tokens does. And its expansion costs the same
-    however few of its tokens there are.
+    A piece costs memory for its keys and values, and a pass over the outputs of all queries that merges its result:
+    16 bytes an element, which on an H200 take as long as attending 500 tokens does. Expanding a piece costs the same
+    however few tokens it holds.
 
     Attributes:
-      piece_tokens: of a piece, over all sequences.
+      piece_tokens: tokens of a piece, over all sequences.
     """
 
     piece_tokens: int
@@ -125,17 +126,17 @@ class PieceConfig:
 
 
 def _piece_config(heads: int, width: int) -> PieceConfig:
-    """For so many heads, whose queries, keys and values have so many columns together."""
+    """Piece size for `heads` query heads whose queries, keys and values have `width` columns together."""
     on_gpu = device.current().platform == "gpu"
     key = {"heads": heads, "width": width}
     return tuning.lookup("mla_prefill", key, PieceConfig, lambda: PieceConfig(4096 if on_gpu else 1024))
 
 
-type State = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
+type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
 """Attention over some of the keys, and its LSE."""
 
 
-def _merge(one: State, other: State) -> State:
+def _merge(one: PrefillState, other: PrefillState) -> PrefillState:
     """`merge_states` of two, element by element, so that the state of a loop is updated in place."""
     highest = finite_or_zero(jnp.maximum(one[1], other[1]))
     weights = [jnp.exp(lse - highest) for _, lse in (one, other)]

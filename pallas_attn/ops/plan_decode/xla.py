@@ -1,4 +1,4 @@
-"""`plan_decode` in plain JAX: some ten kernels of XLA's."""
+"""`plan_decode` in plain JAX, which XLA compiles to some ten kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int32
 
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
-from pallas_attn.portable.segments import stretch_of
+from pallas_attn.portable.segments import segment_of
 from pallas_attn.portable.visibility import PageWalk, head_windows, page_walk
 from pallas_attn.types import DecodePlan
 
@@ -27,7 +27,9 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     walk = PageWalk(*(x.reshape(-1) for x in walk))
     rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
     share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
-    order, busy = _dealt(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
+    order, busy = (
+        _snake_order(sharing, walk.num_pages, num_programs) if sharing.are_snake_order(len(rows)) else (rows, len(rows))
+    )
     offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
     cuts = _at_equal_distances(sharing, offsets, share, program)
     if not sharing.split_pages:
@@ -51,7 +53,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
 
 
 class PlanCuts(NamedTuple):
-    """Of a `DecodePlan`: pieces before each row, and where each program starts."""
+    """The fields of a `DecodePlan` that say where rows are cut and where programs start."""
 
     split_indptr: Int32[Array, "rows_plus_1"]
     cta_row: Int32[Array, "programs_plus_1"]
@@ -59,8 +61,8 @@ class PlanCuts(NamedTuple):
     cta_split: Int32[Array, "programs_plus_1"]
 
 
-def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
-    """The row at each place where rows are dealt to groups, and how many of them are not idle."""
+def _snake_order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
+    """Rows in snake order, the longest first and back and forth over the groups, and how many are not idle."""
     rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
     busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
     place = Groups.of(busy, num_programs).place(rows)
@@ -69,30 +71,31 @@ def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array
 
 
 def _unless(others: PlanCuts, are_worse: Bool[Array, ""], cuts: PlanCuts) -> PlanCuts:
+    """`others`, or `cuts` where the others are worse."""
     return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
 
 
 def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> PlanCuts:
-    """Of rows laid end to end."""
+    """Cuts rows laid end to end where equal shares of their total cost end."""
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
     split_indptr = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
-    place, into = _found(sharing, offsets, start)
+    place, into = _locate(sharing, offsets, start)
     piece = sharing.piece(program, offsets[place], into, split_indptr[place], share)
     return PlanCuts(split_indptr, place, sharing.page(into), piece)
 
 
-def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
-    """Places of the rows that programs start in, and how far into them."""
+def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
+    """The row that each program starts in, as an index of the order, and the offset of the start in that row."""
     ends = offsets[1:]
-    start = sharing.untailed(start, jnp.append(ends, ends[-1])[stretch_of(ends, start)])
-    place = stretch_of(ends, start)
+    start = sharing.untailed(start, jnp.append(ends, ends[-1])[segment_of(ends, start)])
+    place = segment_of(ends, start)
     return place, start - offsets[place]
 
 
 def _in_groups(
     sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
 ) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Of rows of a group; and whether that is too uneven."""
+    """Cuts each group's rows for that group's programs alone; also returns whether the shares are too uneven."""
     rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
     groups = Groups.of(busy, num_programs)
 
@@ -107,33 +110,33 @@ def _in_groups(
     begin, end, shares = bounds(of)
     number = program - of * groups.programs
     into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
-    place, into = _found(sharing, offsets, begin + into_group)
+    place, into = _locate(sharing, offsets, begin + into_group)
     piece = sharing.piece(number, offsets[place] - begin, into, split_indptr[place], shares)
     return PlanCuts(split_indptr, place, sharing.page(into), piece), are_worse
 
 
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are. Rows
-    are as they come.
+    """Gives each row programs of its own, with equal parts of it, and leaves rows in their own order; also returns
+    whether the parts are too uneven or need more programs than there are.
     """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
     parts, part = sharing.parts(num_pages, own_share)
     split_indptr = _prefix_sums(parts)
-    place = stretch_of(split_indptr[1:], program)
+    place = segment_of(split_indptr[1:], program)
     page = (program - split_indptr[place]) * jnp.append(part, jnp.int32(0))[place]
     are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (split_indptr[-1] >= program.shape[0])
     return PlanCuts(split_indptr, place, page, jnp.minimum(program, split_indptr[-1])), are_worse
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-    """After each row, the next that has pages; the number of rows where there is none."""
+    """Index of the next row that has pages, for each row; the number of rows after the last."""
     rows = num_pages.shape[0]
     busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
     return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
 
 
 def _merged(split_indptr: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
-    """Places of rows that are not in one piece, then the number of rows."""
+    """Indices of the rows without exactly one split, then the number of rows."""
     (rows_plus_1,) = split_indptr.shape
     (places,) = jnp.nonzero(jnp.diff(split_indptr) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
     return places.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What `write_kv` computes, over the whole pool: every token laid where it goes, then each group looked at once."""
+"""What `write_kv` computes, over the whole pool: every token is put into its slot, then each group is scaled once."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ def write_latent(
     *,
     implementation: Implementation = None,
 ) -> PagedLatent:
-    """Writes one latent a slot; in place where the cache is donated.
+    """Writes each token's latent into its slot; in place where the cache is donated.
 
     Args:
       cache: pages [N, ps, L + R].
       latent: normed latents and rotated keys, in the cache's dtype or cast to it.
-      slots: page · ps + offset of each token; PAGE_NONE, or any slot outside the pool, writes nothing. No two alike.
+      slots: page · ps + offset of each token; PAGE_NONE, or any slot outside the pool, writes nothing; no two
+        other slots may be equal.
       implementation: None, a name, or names to try in order.
 
     Returns:
