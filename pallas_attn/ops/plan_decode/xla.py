@@ -28,7 +28,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
     share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
     order, busy = (
-        _snake_order(sharing, walk.num_pages, num_programs) if sharing.are_snake_order(len(rows)) else (rows, len(rows))
+        _snake_order(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
     )
     offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
     cuts = _at_equal_distances(sharing, offsets, share, program)
