@@ -51,13 +51,13 @@ from models.engine.request import SamplingParams
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import head_windows
-from scripts.bench import serving as bench_serving
-from scripts.bench.device import description
-from scripts.bench.head_windows import Sizes
-from scripts.bench.serving import Serving
-from scripts.decode.command_line import UsageError, as_usage_error, check_writable
-from scripts.decode.model import implementations
+from scripts.bench.engine import head_windows
+from scripts.bench.engine import serving as bench_serving
+from scripts.bench.harness.device import description
+from scripts.bench.engine.head_windows import Sizes
+from scripts.bench.engine.serving import Serving
+from scripts.cli.command_line import UsageError, as_usage_error, check_writable
+from scripts.cli.model import implementations
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 

@@ -31,12 +31,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn import tuning
-from scripts.bench.case import Bench, Case, noting_configs
-from scripts.bench.device import Rates, description, measure_rates
-from scripts.bench.plot import plot_report
-from scripts.bench.pools import Pools
-from scripts.bench.report import cache_ratios, results_table, summary
-from scripts.bench.timing import Stopwatch
+from scripts.bench.harness.case import Bench, Case, noting_configs
+from scripts.bench.harness.device import Rates, description, measure_rates
+from scripts.bench.harness.plot import plot_report
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.report import cache_ratios, results_table, summary
+from scripts.bench.harness.timing import Stopwatch
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 

@@ -17,7 +17,7 @@ from models.checkpoints.tokenizer import load_tokenizer
 from models.config.deepseek import ModelConfig
 from models.decoder.caches import KVScales
 from models.decoder.mla import AttentionSettings
-from scripts.decode.command_line import (
+from scripts.cli.command_line import (
     Output,
     Parser,
     UsageError,
@@ -26,9 +26,9 @@ from scripts.decode.command_line import (
     check_writable,
     exit_status,
 )
-from scripts.decode.model import load, name_of, read_config
-from scripts.decode.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
-from scripts.decode.prompts import read_prompts
+from scripts.cli.model import load, name_of, read_config
+from scripts.cli.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
+from scripts.cli.prompts import read_prompts
 
 PROG = "calibrate"
 

@@ -22,12 +22,12 @@ from models.decoder.model import Decoder
 from models.engine.engine import Engine, EngineConfig
 from models.engine.outputs import RequestOutput
 from models.engine.verify import Decoded, Verification, verify
-from scripts.decode.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
-from scripts.decode.model import dtype_of, implementations, load, name_of, read_config
+from scripts.cli.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
+from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
-from scripts.decode.prompts import demo_ids, demo_texts, encode_texts, read_prompts
+from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.report import Report, device_name, differences
 
 DIFFERENT = 1

@@ -32,11 +32,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn import tuning
-from scripts.bench.case import Bench, Case
-from scripts.bench.compiler import printed, shared_bytes, spilled_bytes
-from scripts.bench.device import description
-from scripts.bench.pools import Pools
-from scripts.bench.timing import Stopwatch
+from scripts.bench.harness.case import Bench, Case
+from scripts.bench.harness.compiler import printed, shared_bytes, spilled_bytes
+from scripts.bench.harness.device import description
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.timing import Stopwatch
 from scripts.bench_ops import FAILURES, OPERATIONS, RESULTS, load, reason, write
 
 TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"

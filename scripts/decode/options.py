@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.engine.request import SamplingParams
-from scripts.decode.command_line import Parser, UsageError, check_writable
-from scripts.decode.model_options import (
+from scripts.cli.command_line import Parser, UsageError, check_writable
+from scripts.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
     add_computation,

@@ -25,7 +25,7 @@ from models.decoder.caches import Caches, KVScales, load_kv_scales
 from models.decoder.mla import AttentionSettings
 from models.decoder.model import Decoder, split_model
 from models.engine.engine import Engine, EngineConfig
-from models.engine.implementations import explain_attention
+from models.decoder.explain import explain_attention
 from models.engine.outputs import RequestOutput
 from models.engine.request import SamplingParams
 from models.engine.verify import Decoded, verify

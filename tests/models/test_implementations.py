@@ -5,7 +5,7 @@ import pytest
 from models.config.presets import PRESETS
 from models.decoder.mla import AttentionSettings
 from models.engine.engine import EngineConfig
-from models.engine.implementations import explain_attention
+from models.decoder.explain import explain_attention
 
 CONFIG = PRESETS["v3-tiny"]
 SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64)

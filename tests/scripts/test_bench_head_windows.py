@@ -7,8 +7,8 @@ import pytest
 
 from models.decoder.mla import AttentionSettings
 from scripts import bench_engine
-from scripts.bench import head_windows as bench_head_windows
-from scripts.bench.head_windows import MODELS, SIZES, Sizes
+from scripts.bench.engine import head_windows as bench_head_windows
+from scripts.bench.engine.head_windows import MODELS, SIZES, Sizes
 
 TINY = Sizes(
     context=128,

@@ -15,10 +15,10 @@ from flax import nnx
 from models.decoder.mla import AttentionSettings
 from models.engine.engine import Engine
 from scripts import bench_engine
-from scripts.bench import serving as bench_serving
-from scripts.bench.device import Rates
-from scripts.bench.random_model import random_model
-from scripts.bench.serving import Costs, Serving
+from scripts.bench.engine import serving as bench_serving
+from scripts.bench.harness.device import Rates
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import Costs, Serving
 from tests.models.engine_case import CONFIG
 
 RATES = Rates(copy=1e9, matrix=1e10)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from scripts import calibrate, run_decode
-from scripts.decode import model as decode_model
+from scripts.cli import model as decode_model
 from tests.scripts.decode_case import GOLDEN, SIZES
 
 QWEN3 = GOLDEN.with_name("qwen3")

@@ -10,7 +10,7 @@ from rich.console import Console
 from models.engine.outputs import EngineStats, RequestOutput, StepRecord
 from models.engine.verify import Difference, RequestCheck, Verification
 from scripts.decode.plot import plot_run
-from scripts.decode.prompts import demo_ids, demo_texts
+from scripts.cli.prompts import demo_ids, demo_texts
 from scripts.decode.report import Report
 
 WIDTH = 80

@@ -9,7 +9,7 @@ import pytest
 
 from models.engine.engine import Engine
 from scripts import run_decode
-from scripts.decode import model as decode_model
+from scripts.cli import model as decode_model
 from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
 QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]

@@ -21,9 +21,9 @@ from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from scripts import tune
-from scripts.bench import compiler as bench_compiler
-from scripts.bench.case import Bench
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.harness import compiler as bench_compiler
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench_ops import load
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
@@ -276,7 +276,7 @@ def test_what_is_written_is_what_is_looked_up(card, run, monkeypatch):
 
 def test_the_real_operation_is_tuned(tmp_path, monkeypatch):
     """The portable implementation, on whatever runs the tests."""
-    monkeypatch.setattr("scripts.bench.pools.MAX_CALLS", 2)
+    monkeypatch.setattr("scripts.bench.harness.pools.MAX_CALLS", 2)
     monkeypatch.setattr(tune, "Stopwatch", lambda **_: Stopwatch(0.001, 1))
     space = {"paged_decode/xla": lambda key: [{"tile_tokens": 64, "group_rows": 1}]}
     monkeypatch.setattr(tune, "SPACES", space)

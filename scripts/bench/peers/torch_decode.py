@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from scripts.bench.decode_case import DecodeCase, DecodeInputs
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class _Memory:

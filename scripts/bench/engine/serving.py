@@ -26,9 +26,9 @@ from models.decoder.model import Decoder
 from models.engine.engine import Engine, EngineConfig
 from models.engine.outputs import RequestOutput, StepRecord
 from models.engine.request import SamplingParams
-from scripts.bench.device import Rates, measure_rates
-from scripts.bench.random_model import random_model
-from scripts.bench.timing import Stopwatch
+from scripts.bench.harness.device import Rates, measure_rates
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.harness.timing import Stopwatch
 
 ROUTED = ("mlp.gate_up_proj", "mlp.down_proj")
 """Ends of the names of routed experts' weights."""

@@ -31,8 +31,8 @@ from models.decoder.mla import AttentionSettings
 from models.decoder.model import Decoder
 from models.engine.engine import Engine, EngineConfig
 from pallas_attn import FULL
-from scripts.bench.random_model import random_model
-from scripts.bench.serving import generate, summary
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import generate, summary
 
 
 @dataclasses.dataclass(frozen=True)

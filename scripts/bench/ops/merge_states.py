@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_attn import merge_states
-from scripts.bench.case import Bench
-from scripts.bench.pools import Pools, calls_of, random_values
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.pools import Pools, calls_of, random_values
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, plan_decode
-from scripts.bench.pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
+from scripts.bench.harness.pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
 from scripts.bench.shapes import Decode
 
 

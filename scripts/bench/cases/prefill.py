@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import PagedKV, PagedLatent
-from scripts.bench.pools import CACHES, Pools, cache_spec, random_values, tables
+from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values, tables
 from scripts.bench.shapes import MlaPrefill, Prefill
 
 CHAIN_SECONDS = 2e-3

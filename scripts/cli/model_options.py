@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scripts.decode.command_line import UsageError
+from scripts.cli.command_line import UsageError
 
 RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
 

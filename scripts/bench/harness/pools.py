@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
-from scripts.bench.device import memory_bytes
+from scripts.bench.harness.device import memory_bytes
 
 CACHES: dict[str, tuple[Any, Any]] = {
     "bf16": (jnp.bfloat16, None),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pallas_attn import tuning
-from scripts.bench.pools import Pools
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class Case(Protocol):

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import FULL, HeadWindow, plan_decode
-from scripts.bench.case import Bench, by_name
-from scripts.bench.device import multiprocessors
-from scripts.bench.pools import MAX_CALLS, Pools
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.device import multiprocessors
+from scripts.bench.harness.pools import MAX_CALLS, Pools
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
 

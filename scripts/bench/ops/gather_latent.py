@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import PagedLatent, gather_latent
-from scripts.bench.case import Bench, by_name
-from scripts.bench.pools import CACHES, Pools, at_least, calls_of, chain_of, random_values, tables
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.pools import CACHES, Pools, at_least, calls_of, chain_of, random_values, tables
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec
-from scripts.bench.pools import calls_of
+from scripts.bench.harness.pools import calls_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import DecodePlan, PagedLatent, plan_decode
-from scripts.bench.pools import CACHES, Pools, at_least, calls_of, random_values, tables
+from scripts.bench.harness.pools import CACHES, Pools, at_least, calls_of, random_values, tables
 from scripts.bench.shapes import MlaDecode
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts.bench.timing import Stopwatch
+from scripts.bench.harness.timing import Stopwatch
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "pallas_attn", "numpy", "torch", "triton")
 PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc")

@@ -13,9 +13,9 @@ from models.config.presets import GQA_PRESETS, PRESETS
 from models.config.windows import load_windows
 from models.decoder.mla import AttentionSettings
 from models.decoder.model import Decoder
-from models.engine.implementations import explain_attention
+from models.decoder.explain import explain_attention
 from models.engine.runner import RunnerConfig
-from scripts.decode.command_line import as_usage_error
+from scripts.cli.command_line import as_usage_error
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:
