@@ -41,21 +41,19 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from models.checkpoints.weights import load_model, save_random_checkpoint
-from models.config.gqa import GQAConfig
-from models.config.presets import PRESETS
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
+from models.checkpoints import load_model, save_random_checkpoint
+from models.config import PRESETS, GQAConfig
+from models.decoder import AttentionSettings
+from models.engine import Engine, EngineConfig, SamplingParams
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench.engine import head_windows
 from scripts.bench.engine import serving as bench_serving
-from scripts.bench.harness.device import description
 from scripts.bench.engine.head_windows import Sizes
 from scripts.bench.engine.serving import Serving
+from scripts.bench.harness.device import description
 from scripts.cli.command_line import UsageError, as_usage_error, check_writable
 from scripts.cli.model import implementations
 
@@ -378,7 +376,7 @@ def check_models(args: argparse.Namespace) -> None:
     if args.head_windows:
         config, sizes = head_wise()
         engine = EngineConfig(sizes.num_pages, sizes.page_size, sizes.step_tokens)
-        implementations(config, settings, engine.runner_config(sizes.context), args.dtype)
+        implementations(config, settings, engine.runner_config(sizes.context).largest_step, args.dtype)
         return
     for name in args.config:
         if name == LARGE:
@@ -393,7 +391,7 @@ def check_models(args: argparse.Namespace) -> None:
         limit = PRESETS[name].max_position_embeddings
         if longest > limit:
             raise UsageError(f"{flag}: expected sequences of at most {limit} tokens, which {name} takes, got {longest}")
-        implementations(PRESETS[name], settings, engine.runner_config(longest), args.dtype)
+        implementations(PRESETS[name], settings, engine.runner_config(longest).largest_step, args.dtype)
 
 
 def check_files(args: argparse.Namespace) -> None:

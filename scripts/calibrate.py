@@ -12,11 +12,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from models.checkpoints.calibration import calibrate, check_inputs, save_kv_scales
-from models.checkpoints.tokenizer import load_tokenizer
-from models.config.deepseek import ModelConfig
-from models.decoder.caches import KVScales
-from models.decoder.mla import AttentionSettings
+from models.checkpoints import load_tokenizer, save_kv_scales
+from models.checkpoints.calibration import calibrate, check_inputs
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, KVScales
 from scripts.cli.command_line import (
     Output,
     Parser,

@@ -14,20 +14,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from models.config.deepseek import ModelConfig
-from models.decoder.caches import KVScales, load_kv_scales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.outputs import RequestOutput
-from models.engine.verify import Decoded, Verification, verify
+from models.checkpoints import Tokenizer, load_kv_scales, load_tokenizer
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, Decoder, KVScales
+from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
+from models.engine.verify import verify
 from scripts.cli.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
+from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
-from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.report import Report, device_name, differences
 
 DIFFERENT = 1
@@ -53,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
-        runner_config = sizes.runner_config(config.max_position_embeddings)
-        implementation = implementations(config, _settings(options), runner_config, dtype_of(options, config))
+        largest_step = sizes.runner_config(config.max_position_embeddings).largest_step
+        implementation = implementations(config, _settings(options), largest_step, dtype_of(options, config))
         with display.doing("loading the model"):
             model = load(options, config, _settings(options))
     engine = _engine(options, model, sizes, prompts, display)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -16,12 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
-from safetensors.numpy import save_file
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.decoder.caches import QUANTISED, Caches, KVScales
-from models.decoder.model import Decoder, Step, split_model
-from models.engine.verify import PAGE_SIZE, bucket, one_chunk
+from models.config import DeepSeekConfig, ModelConfig
+from models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
+from models.decoder.caches import QUANTISED
 from pallas_attn import PagedKV
 
 type Layout = Literal["head", "channel"]
@@ -56,18 +53,9 @@ def calibrate(
     step, weights = split_model(model)
     reduced = (1,) if layout == "channel" else (1, 2)
     largest = jax.jit(functools.partial(_magnitudes, step, model.allocate_caches, reduced, percentile))
-    of_prompts = []
-    for prompt in prompts:
-        tokens = np.zeros(bucket(len(prompt), 256), np.int32)
-        tokens[: len(prompt)] = prompt
-        of_prompts.append(jax.device_get(largest(weights, tokens, np.int32(len(prompt)))))
+    of_prompts = [jax.device_get(largest(weights, pad_tokens(p), np.int32(len(p)))) for p in prompts]
     k, v = (np.max(magnitudes, axis=0) for magnitudes in zip(*of_prompts, strict=True))
     return KVScales(_scales(k, dtype), _scales(v, dtype))
-
-
-def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Writes what `caches.load_kv_scales` reads."""
-    save_file({"k_scale": scales.k, "v_scale": scales.v}, path)
 
 
 def check_inputs(
@@ -110,8 +98,7 @@ def _magnitudes(
     num_tokens: Int32[Array, ""],
 ) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
     """Of the keys and of the values in each layer, over the axes `reduced` of [Hkv, T, D]."""
-    metadata = one_chunk(tokens.shape[0], num_tokens, jnp.zeros(1, jnp.int32))
-    _, caches = step(weights, tokens, allocate(-(-tokens.shape[0] // PAGE_SIZE), PAGE_SIZE), metadata)
+    _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
     return jnp.stack([largest(cache.k) for cache in stored]), jnp.stack([largest(cache.v) for cache in stored])

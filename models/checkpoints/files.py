@@ -16,9 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoints import mxfp4
-from models.config.deepseek import ModelConfig, read_config
+from models.config import GQAConfig, ModelConfig, read_config
 from models.config.entries import token_ids
-from models.config.gqa import GQAConfig
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -178,7 +177,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if single.is_file():
         return Checkpoint(config, _read_header(single))
     if index.is_file():
-        return Checkpoint(config, _read_sharded(directory, _read_json(index)))
+        return Checkpoint(config, _read_sharded(directory, read_json_object(index)))
     if pickles := sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}")):
         raise CheckpointError(
             f"{directory}: {_some(pickles)} may run code when read; convert the checkpoint to safetensors"
@@ -196,19 +195,24 @@ def load_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: there is no config.json")
-    config = read_config(_read_json(path))
+    config = read_config(read_json_object(path))
     generation = path.with_name("generation_config.json")
-    given = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    given = read_json_object(generation).get("eos_token_id") if generation.is_file() else None
     return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError) -> dict[str, Any]:
+    """Contents of a JSON file.
+
+    Raises:
+      ValueError: of `error_type`; it is not JSON, or not an object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+        raise error_type(f"{path}: expected a JSON object")
     return content
 
 

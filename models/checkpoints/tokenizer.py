@@ -20,6 +20,8 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from models.checkpoints.files import read_json_object
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -87,7 +89,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     config_path = directory / "tokenizer_config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json_object(config_path, TokenizerError) if config_path.is_file() else {}
     return Tokenizer(
         core=_load_core(path),
         special_tokens=_special_tokens(config),
@@ -97,7 +99,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
 
 
 def _load_core(path: Path) -> tokenizers.Tokenizer:
-    _read_json(path)
+    read_json_object(path, TokenizerError)
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -105,16 +107,6 @@ def _load_core(path: Path) -> tokenizers.Tokenizer:
     core.no_truncation()  # what the file says of these is left from some training, and would change prompts
     core.no_padding()
     return core
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path}: expected a JSON object")
-    return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

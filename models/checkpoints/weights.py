@@ -24,11 +24,8 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from models.checkpoints.files import open_checkpoint
-from models.config.deepseek import DeepSeekConfig, ModelConfig, with_windows
-from models.config.gqa import GQAConfig
-from models.config.windows import Windows
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, with_windows
+from models.decoder import AttentionSettings, Decoder
 from models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a model is: its configuration, from and to a Hugging Face config.json; here that of the DeepSeek family."""
+"""Configuration of DeepSeek-V2 and V3 models, from and to config.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from models.config.entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
-from models.config.gqa import FAMILIES, GQAConfig
 from models.config.rope import YarnConfig, read_rope, rope_entry
-from models.config.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +167,7 @@ class DeepSeekConfig:
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
 # How each family may choose experts; the first value is meant where config.json leaves it unsaid.
-_ROUTING = {
+ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
@@ -180,15 +178,15 @@ _EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
 
-_ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
+ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
 
 
 def _from_hf(config: Json) -> DeepSeekConfig:
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError("config.json: model_type is missing")
-    if str(model_type) not in _ROUTING:
-        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(_ROUTING)}")
+    if str(model_type) not in ROUTING:
+        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(ROUTING)}")
     routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
     _refuse_unsupported(config)
@@ -211,7 +209,7 @@ def _from_hf(config: Json) -> DeepSeekConfig:
 
 
 def _routing(config: Json, name: str) -> str:
-    supported = _ROUTING[config["model_type"]][name]
+    supported = ROUTING[config["model_type"]][name]
     value = str(config.get(name) or supported[0])
     if value not in supported:
         raise NotImplementedError(f"{name} {value!r} of a {config['model_type']}: expected {' or '.join(supported)}")
@@ -235,7 +233,7 @@ def _refuse_unsupported(config: Json) -> None:
     if config.get("mlp_bias"):
         raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
     if config.get("head_windows") is not None:
-        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
+        raise NotImplementedError(f"head_windows: {ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:
         raise NotImplementedError(f"moe_layer_freq {config['moe_layer_freq']!r}: expected 1")
     heads = config["num_attention_heads"]
@@ -244,35 +242,3 @@ def _refuse_unsupported(config: Json) -> None:
             f"num_key_value_heads {config['num_key_value_heads']!r}: latent attention expands to as many as"
             f" num_attention_heads={heads}"
         )
-
-
-type ModelConfig = DeepSeekConfig | GQAConfig
-
-
-def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
-    """The same model, its heads with other windows.
-
-    Raises:
-      NotImplementedError: a model with latent attention.
-      ValueError: another number of layers or KV heads than the model has.
-    """
-    if isinstance(config, DeepSeekConfig):
-        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
-    return dataclasses.replace(config, windows=windows)
-
-
-def read_config(config: Json) -> ModelConfig:
-    """Reads the contents of a config.json of any family.
-
-    Raises:
-      ValueError: an entry is missing, malformed or contradicts another.
-      NotImplementedError: a family or a feature, named, that is not here.
-    """
-    model_type = config.get("model_type")
-    if model_type is None:
-        raise ValueError("config.json: model_type is missing")
-    if str(model_type) in FAMILIES:
-        return GQAConfig.from_hf(config)
-    if str(model_type) in _ROUTING:
-        return DeepSeekConfig.from_hf(config)
-    raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join([*_ROUTING, *FAMILIES])}")

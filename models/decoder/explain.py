@@ -1,29 +1,51 @@
-"""Which implementations a model's attention would run on, found without allocating anything."""
+"""Which implementations a model's attention would run on, found by shapes alone."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.config.gqa import GQAConfig
-from models.config.windows import HeadWindows, LayerWindow, cache_groups
-from models.decoder.caches import cache_spec
-from models.decoder.mla import AttentionSettings
-from models.engine.runner import RunnerConfig
+from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from models.decoder.caches import KVScales, cache_spec
+from models.decoder.settings import AttentionSettings
 from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
 
 
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """The largest step of an engine, and the cache it runs over.
+
+    Attributes:
+      num_pages, page_size: of each layer's cache.
+      table_pages: pages a sequence can have.
+      decode_rows: rows of decode attention.
+      prefill_tokens, prefill_seqs: new tokens of prefill chunks, and how many sequences they belong to.
+      cache_dtype: of latents or keys and values; None for the dtype of the weights.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
+    """
+
+    num_pages: int
+    page_size: int
+    table_pages: int
+    decode_rows: int
+    prefill_tokens: int
+    prefill_seqs: int
+    cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
+
+
 def explain_attention(
-    config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike
+    config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike
 ) -> dict[str, Explanation]:
     """What `pallas_attn.explain` says of every operation the model calls, in the shapes of its largest step.
 
     Args:
       config: the model.
       settings: how it attends.
-      sizes: of the engine's steps and cache.
+      sizes: of the step and the cache.
       dtype: of the weights; also of the cache unless `sizes` says otherwise.
 
     Returns:
@@ -45,7 +67,7 @@ def explain_attention(
 
 
 def _explain_gqa(
-    config: GQAConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: jnp.dtype
+    config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
     """Of the calls of a layer of GQA; where layers differ in what they see, of those that are hardest to please."""
     layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
@@ -67,7 +89,7 @@ class _HeadShapes:
         self,
         config: GQAConfig,
         settings: AttentionSettings,
-        sizes: RunnerConfig,
+        sizes: StepSizes,
         dtype: jnp.dtype,
         window: LayerWindow,
     ):
@@ -79,7 +101,7 @@ class _HeadShapes:
         self._per_head = (config.num_key_value_heads,) if head_wise else ()
 
     def write_kv(self) -> Explanation:
-        config, tokens = self._config, self._sizes.decode_buckets[-1] + self._sizes.prefill_buckets[-1]
+        config, tokens = self._config, self._sizes.decode_rows + self._sizes.prefill_tokens
         kv = self._heads(tokens, num_heads=config.num_key_value_heads)
         angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
         norm = jax.ShapeDtypeStruct((config.head_dim,), self._dtype) if config.qk_norm else None
@@ -88,11 +110,11 @@ class _HeadShapes:
         return self._explain("write_kv", self._cache, kv, kv, slots, rope=rope, q=self._heads(tokens))
 
     def paged_decode(self) -> Explanation:
-        rows = self._sizes.decode_buckets[-1]
+        rows = self._sizes.decode_rows
         return self._attend("paged_decode", self._heads(rows, 1), self._cache, self._tables(rows), _ints(rows))
 
     def paged_prefill(self) -> Explanation:
-        q, sequences = self._heads(self._sizes.prefill_buckets[-1]), self._sizes.max_prefill_seqs
+        q, sequences = self._heads(self._sizes.prefill_tokens), self._sizes.prefill_seqs
         lengths = _ints(sequences + 1), _ints(sequences)
         return self._attend("paged_prefill", q, self._cache, self._tables(sequences), *lengths)
 
@@ -115,28 +137,28 @@ class _HeadShapes:
 class _LatentShapes:
     """The calls of one layer of MLA, by their shapes."""
 
-    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: DTypeLike):
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
         spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
         self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
-        piece_tokens = settings.piece_tokens or sizes.prefill_buckets[-1]
+        piece_tokens = settings.piece_tokens or sizes.prefill_tokens
         self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
 
     def write_latent(self) -> Explanation:
-        tokens = self._sizes.decode_buckets[-1] + self._sizes.prefill_buckets[-1]
+        tokens = self._sizes.decode_rows + self._sizes.prefill_tokens
         return self._explain("write_latent", self._cache, self._latent(tokens), _ints(tokens))
 
     def mla_decode(self) -> Explanation:
         config, sizes = self._config, self._sizes
         absorbs_prefill = self._settings.mla == "absorb"
-        rows = max(sizes.decode_buckets[-1], sizes.prefill_buckets[-1] if absorbs_prefill else 0)
+        rows = max(sizes.decode_rows, sizes.prefill_tokens if absorbs_prefill else 0)
         q_latent = self._array(rows, 1, config.num_attention_heads, config.kv_lora_rank)
         q_rope = self._array(rows, 1, config.num_attention_heads, config.qk_rope_head_dim)
         tables = _ints(rows, sizes.table_pages)
         return self._explain("mla_decode", q_latent, q_rope, self._cache, tables, _ints(rows), sm_scale=config.sm_scale)
 
     def gather_latent(self) -> Explanation:
-        rows = self._sizes.max_prefill_seqs
+        rows = self._sizes.prefill_seqs
         tables = _ints(rows, min(self._piece_tokens // self._sizes.page_size, self._sizes.table_pages))
         return self._explain(
             "gather_latent",
@@ -150,10 +172,10 @@ class _LatentShapes:
 
     def ragged_attention(self) -> Explanation:
         config, heads = self._config, self._config.num_attention_heads
-        q = self._array(self._sizes.prefill_buckets[-1], heads, config.qk_head_dim)
+        q = self._array(self._sizes.prefill_tokens, heads, config.qk_head_dim)
         k = self._array(self._piece_tokens, heads, config.qk_head_dim)
         v = self._array(self._piece_tokens, heads, config.v_head_dim)
-        offsets = _ints(self._sizes.max_prefill_seqs + 1)
+        offsets = _ints(self._sizes.prefill_seqs + 1)
         return self._explain(
             "ragged_attention",
             q,

@@ -14,11 +14,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.gqa import GQAConfig
-from models.config.windows import HeadWindows, LayerWindow, cache_groups
+from models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
 from models.decoder.layers import Linear, RMSNorm
-from models.decoder.mla import AttentionSettings
 from models.decoder.rope import CosSin
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import (
     DecodePlan,

@@ -19,9 +19,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from models.config.deepseek import DeepSeekConfig
+from models.config import DeepSeekConfig
 from models.decoder.layers import Linear, RMSNorm
 from models.decoder.rope import CosSin, rotate
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 from pallas_attn import (
     DecodePlan,
@@ -35,26 +36,6 @@ from pallas_attn import (
 
 INNER_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever the model's rms_norm_eps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSettings:
-    """How attention is computed; changes speed and rounding, never meaning.
-
-    Attributes:
-      mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.
-      implementation: of every attention operation, as `pallas_attn` takes it.
-      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
-        operation.
-    """
-
-    mla: Literal["auto", "absorb", "expand"] = "auto"
-    implementation: str | tuple[str, ...] | None = None
-    piece_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mla not in ("auto", "absorb", "expand"):
-            raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
 
 
 @jax.tree_util.register_dataclass

@@ -15,15 +15,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.config.gqa import GQAConfig
-from models.config.windows import cache_groups
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
-from models.decoder.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
+from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 

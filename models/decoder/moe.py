@@ -26,8 +26,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import DeepSeekConfig
-from models.config.gqa import GQAConfig
+from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.layers import MLP, Linear, project, swiglu
 from pallas_attn import capability
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import ModelConfig
-from models.config.rope import RopeScaling, YarnConfig
+from models.config import ModelConfig, YarnConfig
+from models.config.rope import RopeScaling
 
 type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 """Cosines and sines of each token's angles."""

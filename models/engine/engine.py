@@ -15,109 +15,19 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from models.decoder.caches import KVScales
-from models.decoder.model import Decoder
-from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
+from models.decoder import Decoder
+from models.engine.config import EngineConfig
+from models.engine.group_sizes import group_sizes, make_pools
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord
 from models.engine.request import FinishReason, Request, SamplingParams
-from models.engine.runner import Runner, RunnerConfig, StepResult
+from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
 from models.engine.step_plan import StepPlan
 from pallas_attn.cache import PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
 """Called with every token as it arrives; the last one comes with the reason why it is the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """What the engine allocates and how it schedules.
-
-    Attributes:
-      num_pages: pages of every layer, if all had as many: layers that see less of a sequence leave theirs to the others
-        (`group_sizes` tells how the cache groups of a model share the same memory).
-      page_size: tokens a page holds.
-      max_batched_tokens: new tokens of a step, decode and prefill together.
-      max_num_seqs: requests that run at once; others wait.
-      max_prefill_seqs: requests whose prompts one step computes; None for max_num_seqs, but at most 8.
-      max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
-      chunked_prefill: whether a prompt may be spread over steps.
-      prefix_caching: whether pages of equal prefixes are shared.
-      recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
-      cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
-        float8_e4m3fn.
-      kv_scales: static scales of quantised keys and values; None for one a token and head.
-      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
-
-    Raises:
-      ValueError: a size is out of range, or buckets do not reach the sizes they must.
-    """
-
-    num_pages: int = 512
-    page_size: int = 64
-    max_batched_tokens: int = 512
-    max_num_seqs: int = 16
-    max_prefill_seqs: int | None = None
-    max_model_len: int | None = None
-    chunked_prefill: bool = True
-    prefix_caching: bool = True
-    recycling: bool = True
-    cache_dtype: DTypeLike | None = None
-    kv_scales: KVScales | None = None
-    decode_buckets: tuple[int, ...] | None = None
-    prefill_buckets: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_prefill_seqs is not None and self.max_prefill_seqs < 1:
-            raise ValueError(f"max_prefill_seqs: expected at least 1 or None, got {self.max_prefill_seqs}")
-        if self.num_pages * self.page_size >= 2**31:
-            raise ValueError(
-                f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
-                f" pages of {self.page_size}"
-            )
-        if self.max_num_seqs > self.max_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs: expected at most max_batched_tokens={self.max_batched_tokens}, so that every running"
-                f" request can decode in one step; got {self.max_num_seqs}"
-            )
-        for name, reach in (("decode_buckets", self.max_num_seqs), ("prefill_buckets", self.max_batched_tokens)):
-            buckets = getattr(self, name)
-            if buckets is None:
-                continue
-            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != reach:
-                raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
-
-    def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
-        """Static sizes of the device's side, for one cache group unless told of others."""
-        table_pages = -(-max_model_len // self.page_size)
-        return RunnerConfig(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            table_pages=table_pages if groups else min(self.num_pages, table_pages),
-            max_num_seqs=self.max_num_seqs,
-            max_prefill_seqs=self.prefill_seqs,
-            decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
-            prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
-            cache_dtype=self.cache_dtype,
-            kv_scales=self.kv_scales,
-            groups=groups,
-        )
-
-    @property
-    def prefill_seqs(self) -> int:
-        """Prefill rows of a step."""
-        return self.max_prefill_seqs or min(self.max_num_seqs, 8)
-
-
-def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
-    """first, first·base, ... and last."""
-    below = itertools.takewhile(lambda size: size < last, (first * base**i for i in itertools.count()))
-    return (*below, last)
 
 
 @dataclasses.dataclass

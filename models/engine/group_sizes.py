@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from models.config.deepseek import ModelConfig
-from models.config.windows import CacheGroup, HeadWindows, LayerWindow, cache_groups
+from models.config import CacheGroup, HeadWindows, LayerWindow, ModelConfig, cache_groups
 from pallas_attn import FULL
 from pallas_attn.cache import GroupPools, HeadPagePool
 

@@ -26,22 +26,25 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.decoder.caches import Caches, KVScales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, Step, split_model
-from models.decoder.step_metadata import GroupTables, StepMetadata
+from models.decoder import (
+    AttentionSettings,
+    Caches,
+    Decoder,
+    KVScales,
+    Step,
+    pad_tokens,
+    power_of_two,
+    run_sequence,
+    split_model,
+)
 from models.engine.request import SamplingParams
 from models.engine.sampler import SamplingRows, sample
-from pallas_attn import PAGE_NONE
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.05}
 """How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache."""
 
 MOST_TIED = 0.25
 """The share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
-
-PAGE_SIZE = 64
-"""Tokens a page of the plain run's own cache holds."""
 
 _FEW_TIED = 4  # too few tokens to make a share of
 
@@ -179,8 +182,8 @@ class PlainRun:
         shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
         step, self._weights = split_model(nnx.merge(nnx.graphdef(shapes), nnx.state(model)))
         self._eos = model.config.eos_token_ids
-        self._num_rows = bucket(max_output + 1, 32)
-        allocate = functools.partial(model.allocate_caches, page_size=PAGE_SIZE, dtype=cache_dtype, scales=kv_scales)
+        self._num_rows = power_of_two(max_output + 1, 32)
+        allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)
         self._choose = jax.jit(functools.partial(_choose, step, allocate))
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
@@ -211,8 +214,7 @@ class PlainRun:
           (False after the last); each [outputs + 1].
         """
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
-        padded = np.zeros(bucket(len(tokens), 256), np.int32)
-        padded[: len(tokens)] = tokens
+        padded = pad_tokens(tokens)
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
         rows = np.minimum(np.arange(first, first + self._num_rows, dtype=np.int32), last)
         following = padded[np.minimum(rows + 1, last)]
@@ -233,7 +235,7 @@ class PlainRun:
 
 def _choose(
     step: Step,
-    allocate: Callable[[int], Caches],
+    allocate: Callable[[int, int], Caches],
     weights: list[Array],
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
@@ -244,33 +246,9 @@ def _choose(
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
     """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
     towards each other by half the tolerance."""
-    metadata = one_chunk(tokens.shape[0], num_tokens, rows)
-    logits, _ = step(weights, tokens, allocate(metadata.of_group(0).prefill_block_tables.shape[1]), metadata)
+    logits, _ = run_sequence(step, weights, allocate, tokens, num_tokens, rows)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     nudged = logits.at[row, following].add(tolerance / 2).at[row, wanted].add(-tolerance / 2)
     chosen, _ = sample(nudged, sampling)
     return wanted, margins, chosen == following
-
-
-def one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
-    """A step of one sequence from its start, its pages in order."""
-    positions = jnp.arange(length, dtype=jnp.int32)
-    tables = GroupTables(
-        slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
-        decode_block_tables=jnp.zeros((0, 1), jnp.int32),
-        prefill_block_tables=jnp.arange(-(-length // PAGE_SIZE), dtype=jnp.int32)[None],
-    )
-    return StepMetadata(
-        positions=positions,
-        groups=(tables,),
-        decode_kv_lens=jnp.zeros(0, jnp.int32),
-        cu_q_lens=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
-        prefill_kv_lens=num_tokens[None],
-        logit_rows=rows,
-    )
-
-
-def bucket(size: int, smallest: int) -> int:
-    """The power of two a size is padded to. Small ones are not worth a compilation each."""
-    return max(smallest, 1 << (size - 1).bit_length())

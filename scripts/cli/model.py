@@ -6,15 +6,9 @@ import argparse
 
 import jax
 
-from models.checkpoints.files import load_config
-from models.checkpoints.weights import load_model, random_model
-from models.config.deepseek import ModelConfig, with_windows
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.config.windows import load_windows
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
-from models.decoder.explain import explain_attention
-from models.engine.runner import RunnerConfig
+from models.checkpoints import load_config, load_model, random_model
+from models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
+from models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
 from scripts.cli.command_line import as_usage_error
 
 
@@ -52,9 +46,7 @@ def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSe
         return load_model(options.model, dtype_of(options, config), settings, config.windows)
 
 
-def implementations(
-    config: ModelConfig, settings: AttentionSettings, sizes: RunnerConfig, dtype: str
-) -> dict[str, str]:
+def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:
     """Operation of the model to the name of what it will run on.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.checkpoints.tokenizer import Tokenizer
+from models.checkpoints import Tokenizer
 from scripts.cli.command_line import UsageError
 
 # Of the demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.engine.request import SamplingParams
+from models.engine import SamplingParams
 from scripts.cli.command_line import Parser, UsageError, check_writable
 from scripts.cli.model_options import (
     KV_DTYPES,

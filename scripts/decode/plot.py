@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from models.engine.outputs import EngineStats, RequestOutput, StepRecord
+from models.engine import EngineStats, RequestOutput, StepRecord
 from scripts.decode.report import Report
 
 # Okabe and Ito's colours, which are told apart with any kind of colour vision.

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pallas_attn
-from models.engine.outputs import EngineStats, RequestOutput
-from models.engine.verify import Difference, Verification
+from models.engine import Difference, EngineStats, RequestOutput, Verification
 
 
 @dataclasses.dataclass(frozen=True)

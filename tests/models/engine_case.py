@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 import jax
 
-from models.checkpoints.weights import random_model
-from models.config.deepseek import DeepSeekConfig
-from models.config.rope import YarnConfig
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, PlainRun
+from models.checkpoints import random_model
+from models.config import DeepSeekConfig, YarnConfig
+from models.decoder import Decoder
+from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 
 MAX_TOKENS = 20
 VOCAB_SIZE = 64

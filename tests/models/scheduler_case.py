@@ -4,7 +4,8 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from models.engine.request import Request, RequestRefused, SamplingParams
+from models.engine import SamplingParams
+from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
 from models.engine.step_plan import StepPlan
 from pallas_attn import FULL, PAGE_NONE

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decoder.caches import Caches
-from models.decoder.model import Decoder
-from models.decoder.step_metadata import GroupTables, StepMetadata
+from models.decoder import Caches, Decoder, GroupTables, StepMetadata
 from pallas_attn import PagedKV, PagedLatent
 
 PAGE_SIZE = 8

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.calibration import calibrate, save_kv_scales
-from models.checkpoints.weights import load_model, random_model
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.decoder.caches import KVScales, load_kv_scales
+from models.checkpoints import load_kv_scales, load_model, random_model, save_kv_scales
+from models.checkpoints.calibration import calibrate
+from models.config import GQA_PRESETS, PRESETS
+from models.decoder import Decoder, KVScales
 from models.decoder.gqa import GQA
-from models.decoder.model import Decoder
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, PlainRun
+from models.engine import Decoded, PlainRun, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3"
 TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=1, vocab_size=64)

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from models.checkpoints.weights import count_parameters
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
-from models.config.rope import YarnConfig
+from models.config import PRESETS, DeepSeekConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
+from models.engine import Engine, EngineConfig, SamplingParams
 from models.engine.runner import Runner, StepResult
 from tests.models.engine_case import (
     CONFIG,
@@ -215,7 +214,7 @@ def test_the_models_own_end_stops_unless_ignored():
 
 
 def random_model_with_eos(token: int):
-    from models.checkpoints.weights import random_model
+    from models.checkpoints import random_model
 
     return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3)
 

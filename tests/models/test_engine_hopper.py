@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.decoder import AttentionSettings
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from tests.models.engine_case import CONFIG
 
 MAX_LEN, MAX_TOKENS = 640, 24

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
+from models.engine import Engine, EngineConfig, SamplingParams
 from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
 
 

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder.caches import Caches
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.runner import PackedStep
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import Caches, Decoder
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.packed_step import PackedStep
+from models.engine.verify import verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
 from tests.models.engine_case import PROMPTS, compile_events
 

@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints.files import CheckpointError, open_checkpoint
-from models.checkpoints.weights import count_parameters, load_model
-from models.config.deepseek import read_config
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.rope import YarnConfig
-from models.config.windows import CacheGroup, HeadWindows, cache_groups
+from models.checkpoints import CheckpointError, load_model
+from models.checkpoints.files import open_checkpoint
+from models.checkpoints.weights import count_parameters
+from models.config import GQA_PRESETS, CacheGroup, GQAConfig, HeadWindows, YarnConfig, cache_groups, read_config
 from models.decoder.gqa import GQA
 from models.decoder.moe import BiasedMoE
 from pallas_attn import FULL

@@ -17,18 +17,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints.weights import load_model, random_model
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder import gqa
-from models.decoder.caches import Caches, KVScales, load_kv_scales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
-from models.engine.engine import Engine, EngineConfig
-from models.decoder.explain import explain_attention
-from models.engine.outputs import RequestOutput
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import load_kv_scales, load_model, random_model
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import AttentionSettings, Caches, Decoder, KVScales, explain_attention, gqa, split_model
+from models.engine import Decoded, Engine, EngineConfig, RequestOutput, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL, HeadWindow, PagedKV
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
@@ -210,7 +203,7 @@ def test_latents_are_refused_where_keys_and_values_belong():
 
 def test_every_operation_has_an_implementation():
     sizes = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2, cache_dtype="int8")
-    explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64), "bfloat16")
+    explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64).largest_step, "bfloat16")
     assert {op: explanation.chosen for op, explanation in explained.items()} == {
         "write_kv": "xla",
         "paged_decode": "xla",

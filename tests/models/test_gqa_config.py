@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from models.checkpoints.weights import count_parameters
-from models.config.deepseek import DeepSeekConfig, read_config
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.rope import Llama3RopeConfig, YarnConfig
+from models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConfig, YarnConfig, read_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

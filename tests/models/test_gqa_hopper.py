@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder import moe
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.config import GQA_PRESETS, GQAConfig, HeadWindows
+from models.decoder import AttentionSettings, moe
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL
 from tests.models.test_moe import biased_experts, draw_experts
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder.model import Decoder, split_model
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.checkpoints.weights import checkpoint_shapes, random_tensor
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import Decoder, split_model
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL
 from tests.models import gqa_oracle
 from tests.models.step_case import PAGE_SIZE, Pages, step

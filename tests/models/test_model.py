@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
-from models.config.rope import YarnConfig
-from models.decoder import layers
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
+from models.checkpoints import random_model
+from models.checkpoints.weights import checkpoint_shapes, random_tensor
+from models.config import PRESETS, DeepSeekConfig, YarnConfig
+from models.decoder import AttentionSettings, Decoder, layers, split_model
 from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step

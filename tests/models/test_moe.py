@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
+from models.config import PRESETS, DeepSeekConfig
 from models.decoder import moe
 from pallas_attn import Capability
 from tests.models import oracle

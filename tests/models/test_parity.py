@@ -17,14 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import files, mxfp4
-from models.checkpoints.weights import load_model
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.config.gqa import GQAConfig
-from models.config.rope import YarnConfig
-from models.decoder import gqa, mla, moe, rope
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
+from models.checkpoints import files, load_model, mxfp4
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
+from models.decoder import AttentionSettings, Decoder, gqa, mla, moe, rope, split_model
 from models.decoder.rope import halves_order
 from pallas_attn import Rope
 from tests.models.step_case import PAGE_SIZE, Pages, step

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.config.rope import Llama3RopeConfig, YarnConfig
+from models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig
 from models.decoder import rope
 from tests.models import oracle
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.request import SamplingParams
+from models.engine import SamplingParams
 from models.engine.sampler import SamplingRows, _is_kept, sample
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engine.request import Request, RequestRefused, SamplingParams
+from models.engine import SamplingParams
+from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
 from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.config.presets import PRESETS
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import split_model
+from models.checkpoints import random_model
+from models.config import PRESETS
+from models.decoder import AttentionSettings, split_model
 from tests.models import step_case
 from tests.models.step_case import Pages, step
 from tests.ops import harness

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import load_model
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, Difference, PlainRun, RequestCheck, Verification, verify
+from models.checkpoints import load_model
+from models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
+from models.engine.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v3"
 NUM_TOKENS = 24

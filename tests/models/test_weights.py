@@ -14,12 +14,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import weights
-from models.checkpoints.files import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
-from models.config.deepseek import ModelConfig
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
+from models.checkpoints import CheckpointError, load_config, weights
+from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, scale_name
+from models.config import GQA_PRESETS, PRESETS, ModelConfig
+from models.decoder import AttentionSettings, Decoder
 from models.decoder.moe import MoE
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)

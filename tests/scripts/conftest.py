@@ -6,7 +6,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
 from tests.scripts.decode_case import GOLDEN, VOCAB_SIZE
 

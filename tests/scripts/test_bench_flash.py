@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from pallas_attn import mla_decode, paged_decode, ragged_attention
-from scripts.bench.cases import paged_decode as bench_decode_case
 from scripts.bench.cases import mla_decode as bench_mla_case
-from scripts.bench.harness import pools as bench_pools
-from scripts.bench.cases.prefill import Ragged, RaggedCase
-from scripts.bench.cases.paged_decode import DecodeCase
+from scripts.bench.cases import paged_decode as bench_decode_case
 from scripts.bench.cases.mla_decode import MlaCase
+from scripts.bench.cases.paged_decode import DecodeCase
+from scripts.bench.cases.prefill import Ragged, RaggedCase
+from scripts.bench.harness import pools as bench_pools
+from scripts.bench.harness.timing import Timing
 from scripts.bench.peers import flash_attention as bench_flash_attention
 from scripts.bench.peers import flash_mla as bench_flash_mla
 from scripts.bench.shapes import Decode, MlaDecode
-from scripts.bench.harness.timing import Timing
 
 
 def softmax(x):

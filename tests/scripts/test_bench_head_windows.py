@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from models.decoder.mla import AttentionSettings
+from models.decoder import AttentionSettings
 from scripts import bench_engine
 from scripts.bench.engine import head_windows as bench_head_windows
 from scripts.bench.engine.head_windows import MODELS, SIZES, Sizes

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.bench.cases import prefill as bench_chunk_case
-from scripts.bench.ops import gather_latent as bench_gather_latent
 from scripts.bench.cases import mla_decode as bench_mla_case
-from scripts.bench.ops import mla_decode as bench_mla_decode
+from scripts.bench.cases import prefill as bench_chunk_case
+from scripts.bench.cases.mla_decode import MlaCase
+from scripts.bench.cases.prefill import MlaChunkCase, PagedCase, Ragged, RaggedCase
 from scripts.bench.harness import pools as bench_pools
 from scripts.bench.harness import timing as bench_timing
+from scripts.bench.harness.timing import Timing
+from scripts.bench.ops import gather_latent as bench_gather_latent
+from scripts.bench.ops import mla_decode as bench_mla_decode
 from scripts.bench.ops import write_latent as bench_write_latent
-from scripts.bench.cases.prefill import MlaChunkCase, PagedCase, Ragged, RaggedCase
-from scripts.bench.cases.mla_decode import MlaCase
 from scripts.bench.peers import flashinfer_mla as bench_flashinfer_mla
 from scripts.bench.shapes import MlaDecode, MlaPrefill, Prefill
-from scripts.bench.harness.timing import Timing
 
 
 def pairs(new, cached, window=None):

@@ -12,19 +12,19 @@ import pytest
 
 from pallas_attn import FULL, HeadWindow, plan_decode
 from scripts import bench_ops
-from scripts.bench.ops import paged_decode as bench_decode
-from scripts.bench.ops import plan_decode as bench_plan
+from scripts.bench.cases.paged_decode import DecodeCase
 from scripts.bench.harness import pools as bench_pools
 from scripts.bench.harness import timing as bench_timing
-from scripts.bench.ops import write_kv as bench_write
 from scripts.bench.harness.case import Bench
-from scripts.bench.cases.paged_decode import DecodeCase
 from scripts.bench.harness.device import Rates
-from scripts.bench.peers import torch_decode as bench_torch
 from scripts.bench.harness.plot import plot_report
 from scripts.bench.harness.report import cache_ratios, cell
-from scripts.bench.shapes import Decode
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.ops import paged_decode as bench_decode
+from scripts.bench.ops import plan_decode as bench_plan
+from scripts.bench.ops import write_kv as bench_write
+from scripts.bench.peers import torch_decode as bench_torch
+from scripts.bench.shapes import Decode
 
 RATES = Rates(copy=4e12, matrix=8e14)
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine
+from models.decoder import AttentionSettings
+from models.engine import Engine
 from scripts import bench_engine
 from scripts.bench.engine import serving as bench_serving
-from scripts.bench.harness.device import Rates
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Costs, Serving
+from scripts.bench.harness.device import Rates
 from tests.models.engine_case import CONFIG
 
 RATES = Rates(copy=1e9, matrix=1e10)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
 from tests.scripts.decode_case import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
 

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
 from scripts.cli import model as decode_model
 from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE

@@ -25,11 +25,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from models.config.gqa import GQAConfig
-from models.config.windows import HeadWindows
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
+from models.config import GQAConfig, HeadWindows
+from models.decoder import AttentionSettings, Decoder
+from models.engine import Engine, EngineConfig
 from pallas_attn import FULL
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import generate, summary

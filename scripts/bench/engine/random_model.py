@@ -12,9 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from models.config.deepseek import ModelConfig
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, Decoder
 
 
 def random_model(config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0) -> Decoder:

@@ -20,14 +20,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.config.deepseek import DeepSeekConfig
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.outputs import RequestOutput, StepRecord
-from models.engine.request import SamplingParams
-from scripts.bench.harness.device import Rates, measure_rates
+from models.config import DeepSeekConfig
+from models.decoder import AttentionSettings, Decoder
+from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, StepRecord
 from scripts.bench.engine.random_model import random_model
+from scripts.bench.harness.device import Rates, measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 ROUTED = ("mlp.gate_up_proj", "mlp.down_proj")

@@ -8,12 +8,12 @@ from typing import Any
 
 from pallas_attn import mla_decode, mla_decode_programs
 from scripts.bench import shapes
-from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.cases.mla_decode import MlaCase, MlaInputs, inputs
-from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
+from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
-from scripts.bench.shapes import MlaDecode
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
+from scripts.bench.shapes import MlaDecode
 
 
 def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:

@@ -6,10 +6,10 @@ from typing import Any
 
 from pallas_attn import mla_prefill
 from scripts.bench import shapes
-from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.cases.prefill import LENGTHS, MlaChunkCase
-from scripts.bench.shapes import MlaPrefill
+from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.shapes import MlaPrefill
 
 
 def ours(implementation: str, case: MlaChunkCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:

@@ -10,13 +10,13 @@ import jax
 
 from pallas_attn import HeadWindow, paged_decode
 from scripts.bench import shapes
-from scripts.bench.harness.case import Bench, by_name, noting_configs
 from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs, inputs
+from scripts.bench.harness.case import Bench, by_name, noting_configs
 from scripts.bench.harness.device import multiprocessors
-from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode
 from scripts.bench.harness.pools import CACHES, chain_of
-from scripts.bench.shapes import Decode
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode
+from scripts.bench.shapes import Decode
 
 
 def ours(implementation: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:

@@ -9,11 +9,11 @@ import jax
 
 from pallas_attn import paged_prefill
 from scripts.bench import shapes
-from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.cases.prefill import LENGTHS, PagedCase
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_chunk
 from scripts.bench.shapes import Prefill
-from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 def ours(implementation: str, case: PagedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:

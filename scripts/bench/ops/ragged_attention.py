@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_attn import ragged_attention
-from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.cases.prefill import LENGTHS, Ragged, RaggedCase
-from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
+from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
 
 HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
 """Query heads, KV heads, width of queries and keys, of values."""

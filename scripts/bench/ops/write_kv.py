@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, Rope, write_kv
+from scripts.bench.cases.writes import Writes
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import Pools, cache_spec, chain_of, check_fits, random_pool, random_values
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.cases.writes import Writes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, latent_cache_spec, write_latent
+from scripts.bench.cases.writes import Writes
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, Pools, chain_of, check_fits, random_latents, random_values
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.cases.writes import Writes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import functools
 import importlib
 from typing import Any
 
-from scripts.bench.cases.prefill import RaggedCase
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
 from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
-from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.cases.prefill import RaggedCase
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 MAX_ROPE_DIM = 64
 """Of the keys beside which it takes latents."""

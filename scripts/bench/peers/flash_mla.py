@@ -7,8 +7,8 @@ import importlib
 from typing import Any
 
 from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
-from scripts.bench.peers.torch_decode import as_torch, import_torch
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 WIDTHS = (512, 64)
 """Of latents and of rotated keys: what its kernel is written for."""

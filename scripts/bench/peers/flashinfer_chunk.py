@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.cases.prefill import PagedCase, RaggedCase
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import CACHES, WORKSPACE_BYTES
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:

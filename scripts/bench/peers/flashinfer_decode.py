@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.harness.timing import Stopwatch, Timing
 
 WORKSPACE_BYTES = 256 * 2**20
 """For its partial results."""

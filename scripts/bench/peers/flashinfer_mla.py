@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from scripts.bench.cases.prefill import RaggedCase
-from scripts.bench.peers.torch_decode import as_torch, import_torch
 from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def by_head(case: RaggedCase, array: Any) -> Any:
