@@ -17,8 +17,8 @@ from models.checkpoints.calibration import calibrate, check_inputs
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, KVScales
 from scripts.cli.command_line import (
-    Output,
     Parser,
+    StandardOutput,
     UsageError,
     as_failure,
     as_usage_error,
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
     with as_failure(OSError, prefix="--out: "):
         save_kv_scales(options.out, scales)
-    console = Output()
+    console = StandardOutput()
     console.print(_table(f"{options.kv_dtype} scales of {name_of(options)}", scales))
     count = sum(map(len, prompts))
     console.print(f"{count:,} tokens in {len(prompts)} prompts; written to {options.out}", soft_wrap=True)

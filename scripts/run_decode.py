@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales
 from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
 from models.engine.verify import verify
-from scripts.cli.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
+from scripts.cli.command_line import StandardOutput, UsageError, as_failure, as_usage_error, exit_status
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.options import PROG, parse_options
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             _write_json(options, report)
     finally:
-        report.print(Output())
+        report.print(StandardOutput())
     return _status(report.verification)
 
 

@@ -36,8 +36,8 @@ from scripts.bench.harness.case import Bench, Case
 from scripts.bench.harness.compiler import printed, shared_bytes, spilled_bytes
 from scripts.bench.harness.device import description
 from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.session import FAILURES, OPERATIONS, RESULTS, load, reason, write
 from scripts.bench.harness.timing import Stopwatch
-from scripts.bench_ops import FAILURES, OPERATIONS, RESULTS, load, reason, write
 
 TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
 SHARED_BYTES = 228 * 1024

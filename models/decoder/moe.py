@@ -160,13 +160,13 @@ def routed_experts(
     if are_few(num_tokens * top_k, experts):
         y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype)
-    groups = Groups.of(chosen.reshape(-1), experts.gate_up.shape[0])
+    groups = ExpertGroups.of(chosen.reshape(-1), experts.gate_up.shape[0])
     multiply = hopper_groups if hopper_takes(experts) else block_groups
     y = multiply(x[groups.row // top_k], experts, groups.sizes)
     return _weighted_sum(y[groups.place], weights, x.dtype)
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Rows in the order of their experts.
 
     Attributes:
@@ -180,19 +180,19 @@ class Groups(NamedTuple):
     sizes: Int32[Array, "E"]
 
     @staticmethod
-    def of(expert: Int32[Array, "M"], num_experts: int) -> "Groups":
+    def of(expert: Int32[Array, "M"], num_experts: int) -> "ExpertGroups":
         """By a stable sort. Up to 1,024 rows count who comes before them: with the sizes three kernels, where two sorts
         and two scatters take seven, and a decode step consists of small kernels.
         """
         sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         if expert.shape[0] > COUNTED_ROWS:
             row = jnp.argsort(expert).astype(jnp.int32)
-            return Groups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+            return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
         number = jnp.arange(expert.shape[0], dtype=jnp.int32)
         one, other = (expert[:, None], number[:, None]), (expert[None], number[None])
         comes_after = (other[0] < one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
-        return Groups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
+        return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
 
 
 def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-class Output(Console):
+class StandardOutput(Console):
     """Standard output. A reader who has gone is a Failure, where rich would end the program with status 1."""
 
     def on_broken_pipe(self) -> NoReturn:

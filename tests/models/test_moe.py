@@ -217,7 +217,7 @@ def test_rows_are_not_few_on_a_cpu(rng):
 def test_rows_are_sorted_by_expert_and_otherwise_stay_in_order(counted, num_rows, monkeypatch):
     monkeypatch.setattr(moe, "COUNTED_ROWS", counted)
     expert = np.random.default_rng(num_rows).integers(0, 9, num_rows).astype(np.int32)
-    groups = moe.Groups.of(jnp.asarray(expert), 11)
+    groups = moe.ExpertGroups.of(jnp.asarray(expert), 11)
     np.testing.assert_array_equal(groups.row, np.argsort(expert, kind="stable"))
     np.testing.assert_array_equal(np.asarray(groups.row)[groups.place], np.arange(num_rows))
     np.testing.assert_array_equal(groups.sizes, np.bincount(expert, minlength=11))

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.engine import Engine
 from scripts import run_decode
-from tests.scripts.decode_case import GOLDEN, VOCAB_SIZE
+from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from models.engine import Engine
 from scripts import run_decode
-from tests.scripts.decode_case import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
+from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
 
 
 @pytest.fixture

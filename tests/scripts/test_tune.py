@@ -21,10 +21,10 @@ from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from scripts import tune
-from scripts.bench.harness import compiler as bench_compiler
 from scripts.bench.harness.case import Bench
+from scripts.bench.harness.compiler import printed
+from scripts.bench.harness.session import load
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench_ops import load
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
 CLEAN = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -173,7 +173,7 @@ def test_what_compilers_say_is_heeded(said, programs, complaint):
 
 
 def test_what_is_printed_by_any_library_is_read(capfd):
-    with bench_compiler.printed() as said:
+    with printed() as said:
         os.write(1, b"from below\n")
         assert os.environ["MOSAIC_GPU_DUMP_PTXAS"] == "1"
     assert said == ["from below\n"]

@@ -16,7 +16,22 @@ from scripts.bench.shapes import MlaDecode
 
 
 @dataclasses.dataclass(frozen=True)
-class MlaCase:
+class MlaDecodeInputs:
+    """The arguments of a chain of calls.
+
+    Attributes:
+      cache: the pool all calls read from.
+      kv_lens: int32 [B].
+      owns: queries and a table for each call. No two calls are the same, or the compiler would do with one.
+    """
+
+    cache: PagedLatent
+    kv_lens: Array
+    owns: list[dict[str, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaDecodeCase:
     """A step over one kind of cache.
 
     Attributes:
@@ -83,36 +98,20 @@ class MlaCase:
         q_lens = jnp.full((s.batch,), s.queries, jnp.int32)
         return jax.jit(lambda lens, q_lens: make(lens, q_lens=q_lens))(jnp.asarray(self.lens), q_lens)
 
+    def inputs(self, pools: Pools) -> MlaDecodeInputs:
+        """The arguments of a chain.
 
-@dataclasses.dataclass(frozen=True)
-class MlaInputs:
-    """The arguments of a chain of calls.
-
-    Attributes:
-      cache: the pool all calls read from.
-      kv_lens: int32 [B].
-      owns: queries and a table for each call. No two calls are the same, or the compiler would do with one.
-    """
-
-    cache: PagedLatent
-    kv_lens: Array
-    owns: list[dict[str, Array]]
-
-
-def inputs(case: MlaCase, pools: Pools) -> MlaInputs:
-    """The arguments of a chain.
-
-    Raises:
-      MemoryError: the pages do not fit.
-    """
-    s = case.shape
-    pages = case.cold_calls * s.batch * case.table_pages
-    cache = pools.get_latents(case.cache, pages, **case.pool_sizes)
-    rng = np.random.default_rng(pages)
-    cold = tables(rng, cache.pages.shape[0], case.cold_calls, (s.batch, case.table_pages))
-    owns = []
-    for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(case.cold_calls))):
-        q = random_values(key, (s.batch, s.queries, s.heads, s.latent_dim + s.rope_dim), CACHES[case.cache][0])
-        q_latent, q_rope = jnp.split(q, [s.latent_dim], axis=-1)
-        owns.append({"q_latent": q_latent, "q_rope": q_rope, "block_tables": cold[i % len(cold)]})
-    return MlaInputs(cache, jnp.asarray(case.lens), owns)
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        pages = self.cold_calls * s.batch * self.table_pages
+        cache = pools.get_latents(self.cache, pages, **self.pool_sizes)
+        rng = np.random.default_rng(pages)
+        cold = tables(rng, cache.pages.shape[0], self.cold_calls, (s.batch, self.table_pages))
+        owns = []
+        for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(self.cold_calls))):
+            q = random_values(key, (s.batch, s.queries, s.heads, s.latent_dim + s.rope_dim), CACHES[self.cache][0])
+            q_latent, q_rope = jnp.split(q, [s.latent_dim], axis=-1)
+            owns.append({"q_latent": q_latent, "q_rope": q_rope, "block_tables": cold[i % len(cold)]})
+        return MlaDecodeInputs(cache, jnp.asarray(self.lens), owns)

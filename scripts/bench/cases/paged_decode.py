@@ -17,6 +17,22 @@ from scripts.bench.shapes import Decode
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodeInputs:
+    """The arguments of a chain of calls.
+
+    Attributes:
+      kv: the pool all calls read from.
+      kv_lens: int32 [B].
+      q, block_tables: one for each call. No two calls are the same, or the compiler would do with one.
+    """
+
+    kv: PagedKV
+    kv_lens: Array
+    q: list[Array]
+    block_tables: list[Array]
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodeCase:
     """A step over one kind of cache.
 
@@ -131,37 +147,20 @@ class DecodeCase:
         """For each call of a chain, what one of the cold calls has."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
+    def inputs(self, pools: Pools) -> DecodeInputs:
+        """The arguments of a chain.
 
-@dataclasses.dataclass(frozen=True)
-class DecodeInputs:
-    """The arguments of a chain of calls.
-
-    Attributes:
-      kv: the pool all calls read from.
-      kv_lens: int32 [B].
-      q, block_tables: one for each call. No two calls are the same, or the compiler would do with one.
-    """
-
-    kv: PagedKV
-    kv_lens: Array
-    q: list[Array]
-    block_tables: list[Array]
-
-
-def inputs(case: DecodeCase, pools: Pools) -> DecodeInputs:
-    """The arguments of a chain.
-
-    Raises:
-      MemoryError: the pages do not fit.
-    """
-    s = case.shape
-    shape = (s.batch, s.queries, s.q_heads, s.head_dim)
-    dtype = CACHES[case.cache][0] if case.cache in ("f16", "f32") else jnp.bfloat16
-    kv = pools.get(case.cache, case.pool_pages, **case.pool_sizes)
-    rng = np.random.default_rng(case.pool_pages)
-    return DecodeInputs(
-        kv=kv,
-        kv_lens=jnp.asarray(case.lens),
-        q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), case.calls)],
-        block_tables=case.in_turn(tables(rng, kv.k.shape[0], case.cold_calls, (s.batch, case.table_pages))),
-    )
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        shape = (s.batch, s.queries, s.q_heads, s.head_dim)
+        dtype = CACHES[self.cache][0] if self.cache in ("f16", "f32") else jnp.bfloat16
+        kv = pools.get(self.cache, self.pool_pages, **self.pool_sizes)
+        rng = np.random.default_rng(self.pool_pages)
+        return DecodeInputs(
+            kv=kv,
+            kv_lens=jnp.asarray(self.lens),
+            q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],
+            block_tables=self.in_turn(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
+        )

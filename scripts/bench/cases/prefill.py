@@ -26,7 +26,7 @@ LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class RaggedPrefill:
     """Keys and values in one array each: `sequences` of `new_tokens` each after `cached_tokens` each."""
 
     sequences: int
@@ -39,7 +39,7 @@ class Ragged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PrefillCase:
     """What the cases of all three operations have in common.
 
     Attributes:
@@ -100,10 +100,10 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedCase(Chunk):
+class RaggedAttentionCase(PrefillCase):
     """A call of `ragged_attention`."""
 
-    shape: Ragged
+    shape: RaggedPrefill
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class RaggedCase(Chunk):
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedCase(Chunk):
+class PagedPrefillCase(PrefillCase):
     """A call of `paged_prefill`."""
 
     shape: Prefill
@@ -187,7 +187,7 @@ class PagedCase(Chunk):
 
 
 @dataclasses.dataclass(frozen=True)
-class MlaChunkCase(Chunk):
+class MlaPrefillCase(PrefillCase):
     """A call of `mla_prefill`.
 
     Attributes:

@@ -15,7 +15,7 @@ from scripts.bench.harness.pools import calls_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Writes(abc.ABC):
+class WriteCase(abc.ABC):
     """New tokens, `run` consecutive ones of each sequence.
 
     Attributes:

@@ -34,7 +34,7 @@ from scripts.bench.engine.serving import generate, summary
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class HeadWindowSizes:
     """What is run, in tokens unless it says otherwise.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(
+    "cpu": HeadWindowSizes(
         context=2048,
         new_tokens=192,
         window=256,
@@ -89,7 +89,7 @@ SIZES = {
         waiting_window=256,
         serving_repeats=3,
     ),
-    "gpu": Sizes(
+    "gpu": HeadWindowSizes(
         context=32768,
         new_tokens=256,
         window=4096,
@@ -133,7 +133,7 @@ MODELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class HeadWindowBench:
     """A model without windows, and how it is run.
 
     Attributes:
@@ -145,7 +145,7 @@ class Bench:
     config: GQAConfig
     dtype: str
     settings: AttentionSettings
-    sizes: Sizes
+    sizes: HeadWindowSizes
     windowed: tuple[int, ...]
 
     def model(self, windowed: int = 0, window: int = 0) -> Decoder:
@@ -160,7 +160,7 @@ class Bench:
         return np.random.default_rng(batch).integers(0, self.config.vocab_size, (batch, length)).tolist()
 
 
-def run(bench: Bench, limit_seconds: float) -> Iterator[dict[str, Any]]:
+def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]]:
     """Yields the report as it grows, first without cases and then a case at a time; none is begun after
     `limit_seconds`.
     """
@@ -180,7 +180,7 @@ def run(bench: Bench, limit_seconds: float) -> Iterator[dict[str, Any]]:
         yield report
 
 
-def contexts(bench: Bench, windowed: int) -> dict[str, Any]:
+def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
     """Contexts that one pool holds and how fast they go, with recycling and without, in turn: runs of median time."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
@@ -204,7 +204,7 @@ def contexts(bench: Bench, windowed: int) -> dict[str, Any]:
     }
 
 
-def _serve(engine: Engine, sizes: Sizes, prompts: list[list[int]]) -> dict[str, Any]:
+def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> dict[str, Any]:
     """How many of these requests decoded at once, and how fast they did: in all, and while nearly as many decoded."""
     preempted = engine.stats().preemptions
     _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
@@ -222,7 +222,7 @@ def _serve(engine: Engine, sizes: Sizes, prompts: list[list[int]]) -> dict[str, 
     }
 
 
-def _engine(model: Decoder, sizes: Sizes, max_num_seqs: int, recycling: bool) -> Engine:
+def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling: bool) -> Engine:
     """Of two sizes of decode steps, so that neither way of recycling pads many rows."""
     return Engine(
         model,
@@ -240,7 +240,7 @@ def _engine(model: Decoder, sizes: Sizes, max_num_seqs: int, recycling: bool) ->
     )
 
 
-def waiting(bench: Bench, windowed: int) -> dict[str, Any]:
+def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
     """Waiting times with head-wise tables and with uniform ones, and how much of them is saved."""
     sizes = bench.sizes
     models = {"uniform": bench.model(), "head_wise": bench.model(windowed, sizes.waiting_window)}
@@ -273,7 +273,7 @@ def waiting(bench: Bench, windowed: int) -> dict[str, Any]:
     return times | saved
 
 
-def long_decode(bench: Bench, windowed: int) -> dict[str, Any]:
+def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
     """Rows in use after each step of one request that grows to a whole context, with recycling and without."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     prompt = bench.prompts(1, sizes.page_size)
@@ -285,7 +285,7 @@ def long_decode(bench: Bench, windowed: int) -> dict[str, Any]:
     return series
 
 
-def most_rows(bench: Bench, windowed: int, tokens: int) -> int:
+def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
     """Rows that a sequence of so many tokens may have in use with recycling, decoding a token a step."""
     sizes = bench.sizes
     pages = -(-tokens // sizes.page_size)
@@ -322,7 +322,7 @@ def _waited(case: dict[str, Any], kind: str) -> str:
     return f"{uniform:,.2f} to {head_wise:,.2f} ms ({-case[f'{kind}_saved']:+.0%})"
 
 
-def plot_long_decode(path: Path, bench: Bench, series: dict[str, Any]) -> None:
+def plot_long_decode(path: Path, bench: HeadWindowBench, series: dict[str, Any]) -> None:
     """Writes a PNG of the rows in use as one context grows, and of what they may not exceed.
 
     Raises:

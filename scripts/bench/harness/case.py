@@ -35,19 +35,6 @@ class Case(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What came of a contender's attempt at a case.
-
-    Attributes:
-      timing: of its calls.
-      config: what it was turned to, by what was looked up ("paged_decode/mosaic").
-    """
-
-    timing: Timing
-    config: Mapping[str, Any]
-
-
 type Contender = Callable[[Any, Any, Stopwatch], Timing]
 """contender(case, inputs, stopwatch): times one implementation. Raises NotImplementedError or ImportError, with the
 reason, where it cannot take part; whatever else it raises is a failure."""

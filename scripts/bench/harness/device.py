@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,11 @@ from scripts.bench.harness.timing import Stopwatch
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "pallas_attn", "numpy", "torch", "triton")
 PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc")
-"""Whose versions are reported, where they are installed."""
+"""Packages whose versions are reported if they are installed."""
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMIT = "PALLAS_ATTN_COMMIT"
+"""Environment variable that names the commit for a copy of the tree without git."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +68,9 @@ def multiprocessors() -> int:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.splitlines()[0].strip() if answer.stdout else None
+    """Version of NVIDIA's driver; None without one."""
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
 
 
 def versions() -> dict[str, str]:
@@ -82,6 +83,31 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> dict[str, Any]:
+    """The commit that is measured, and whether files differ from it; both None where that cannot be known.
+
+    A copy of the tree without git takes the commit from the environment: `COMMIT`, ending in "-dirty" if files differ.
+    Results that are written do not count as a difference.
+    """
+    if not (ROOT / ".git").exists():
+        sha, _, dirty = os.environ.get(COMMIT, "").partition("-")
+        return {"commit": sha or None, "dirty": dirty == "dirty" if sha else None}
+    sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output(
+        "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks"
+    )
+    known = sha is not None and changed is not None
+    return {"commit": sha.strip(), "dirty": bool(changed)} if known else {"commit": None, "dirty": None}
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of a command; None where it cannot be run, or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def description() -> dict[str, Any]:
-    """The device and all that runs on it, for JSON."""
-    return {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()}
+    """The device, all that runs on it, and the commit, for JSON."""
+    return {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()} | commit()

@@ -8,7 +8,7 @@ from typing import Any
 
 from pallas_attn import mla_decode, mla_decode_programs
 from scripts.bench import shapes
-from scripts.bench.cases.mla_decode import MlaCase, MlaInputs, inputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -16,7 +16,7 @@ from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
 from scripts.bench.shapes import MlaDecode
 
 
-def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -30,29 +30,31 @@ def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopw
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
 
 
-def _grid(varied: bool) -> list[MlaCase]:
+def _grid(varied: bool) -> list[MlaDecodeCase]:
     sizes = itertools.product((16, 64, 128), (1, 2), (1024, 2048, 4096, 8192, 16384, 32768))
-    return [MlaCase(MlaDecode(128, context, heads, queries), varied=varied) for heads, queries, context in sizes]
+    return [MlaDecodeCase(MlaDecode(128, context, heads, queries), varied=varied) for heads, queries, context in sizes]
 
 
-def _small_batches() -> list[MlaCase]:
+def _small_batches() -> list[MlaDecodeCase]:
     sizes = itertools.product((16, 128), (1, 2, 32), (1024, 8192, 32768))
-    return [MlaCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
+    return [MlaDecodeCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
 
 
-def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaCase]:
+def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCase]:
     """All widths that there are kernels for."""
     widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
     sizes = itertools.product(widths, heads)
-    return [MlaCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes]
+    return [
+        MlaDecodeCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes
+    ]
 
 
-def _quick() -> list[MlaCase]:
+def _quick() -> list[MlaDecodeCase]:
     """The sizes that tell most, those that share a pool after each other."""
     sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
     sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
     sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]
-    return [MlaCase(MlaDecode(*size)) for size in sizes] + [MlaCase(MlaDecode(128, 8192, 128), varied=True)]
+    return [MlaDecodeCase(MlaDecode(*size)) for size in sizes] + [MlaDecodeCase(MlaDecode(128, 8192, 128), varied=True)]
 
 
 BENCH = Bench(
@@ -63,9 +65,9 @@ BENCH = Bench(
         "mla-quick": _quick(),
         "mla-widths": _widths(64, 8192, (16, 128)),
         "tune": _widths(128, 2048, (64, 128)),
-        "models": [MlaCase(shape) for shape in shapes.MLA_DECODE.values()],
-        "small": [MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
+        "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
+        "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
     contenders=by_name(ours) | flashinfer_mla.CONTENDERS | flash_mla.CONTENDERS | flash_attention.MLA_CONTENDERS,
-    inputs=inputs,
+    inputs=MlaDecodeCase.inputs,
 )

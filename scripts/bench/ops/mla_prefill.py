@@ -6,13 +6,13 @@ from typing import Any
 
 from pallas_attn import mla_prefill
 from scripts.bench import shapes
-from scripts.bench.cases.prefill import LENGTHS, MlaChunkCase
+from scripts.bench.cases.prefill import LENGTHS, MlaPrefillCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.shapes import MlaPrefill
 
 
-def ours(implementation: str, case: MlaChunkCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: MlaPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     case.check_portable(implementation, case.flops)
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -24,23 +24,23 @@ def ours(implementation: str, case: MlaChunkCase, arrays: dict[str, Any], stopwa
 
 BENCH = Bench(
     grids={
-        "prefill": [MlaChunkCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in LENGTHS],
+        "prefill": [MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in LENGTHS],
         "prefill-quick": [
-            MlaChunkCase(MlaPrefill(1, *size, heads))
+            MlaPrefillCase(MlaPrefill(1, *size, heads))
             for heads in (128, 16)
             for size in ((8192, 0), (2048, 8192), (512, 32768))
         ],
         "pieces": [
-            MlaChunkCase(MlaPrefill(1, 2048, 32768, heads), piece_tokens=piece_tokens)
+            MlaPrefillCase(MlaPrefill(1, 2048, 32768, heads), piece_tokens=piece_tokens)
             for heads in (128, 16)
             for piece_tokens in (1024, 2048, 4096, 8192, 16384)
         ],
         "tune": [
-            MlaChunkCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
+            MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
         ],
-        "models": [MlaChunkCase(shape) for shape in shapes.MLA_PREFILL.values()],
-        "small": [MlaChunkCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
+        "models": [MlaPrefillCase(shape) for shape in shapes.MLA_PREFILL.values()],
+        "small": [MlaPrefillCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
     },
     contenders=by_name(ours),
-    inputs=MlaChunkCase.inputs,
+    inputs=MlaPrefillCase.inputs,
 )

@@ -10,7 +10,7 @@ import jax
 
 from pallas_attn import HeadWindow, paged_decode
 from scripts.bench import shapes
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs, inputs
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
 from scripts.bench.harness.case import Bench, by_name, noting_configs
 from scripts.bench.harness.device import multiprocessors
 from scripts.bench.harness.pools import CACHES, chain_of
@@ -109,5 +109,5 @@ BENCH = Bench(
     | flashinfer_decode.CONTENDERS
     | flash_attention.DECODE_CONTENDERS
     | torch_decode.CONTENDERS,
-    inputs=inputs,
+    inputs=DecodeCase.inputs,
 )

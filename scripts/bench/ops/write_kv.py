@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, Rope, write_kv
-from scripts.bench.cases.writes import Writes
+from scripts.bench.cases.writes import WriteCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import Pools, cache_spec, chain_of, check_fits, random_pool, random_values
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteCase(Writes):
+class WriteKVCase(WriteCase):
     """A call of `write_kv`.
 
     Attributes:
@@ -49,7 +49,7 @@ class WriteCase(Writes):
         return cache_spec(self.cache, num_pages=num_pages, **sizes)
 
 
-def inputs(case: WriteCase, pools: Pools) -> list[dict[str, Array]]:
+def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
     """What each call writes, and where.
 
     Raises:
@@ -66,7 +66,7 @@ def inputs(case: WriteCase, pools: Pools) -> list[dict[str, Array]]:
     ]
 
 
-def ours(implementation: str, case: WriteCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
     """Times calls over a pool of their own, because they change it."""
 
     def call(kv: Any, rope: Any, own: dict[str, Any]) -> tuple[Any, Any]:
@@ -78,12 +78,12 @@ def ours(implementation: str, case: WriteCase, owns: list[dict[str, Array]], sto
     return stopwatch.chain(call, chain_of(implementation, owns), carried=random_pool(case.pool), shared=rope)
 
 
-def _grid() -> list[WriteCase]:
+def _grid() -> list[WriteKVCase]:
     """A decode step's tokens, each of a sequence of its own, and prefill chunks."""
     sizes = ((64, 1), (256, 1), (2048, 2048), (8192, 8192))
     caches = ("bf16", "int8-head", "fp8-head", "fp8-token")
     return [
-        WriteCase(tokens, run, cache, rope)
+        WriteKVCase(tokens, run, cache, rope)
         for cache, rope, (tokens, run) in itertools.product(caches, (True, False), sizes)
     ]
 
@@ -92,7 +92,7 @@ BENCH = Bench(
     grids={
         "writes": _grid(),
         "small": [
-            WriteCase(4, 2, cache, rope, 4, 2, 16, page_size=16, pool_bytes=2**20)
+            WriteKVCase(4, 2, cache, rope, 4, 2, 16, page_size=16, pool_bytes=2**20)
             for cache, rope in (("f32", True), ("int8-head", False))
         ],
     },

@@ -9,14 +9,14 @@ import jax
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, latent_cache_spec, write_latent
-from scripts.bench.cases.writes import Writes
+from scripts.bench.cases.writes import WriteCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, Pools, chain_of, check_fits, random_latents, random_values
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteLatentCase(Writes):
+class WriteLatentCase(WriteCase):
     """A call of `write_latent`."""
 
     latent_dim: int = 512

@@ -11,9 +11,9 @@ import functools
 import importlib
 from typing import Any
 
-from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
-from scripts.bench.cases.prefill import RaggedCase
+from scripts.bench.cases.prefill import RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
@@ -39,7 +39,9 @@ def refuse_all_but_bf16(cache: str) -> None:
         raise NotImplementedError(f"takes no {cache} here")
 
 
-def of_a_step(case: MlaCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]) -> dict[str, Any]:
+def of_a_step(
+    case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
+) -> dict[str, Any]:
     """What its calls of one step have in common.
 
     Args:
@@ -62,7 +64,7 @@ def of_a_step(case: MlaCase | DecodeCase, lens: Any, heads: tuple[int, int], wid
     return {"cache_seqlens": lens, "causal": True, "scheduler_metadata": schedule}
 
 
-def mla(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Rotated keys are its keys; latents are its values, and, with queries of their own, keys too."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
@@ -96,7 +98,7 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
     return stopwatch.graph(calls, compared=True)
 
 
-def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Sequences one after the other, as ours are."""
     attend = import_interface().flash_attn_varlen_func
     refuse_all_but_bf16(case.cache)
@@ -107,7 +109,7 @@ def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Ti
     return stopwatch.graph(calls, compared=True)
 
 
-def of_one_length(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Sequences as rows of one array, which ours are not told."""
     attend = import_interface().flash_attn_func
     refuse_all_but_bf16(case.cache)

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
@@ -16,7 +16,7 @@ PAGE_SIZE = 64
 """Likewise."""
 
 
-def decode(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Its dense kernel for Hopper.
 
     Two things are done before and are not in the time: its schedule, made from lengths alone for all layers of a step,

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.cases.prefill import PagedCase, RaggedCase
+from scripts.bench.cases.prefill import PagedPrefillCase, RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import CACHES, WORKSPACE_BYTES
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
-def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Planned on the host before, as it wants."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
@@ -39,7 +39,7 @@ def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: St
     return stopwatch.graph([functools.partial(wrapper.run, as_torch(q), k, v) for q in arrays["q"]], compared=True)
 
 
-def paged(backend: str, case: PagedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Planned on the host before, as it wants."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")

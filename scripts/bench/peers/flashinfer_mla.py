@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.cases.mla_decode import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
-def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
+def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
     """One of its backends; planned on the host before, as it wants."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
@@ -35,7 +35,7 @@ def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch)
     return stopwatch.graph(calls, compared=True)
 
 
-def planned(wrapper: Any, torch: Any, case: MlaCase, table: np.ndarray) -> Callable[..., Any]:
+def planned(wrapper: Any, torch: Any, case: MlaDecodeCase, table: np.ndarray) -> Callable[..., Any]:
     """Its function of queries and pages, for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)

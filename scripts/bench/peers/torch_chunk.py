@@ -8,17 +8,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from scripts.bench.cases.prefill import RaggedCase
+from scripts.bench.cases.prefill import RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
-def by_head(case: RaggedCase, array: Any) -> Any:
+def by_head(case: RaggedAttentionCase, array: Any) -> Any:
     """[S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
     return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
 
 
-def time_calls(call: Callable[..., Any], case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def time_calls(
+    call: Callable[..., Any], case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
+) -> Timing:
     """Of queries, keys and values by head; outputs in the order of ours."""
     k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
 
@@ -29,7 +31,7 @@ def time_calls(call: Callable[..., Any], case: RaggedCase, arrays: dict[str, Any
     return stopwatch.graph(calls, compared=True)
 
 
-def scaled_dot_product(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """torch's scaled_dot_product_attention with one of its backends."""
     torch = import_torch()
     s = case.shape
@@ -57,7 +59,7 @@ def scaled_dot_product(backend: str, case: RaggedCase, arrays: dict[str, Any], s
     return time_calls(call, case, arrays, stopwatch)
 
 
-def flex(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """torch's flex_attention, compiled for the case."""
     torch = import_torch()
     module = importlib.import_module("torch.nn.attention.flex_attention")

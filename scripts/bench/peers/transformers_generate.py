@@ -29,7 +29,7 @@ from transformers import (  # pyrefly: ignore[missing-import]
 
 
 @dataclass(frozen=True)
-class Timing:
+class GenerateTiming:
     """The speed of one batch size in one dtype."""
 
     dtype: str
@@ -75,13 +75,13 @@ def time_generate(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int
     return clock.times[0] - start, clock.times[-1] - clock.times[0]
 
 
-def bench(model: PreTrainedModel, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> Timing:
+def bench(model: PreTrainedModel, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> GenerateTiming:
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(model.config.vocab_size, (batch, prompt_tokens), generator=generator)
     time_generate(model, prompts, new_tokens)
     prefill, decode = zip(*(time_generate(model, prompts, new_tokens) for _ in range(repeats)), strict=True)
     prefill_s, decode_s = median(prefill), median(decode)
-    return Timing(
+    return GenerateTiming(
         dtype=str(model.dtype).removeprefix("torch."),
         attention=model.config._attn_implementation,
         experts=model.config._experts_implementation,

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 
 from pallas_attn import mla_decode, paged_decode, ragged_attention
-from scripts.bench.cases import mla_decode as bench_mla_case
-from scripts.bench.cases import paged_decode as bench_decode_case
-from scripts.bench.cases.mla_decode import MlaCase
+from scripts.bench.cases.mla_decode import MlaDecodeCase
 from scripts.bench.cases.paged_decode import DecodeCase
-from scripts.bench.cases.prefill import Ragged, RaggedCase
-from scripts.bench.harness import pools as bench_pools
+from scripts.bench.cases.prefill import RaggedAttentionCase, RaggedPrefill
+from scripts.bench.harness.pools import Pools
 from scripts.bench.harness.timing import Timing
-from scripts.bench.peers import flash_attention as bench_flash_attention
-from scripts.bench.peers import flash_mla as bench_flash_mla
+from scripts.bench.peers import flash_attention, flash_mla
 from scripts.bench.shapes import Decode, MlaDecode
 
 
@@ -129,7 +126,7 @@ MODULES = {
 def installed(monkeypatch):
     """The packages, over numpy in place of torch."""
     torch = SimpleNamespace(cat=np.concatenate, bfloat16="bf16")
-    for module in (bench_flash_mla, bench_flash_attention):
+    for module in (flash_mla, flash_attention):
         monkeypatch.setattr(module, "as_torch", np.asarray)
         monkeypatch.setattr(module, "import_torch", lambda: torch)
     for name, functions in MODULES.items():
@@ -156,11 +153,11 @@ def varied(case, *lens):
     return case
 
 
-@pytest.mark.parametrize("contender", [bench_flash_mla.decode, bench_flash_attention.mla])
+@pytest.mark.parametrize("contender", [flash_mla.decode, flash_attention.mla])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_latent_attention_comes_to_ours(installed, contender, queries):
-    case = varied(MlaCase(MlaDecode(3, 130, 4, queries), varied=True), 130, 64, queries)
-    arrays = bench_mla_case.inputs(case, bench_pools.Pools())
+    case = varied(MlaDecodeCase(MlaDecode(3, 130, 4, queries), varied=True), 130, 64, queries)
+    arrays = case.inputs(Pools())
     out, calls = first_output(contender, case, arrays)
     options: dict[str, Any] = arrays.owns[0] | {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
     ours = mla_decode(**options, sm_scale=case.sm_scale, implementation="reference")
@@ -171,17 +168,17 @@ def test_latent_attention_comes_to_ours(installed, contender, queries):
 @pytest.mark.parametrize("queries", [1, 3])
 def test_paged_attention_comes_to_ours(installed, queries):
     case = varied(DecodeCase(Decode(3, 40, 4, 2, 16, queries, 16), varied=True), 40, 17, queries)
-    arrays = bench_decode_case.inputs(case, bench_pools.Pools())
-    out, calls = first_output(bench_flash_attention.decode, case, arrays)
+    arrays = case.inputs(Pools())
+    out, calls = first_output(flash_attention.decode, case, arrays)
     ours = paged_decode(arrays.q[0], arrays.kv, arrays.block_tables[0], arrays.kv_lens, implementation="reference")
     assert calls == case.calls
     np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("contender", bench_flash_attention.RAGGED_CONTENDERS.values())
+@pytest.mark.parametrize("contender", flash_attention.RAGGED_CONTENDERS.values())
 def test_prefill_comes_to_ours(installed, contender):
-    case = RaggedCase(Ragged(2, 5, 7, 4, 2, 24, 16))
-    arrays = case.inputs(bench_pools.Pools())
+    case = RaggedAttentionCase(RaggedPrefill(2, 5, 7, 4, 2, 24, 16))
+    arrays = case.inputs(Pools())
     out, calls = first_output(contender, case, arrays)
     ours = ragged_attention(**(arrays | {"q": arrays["q"][0]}), implementation="reference")
     assert calls == len(arrays["q"])
@@ -190,13 +187,13 @@ def test_prefill_comes_to_ours(installed, contender):
 
 def test_what_they_do_not_take_is_refused_with_the_reason(installed):
     refused: list[tuple[Any, Any, str]] = [
-        (bench_flash_mla.decode, MlaCase(MlaDecode(1, 64, 4), "f32"), "f32"),
-        (bench_flash_mla.decode, MlaCase(MlaDecode(1, 64, 4, latent_dim=256)), "512, 64"),
-        (bench_flash_mla.decode, MlaCase(MlaDecode(1, 64, 4, page_size=16)), "pages of 64"),
-        (bench_flash_attention.mla, MlaCase(MlaDecode(1, 64, 4, latent_dim=128)), "128"),
-        (bench_flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16), "int8-head"), "int8-head"),
-        (bench_flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16, window=8)), "windows"),
-        (bench_flash_attention.ragged, RaggedCase(Ragged(1, 8, 0, 4, 2, 16, 16), "f32"), "f32"),
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4), "f32"), "f32"),
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=256)), "512, 64"),
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, page_size=16)), "pages of 64"),
+        (flash_attention.mla, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=128)), "128"),
+        (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16), "int8-head"), "int8-head"),
+        (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16, window=8)), "windows"),
+        (flash_attention.ragged, RaggedAttentionCase(RaggedPrefill(1, 8, 0, 4, 2, 16, 16), "f32"), "f32"),
     ]
     nothing: Any = None
     for contender, case, reason in refused:

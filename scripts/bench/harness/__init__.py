@@ -1,0 +1,6 @@
+"""What benchmarks of operations have in common.
+
+In reading order: `case` (cases, contenders, benchmarks), `session` (one run and its report), `timing` (chains of calls
+and their time), `pools` (random page pools), `device` (rates, versions, commit), `report` and `plot` (results for
+people), `compiler` (registers and shared memory of compiled kernels, for tuning).
+"""
