@@ -50,7 +50,7 @@ from scripts.cli.command_line import UsageError, as_usage_error, check_writable
 from scripts.cli.model import implementations
 
 LARGE = "v2-lite"
-"""The configuration that is too large to be written to disk first."""
+"""Configuration that is too large to be written to disk first."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "small models": {
@@ -70,7 +70,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
 }
-"""By what is measured, the options that it takes beside those that all take, and their defaults."""
+"""Options and their defaults by kind of measurement, beside the options that all kinds take."""
 
 
 def settings_of(args: argparse.Namespace) -> AttentionSettings:
@@ -83,7 +83,7 @@ def serving_of(args: argparse.Namespace) -> Serving:
 
 
 def head_wise() -> tuple[GQAConfig, HeadWindowSizes]:
-    """The model whose heads get windows here, and how it is run."""
+    """Returns the model whose heads get windows, and its sizes."""
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     return head_windows.MODELS[backend], head_windows.SIZES[backend]
 
@@ -187,7 +187,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_models(args: argparse.Namespace) -> None:
-    """Raises UsageError, ValueError or NotImplementedError where a model cannot be run as it is asked to be."""
+    """Raises UsageError, ValueError or NotImplementedError if a model cannot be run with these options."""
     settings = settings_of(args)
     if args.head_windows:
         config, sizes = head_wise()
@@ -211,7 +211,7 @@ def check_models(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Makes the directories of the files to be written; raises UsageError where these cannot be."""
+    """Makes the directories of the files to be written; raises UsageError if it cannot."""
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
             with as_usage_error(OSError, prefix=f"{flag}: "):
@@ -222,7 +222,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def check_transformers(python: str) -> None:
-    """Raises UsageError where this is no Python with torch and transformers."""
+    """Raises UsageError if this is no Python with torch and transformers."""
     try:
         subprocess.run([python, "-c", "import torch, transformers"], check=True, capture_output=True, text=True)
     except OSError as error:
@@ -234,7 +234,7 @@ def check_transformers(python: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        # A large model leaves room for little else. Parsing looks at the device, after which it would be too late.
+        # A large model needs most of the memory. Parsing looks at the device, after which this has no effect.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
     console, kind = Console(), jax.devices()[0].device_kind.lower().replace(" ", "_")

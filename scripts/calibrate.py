@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrates as the options ask for, and tells what came of it.
+    """Calibrates as the options ask for, and prints the scales.
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options.
+    """Parses and checks the options.
 
     Raises:
       UsageError: options that are wrong by themselves or together, or a file that cannot be written.
@@ -130,7 +130,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]
 
 
 def _table(title: str, scales: KVScales) -> Table:
-    """The spread of each layer's scales."""
+    """Makes a table of the spread of each layer's scales."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     for kind in ("keys", "values"):

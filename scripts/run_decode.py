@@ -1,4 +1,4 @@
-"""Decode a batch of prompts, and tell what it took: `python scripts/run_decode.py --help`."""
+"""Decode a batch of prompts, and report on the run: `python scripts/run_decode.py --help`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         implementation=implementation,
         verification=None,
     )
-    try:  # printing comes last, because whoever reads it may go, and what fails before keeps none of the rest back
+    try:  # Printing comes last, since the reader may be gone; earlier failures keep back none of the other results.
         try:
             _write_files(options, report, engine)
             if interrupted:
@@ -95,7 +95,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """What the options say, and for what they leave open sizes that suit the prompts and each other."""
+    """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other."""
     lengths = sorted(len(prompt) for prompt in prompts)
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
@@ -132,13 +132,13 @@ def _kv_scales(path: Path) -> KVScales:
         as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
         as_usage_error(ValueError, prefix="--kv-scales: "),
     ):
-        if path.is_dir():  # of which safetensors says "No such device"
+        if path.is_dir():  # safetensors' own message is "No such device"
             raise UsageError(f"--kv-scales: cannot read {path}: it is a directory")
         return load_kv_scales(path)
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:
-    """One bucket where padding costs less than compiling; else None, the engine's choice."""
+    """One bucket if padding costs less than compiling; else None, for the engine's choice."""
     return (size,) if size <= 64 else None
 
 
@@ -153,7 +153,7 @@ def _engine(
     prompts: Sequence[Sequence[int]],
     display: Display,
 ) -> Engine:
-    """An engine, warmed up, with the prompts as its requests 0, 1, ...
+    """Makes an engine, warmed up, with the prompts as its requests 0, 1, ...
 
     Raises:
       UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
@@ -174,7 +174,7 @@ def _engine(
 
 
 def _drive(options: argparse.Namespace, engine: Engine, num_requests: int, display: Display) -> tuple[float, bool]:
-    """Steps until all is done or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
+    """Steps until all requests have ended or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
     profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
     interrupted = False
     with profile, display.tokens(num_requests * options.max_tokens) as advance:
@@ -221,7 +221,7 @@ def _write_json(options: argparse.Namespace, report: Report) -> None:
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
-    """Writes what verifying adds nothing to."""
+    """Writes the files that verifying adds nothing to."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
         with as_failure(OSError, prefix="--dump-logits: "), options.dump_logits.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Calibration: static scales of a quantised K/V cache, from what a model caches of sample prompts.
+"""Calibration: static scales of a quantised K/V cache, measured on the keys and values of sample prompts.
 
 A cache of 8 bits holds x / scale, up to qmax (127 in int8, 448 in e4m3); what is beyond saturates. So the scale that
 loses least has the largest value met stand for qmax. Keys are taken as they are cached: normed and rotated.
@@ -32,7 +32,7 @@ def calibrate(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> KVScales:
-    """Runs prompts, each in one forward over a cache in the model's own dtype, and measures what that holds then.
+    """Runs prompts, each in one forward over a cache in the model's own dtype, and measures the cached values.
 
     Args:
       model: with keys and values to cache.
@@ -65,7 +65,7 @@ def check_inputs(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> None:
-    """What `calibrate` asks of its arguments, of which it needs no more of the model than its configuration.
+    """Validates the arguments of `calibrate`, given the model's configuration alone.
 
     Raises:
       ValueError: a model that caches latents; a prompt that is empty, too long for the model or has ids outside the
@@ -97,7 +97,8 @@ def _magnitudes(
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
 ) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
-    """Of the keys and of the values in each layer, over the axes `reduced` of [Hkv, T, D]."""
+    """Magnitudes of keys and of values in each layer, the maximum or percentile over the axes `reduced` of [Hkv, T,
+    D]."""
     _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
@@ -107,7 +108,7 @@ def _magnitudes(
 def _percentile(
     pages: Float[Array, "N Hkv ps D"], *, num_tokens: Int32[Array, ""], percentile: float, reduced: tuple[int, ...]
 ) -> Float32[Array, "..."]:
-    """Of the magnitudes of the first tokens, whose pages are in order."""
+    """Percentile of the magnitudes of the first `num_tokens` tokens, whose pages are in order."""
     heads, width = pages.shape[1], pages.shape[3]
     magnitudes = jnp.abs(pages.astype(jnp.float32)).swapaxes(0, 1).reshape(heads, -1, width)
     is_token = (jnp.arange(magnitudes.shape[1], dtype=jnp.int32) < num_tokens)[None, :, None]
@@ -116,11 +117,11 @@ def _percentile(
     else:
         found = jnp.nanpercentile(jnp.where(is_token, magnitudes, jnp.nan), percentile, axis=reduced)
     finite = jnp.all(jnp.isfinite(magnitudes) | ~is_token, axis=reduced)
-    return jnp.where(finite, found, jnp.nan)  # which neither of the above need be: XLA's maximum may pass NaN over
+    return jnp.where(finite, found, jnp.nan)  # XLA's maximum may pass NaN over
 
 
 def _scales(magnitudes: Float32[np.ndarray, "..."], dtype: DTypeLike) -> Float32[np.ndarray, "..."]:
-    """Those below the smallest normal float32 count as 0, because some devices flush them to 0."""
+    """magnitudes / qmax; 1 where that is below the smallest normal float32, which some devices flush to 0."""
     qmax = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max
     scales = magnitudes / np.float32(qmax)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)

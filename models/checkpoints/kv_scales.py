@@ -28,5 +28,5 @@ def load_kv_scales(path: Path) -> KVScales:
 
 
 def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Writes what `load_kv_scales` reads."""
+    """Writes a file that `load_kv_scales` reads."""
     save_file({"k_scale": scales.k, "v_scale": scales.v}, path)

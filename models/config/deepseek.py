@@ -112,7 +112,7 @@ class DeepSeekConfig:
 
     @property
     def latent_width(self) -> int:
-        """L + R: what the cache holds per token and layer."""
+        """L + R, the columns that the cache holds per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -122,21 +122,21 @@ class DeepSeekConfig:
 
     @property
     def rope_scaling(self) -> YarnConfig | None:
-        """How the rotary embedding is stretched."""
+        """Stretching of the rotary embedding, None for plain."""
         return self.yarn
 
     @property
     def windows(self) -> None:
-        """What each layer's heads see: everything, all of them, since they share one latent."""
+        """None: all heads share one latent and see everything."""
         return None
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is no mixture of experts."""
+        """Whether a layer's feed-forward part is dense; the others are mixtures of experts."""
         return layer < self.first_k_dense_replace
 
     @property
     def sm_scale(self) -> float:
-        """What query-key products are multiplied by, YaRN's temperature included."""
+        """Factor of query-key products, YaRN's temperature included."""
         return self.qk_head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
 
     @classmethod
@@ -166,14 +166,14 @@ class DeepSeekConfig:
 
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
-# How each family may choose experts; the first value is meant where config.json leaves it unsaid.
+# How each family may choose experts; the first value is the default of config.json.
 ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
 
-# Entries without which two readers of one config.json could build two models. The nullable ones may say that there is
-# none of something, but they must say it.
+# Entries without which two readers of one config.json could build two models. The nullable ones may be null, but must
+# be present.
 _EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
@@ -192,7 +192,7 @@ def _from_hf(config: Json) -> DeepSeekConfig:
     _refuse_unsupported(config)
     entries = read_fields(DeepSeekConfig, config)
     if model_type == "deepseek_v2":
-        # Older checkpoints of this family carry them, and its models apply neither.
+        # Older checkpoints of this family have these entries, but its models apply neither.
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
     else:
         entries.setdefault("num_nextn_predict_layers", 1)
@@ -227,7 +227,7 @@ def _require(config: Json, topk_method: str) -> None:
 
 
 def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change what the model computes and are not here."""
+    """Raises NotImplementedError for features that would change the model's results and are not implemented."""
     if config.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
     if config.get("mlp_bias"):

@@ -1,4 +1,4 @@
-"""The configuration of a model of any family, and the one place that tells families apart by config.json."""
+"""Configurations of any family, and the only place that tells families apart by config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ type ModelConfig = DeepSeekConfig | GQAConfig
 
 
 def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
-    """The same model, its heads with other windows.
+    """Replaces the windows of a model's heads.
 
     Raises:
       NotImplementedError: a model with latent attention.

@@ -1,5 +1,4 @@
-"""What a decoder with grouped-query attention is: the configurations of Qwen3, Llama and gpt-oss, from and to
-config.json."""
+"""Configurations of decoders with grouped-query attention (Qwen3, Llama and gpt-oss), from and to config.json."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from models.config.windows import (
 )
 
 MXFP4_GROUP = 32
-"""Weights that share a scale."""
+"""Number of weights that share a scale."""
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt_oss": "GptOssForCausalLM"}
-"""model_type to the name of its class in Hugging Face transformers."""
+"""Name of the class in Hugging Face transformers, by model_type."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Of gpt-oss, whose defaults are not those of the others.
+# Entries that gpt-oss must have, since its defaults differ from the other families'.
 _EXPLICIT = (
     "num_key_value_heads",
     "head_dim",
@@ -138,21 +137,21 @@ class GQAConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Columns of a query or key that are rotated: all."""
+        """Number of rotated columns of a query or key: all D."""
         return self.head_dim
 
     @property
     def sm_scale(self) -> float:
-        """What query-key products are multiplied by."""
+        """Factor of query-key products."""
         return self.head_dim**-0.5
 
     @property
     def num_nextn_predict_layers(self) -> int:
-        """Layers a checkpoint may hold past the last one, for predicting further tokens: these families have none."""
+        """Number of layers past the last one that predict further tokens; these families have none."""
         return 0
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is no mixture of experts: all are alike."""
+        """Whether a layer's feed-forward part is dense; the same for all layers."""
         return not self.num_local_experts
 
     @classmethod
@@ -194,7 +193,7 @@ class GQAConfig:
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
-        if self.model_type == "gpt_oss":  # where to say nothing means windows and yarn
+        if self.model_type == "gpt_oss":  # whose defaults are windows and yarn
             if self.windows is None:
                 entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
             entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
@@ -231,7 +230,7 @@ def _has_packed_experts(config: Json) -> bool:
 
 
 def _head_sizes(config: Json) -> dict[str, int]:
-    """What older Llamas leave unsaid: a KV head for each query head, and heads that share the hidden size."""
+    """Defaults of older Llamas: one KV head for each query head, and heads that divide the hidden size."""
     read = read_fields(GQAConfig, config)
     heads, width = read["num_attention_heads"], read["hidden_size"]
     at_least(1, {"num_attention_heads": heads})
@@ -241,7 +240,7 @@ def _head_sizes(config: Json) -> dict[str, int]:
 
 
 def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change what the model computes and are not here."""
+    """Raises NotImplementedError for features that would change the model's results and are not implemented."""
     if config.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
     if config.get("mlp_bias"):
@@ -249,7 +248,7 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 def _read_windows(config: Json, num_layers: int) -> Windows | None:
-    """From `head_windows`, which says all where it is there; else from the kinds of the layers."""
+    """Reads windows from `head_windows` if present, else from the kinds of the layers."""
     if config.get("head_windows") is not None:
         return read_head_windows(config["head_windows"])
     kinds = layer_kinds(config, num_layers)

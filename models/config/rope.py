@@ -49,7 +49,7 @@ class YarnConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -58,7 +58,7 @@ class YarnConfig:
 
     @property
     def score_scale(self) -> float:
-        """What all attention scores are multiplied by: the temperature of both sides of the dot product."""
+        """Factor of all attention scores: the temperature of both sides of the dot product."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -89,7 +89,7 @@ class Llama3RopeConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """What cos and sin are multiplied by: llama3 leaves them."""
+        """Factor of cos and sin, which llama3 leaves at 1."""
         return 1.0
 
 
@@ -97,7 +97,7 @@ type RopeScaling = YarnConfig | Llama3RopeConfig
 
 
 def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
-    """Base and stretching, from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+    """Reads base and stretching from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
 
     Args:
       config: contents of a config.json.
@@ -124,7 +124,7 @@ def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling 
 
 
 def rope_entry(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The `rope_scaling` that `read_rope` reads."""
+    """Makes the `rope_scaling` that `read_rope` reads."""
     if scaling is None:
         return None
     given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a model caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
+"""A model's caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type LayerCache = PagedLatent | PagedKV
 """The paged cache of one layer: latents of MLA, keys and values of GQA."""
 
 type Caches = tuple[LayerCache, ...]
-"""The cache of every layer."""
+"""Caches of every layer."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes of keys and values that are stored with scales."""
@@ -94,7 +94,7 @@ def cache_spec(
 
 
 def allocate_caches(config: ModelConfig, specs: Sequence[CacheSpec], scales: KVScales | None = None) -> Caches:
-    """Empty caches of all layers, as `cache_spec` lays each down for these scales."""
+    """Allocates empty caches of all layers, laid out as `cache_spec` does for these scales."""
     if isinstance(config, DeepSeekConfig):
         return tuple(PagedLatent.allocate(spec) for spec in specs)
     caches = [PagedKV.allocate(spec) for spec in specs]

@@ -1,4 +1,4 @@
-"""Which implementations a model's attention would run on, found by shapes alone."""
+"""Explanations, from shapes alone, of which implementations a model's attention would run on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepSizes:
 def explain_attention(
     config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike
 ) -> dict[str, Explanation]:
-    """What `pallas_attn.explain` says of every operation the model calls, in the shapes of its largest step.
+    """Explains every operation that the model calls, in the shapes of its largest step (`pallas_attn.explain`).
 
     Args:
       config: the model.
@@ -69,7 +69,7 @@ def explain_attention(
 def _explain_gqa(
     config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
-    """Of the calls of a layer of GQA; where layers differ in what they see, of those that are hardest to please."""
+    """Explains the operations of GQA, each for the cache group that the fewest implementations accept."""
     layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
 
     def hardest(explained: list[Explanation]) -> Explanation:
@@ -83,7 +83,8 @@ def _explain_gqa(
 
 
 class _HeadShapes:
-    """The calls of one layer of GQA, by their shapes; heads that see unlike have tables and slots of their own."""
+    """Calls of one layer of GQA, by their shapes; heads with windows of their own have tables and slots of their
+    own."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class _HeadShapes:
 
 
 class _LatentShapes:
-    """The calls of one layer of MLA, by their shapes."""
+    """Calls of one layer of MLA, by their shapes."""
 
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)

@@ -35,7 +35,7 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
-    """What the layers of a cache group need to know of a step.
+    """Metadata and plan of a step that the layers of a cache group share.
 
     Attributes:
       metadata: where its tokens belong.
@@ -50,7 +50,7 @@ class GQAStep:
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
     def window_argument(self) -> int | HeadWindow | None:
-        """The window as the operations take it."""
+        """Converts the window to the form that the operations take."""
         return self.window.array() if isinstance(self.window, HeadWindows) else self.window
 
 
@@ -83,7 +83,7 @@ def plan_step(
 def _plan(
     config: GQAConfig, settings: AttentionSettings, step: GQAStep, q: jax.ShapeDtypeStruct, cache: PagedKV
 ) -> DecodePlan | None:
-    """Of a group's decode rows; None where nothing would follow it."""
+    """Plans a group's decode rows; None if the implementation follows no plan."""
     num_programs = decode_programs(q, cache, implementation=settings.implementation)
     if num_programs == 1:
         return None

@@ -35,7 +35,7 @@ from pallas_attn import (
 )
 
 INNER_NORM_EPS = 1e-6
-"""Of the norms inside attention, whatever the model's rms_norm_eps."""
+"""Epsilon of the norms inside attention, whatever the model's rms_norm_eps."""
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ type Part = Rows | Chunks
 
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
-    """The decode part and the prefill part of a step, each in the way `mla` wants it; an empty part is left out."""
+    """Splits a step into its decode part and its prefill part, each in the way `mla` chooses; omits an empty part."""
     num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
     parts = []
     if num_decode:
@@ -94,7 +94,7 @@ def _decode_rows(metadata: StepMetadata) -> Rows:
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
-    """Decode rows as chunks of one token. An idle row still has its place among the tokens: let it see itself."""
+    """Decode rows as chunks of one token. An idle row keeps its place among the tokens, so it attends to itself."""
     offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
     kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
     return Chunks(slice(0, metadata.num_decode), metadata.of_group(0).decode_block_tables, offsets, kv_lens)
@@ -106,7 +106,7 @@ def _prefill_chunks(metadata: StepMetadata) -> Chunks:
 
 
 def _prefill_rows(metadata: StepMetadata) -> Rows:
-    """Every prefill token as a decode row of its own, that sees its sequence up to itself."""
+    """Every prefill token as a decode row of its own, which sees its sequence up to itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
     index = jnp.arange(metadata.num_tokens - metadata.num_decode, dtype=jnp.int32)
     ends = metadata.cu_q_lens[1:]
@@ -119,7 +119,7 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
 def plan_rows(
     parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
 ) -> list[Part]:
-    """Plans the parts that attend absorbed, once for all layers.
+    """Plans the absorbed parts, once for all layers.
 
     Args:
       parts: of a step.
@@ -245,5 +245,6 @@ class MLA(nnx.Module):
 
 
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
-    """x @ weight for every head. Heads go first: an einsum lets XLA swap the operands, 10 times slower on a CPU."""
+    """x @ weight for every head. Heads go first, since an einsum lets XLA swap the operands, 10 times slower on a
+    CPU."""
     return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)

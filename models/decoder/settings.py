@@ -1,4 +1,4 @@
-"""Choices about how a model attends, which belong to a run and not to the model."""
+"""Settings of attention, which belong to a run and not to the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How attention is computed; changes speed and rounding, never meaning.
+    """How to compute attention; changes speed and rounding, never meaning.
 
     Attributes:
       mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.

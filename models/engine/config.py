@@ -13,7 +13,7 @@ from models.engine.group_sizes import GroupSizes
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """What the engine allocates and how it schedules.
+    """Sizes that the engine allocates, and its scheduling policies.
 
     Attributes:
       num_pages: pages of every layer, if all had as many: layers that see less of a sequence leave theirs to the others
@@ -73,7 +73,7 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
 
     def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
-        """Static sizes of the device's side, for one cache group unless told of others."""
+        """Makes the static sizes of the device's side, for one cache group unless given others."""
         table_pages = -(-max_model_len // self.page_size)
         return RunnerConfig(
             num_pages=self.num_pages,
@@ -102,7 +102,7 @@ def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """The static sizes of a step, which decide what is compiled.
+    """Static sizes of a step, which determine the compiled program.
 
     Attributes:
       decode_rows: Bd, decode tokens with padding.
@@ -117,7 +117,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
-    """Sizes the runner allocates and compiles for.
+    """Sizes that the runner allocates and compiles for.
 
     Attributes:
       num_pages, page_size: of every layer's cache, unless `groups` have pages of their own.
@@ -143,7 +143,7 @@ class RunnerConfig:
 
     @property
     def largest_step(self) -> StepSizes:
-        """A step that fills the largest buckets, as `explain_attention` takes it."""
+        """The step that fills the largest buckets, in the form that `explain_attention` takes."""
         return StepSizes(
             num_pages=self.num_pages,
             page_size=self.page_size,
@@ -156,7 +156,7 @@ class RunnerConfig:
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Of the tables of so many sequences, for each cache group."""
+        """Shapes of the tables of so many sequences, one for each cache group."""
         heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
         return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
 

@@ -1,4 +1,4 @@
-"""The inference engine: requests in, tokens out. Everything that drives a model goes through here.
+"""The inference engine: requests in, tokens out. Every model is driven through it.
 
 >>> engine = Engine(random_model(PRESETS["v3-tiny"]), EngineConfig(num_pages=256))
 >>> outputs = engine.generate([[1, 2, 3], [1, 2, 4]], SamplingParams(max_tokens=8))
@@ -27,12 +27,12 @@ from models.engine.step_plan import StepPlan
 from pallas_attn.cache import PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
-"""Called with every token as it arrives; the last one comes with the reason why it is the last."""
+"""Callback for every token as it arrives; the reason is None until the last one."""
 
 
 @dataclasses.dataclass
 class _Tracked:
-    """A request with what only the engine knows of it."""
+    """A request with the engine's own records of it."""
 
     request: Request
     added_s: float
@@ -56,7 +56,7 @@ class _Tracked:
 
 @dataclasses.dataclass(frozen=True)
 class _Launched:
-    """A step under way."""
+    """A step that runs on the device."""
 
     result: StepResult
     planned_s: float
@@ -129,12 +129,12 @@ class Engine:
 
     @property
     def max_sequence_len(self) -> int:
-        """Tokens at which a request ends: what the model takes, or the cache."""
+        """Tokens at which a request ends: the lesser limit of model and cache."""
         return self._scheduler.max_len
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Whether `step` has any work left."""
         return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._undelivered)
 
     def warmup(self) -> float:
@@ -254,7 +254,7 @@ class Engine:
         return [self.output(request_id) for request_id in ids]
 
     def output(self, request_id: RequestId) -> RequestOutput:
-        """What has become of a request so far.
+        """Returns a request's output so far.
 
         Raises:
           ValueError: no such request.
@@ -262,7 +262,7 @@ class Engine:
         return self._find(request_id).output()
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops what is kept of a finished request, which otherwise stays for good.
+        """Drops the records of a finished request, which are otherwise kept for good.
 
         Raises:
           ValueError: no such request, or it has not finished.
@@ -273,7 +273,7 @@ class Engine:
         self._prompt_logits.pop(request_id, None)
 
     def prompt_logits(self, request_id: RequestId) -> np.ndarray:
-        """float32 [prompt length, V], NaN where the prefix cache spared computing; needs capture_logits.
+        """Returns float32 logits [prompt length, V], NaN where the prefix cache spared computing; needs capture_logits.
 
         Raises:
           ValueError: no such request, or the engine was not made to capture logits.
@@ -285,7 +285,7 @@ class Engine:
         return self._prompt_logits.get(request_id, empty)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine was made."""
+        """Returns totals since the engine was made."""
         cache = self._prefix_cache
         prefill_s = sum(r.duration_s * r.prefill_tokens / (r.prefill_tokens + r.decode_tokens) for r in self._records)
         decode_s = sum(r.duration_s for r in self._records) - prefill_s
@@ -316,7 +316,7 @@ class Engine:
         return self._tracked[request_id]
 
     def _pages(self, rows: Sequence[int]) -> int:
-        """The memory of so many rows of each cache group, in pages of all layers, rounded up."""
+        """Memory of so many rows of each cache group, in pages of all layers, rounded up."""
         shares = (len(g.layers) * Fraction(n, g.num_heads) for g, n in zip(self._groups, rows, strict=True))
         return math.ceil(sum(shares, Fraction(0)) / sum(len(g.layers) for g in self._groups))
 
@@ -369,13 +369,14 @@ class Engine:
             end += row.num_tokens
             num_prompt = min(row.num_tokens, len(request.prompt_ids) - row.start)
             tracked = self._tracked.get(request.request_id)
-            # Since the launch the request may have been forgotten, and its name been given to another one.
+            # Since the launch the request may have been forgotten, and its id given to another one.
             if num_prompt > 0 and tracked is not None and tracked.request is request:
                 kept = self._prompt_logits.setdefault(request.request_id, self.prompt_logits(request.request_id))
                 kept[row.start : row.start + num_prompt] = logits[first : first + num_prompt]
 
     def _recover(self) -> None:
-        """The step's caches were donated and may be gone: start from empty ones and compute everything again."""
+        """Starts from empty caches and computes everything again, since the step's caches were donated and may be
+        gone."""
         self._in_flight = None
         self._scheduler.requeue_all()
         self._runner.reset()

@@ -1,4 +1,4 @@
-"""How the memory of a cache is shared between the cache groups of a model."""
+"""Division of a cache's memory between the cache groups of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_attn.cache import GroupPools, HeadPagePool
 
 @dataclasses.dataclass(frozen=True)
 class GroupSizes:
-    """The cache of one group, and what its pool goes by.
+    """Sizes and windows of one cache group.
 
     Attributes:
       layers: of the model.
@@ -49,7 +49,7 @@ def group_sizes(
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
-    """Shares out the memory of `num_pages` in every layer.
+    """Divides the memory of `num_pages` in every layer between the cache groups.
 
     Every group gets what the chunk of one step takes beyond what stays. All else is shared in proportion to what a
     sequence holds of each group that is as long as `max_num_seqs` of them can be at once, and as the model takes.
@@ -74,7 +74,8 @@ def group_sizes(
     total = num_pages * config.num_hidden_layers
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
-        """For sequences of so many pages: how many fit, and what of each group one holds, and a chunk besides."""
+        """Number of sequences of so many pages that fit, and the pages of each group that one holds and that a chunk
+        adds."""
         held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
         chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
         return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
@@ -89,7 +90,7 @@ def group_sizes(
 
 
 def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: int, max_model_len: int) -> GroupPools:
-    """Their pools, with tables for sequences of `max_model_len`, or as long as the pools hold."""
+    """Makes the pools, with tables for sequences of `max_model_len` or as long as the pools hold."""
 
     def with_tables(num_pages: int) -> GroupPools:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
@@ -100,13 +101,13 @@ def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: in
 
 
 def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
-    """Pages that a sequence never exceeds, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
+    """Upper bound of a sequence's pages, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
     pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
 def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
-    """Pages in all layers, for so many of each group."""
+    """Pages in all layers, given the pages of each group."""
     return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
 
 
@@ -117,5 +118,5 @@ def _heads(window: LayerWindow) -> HeadWindows:
 
 
 def _unlimited(window: LayerWindow) -> LayerWindow:
-    """No window, for as many heads."""
+    """Replaces a window by none, for as many heads."""
     return HeadWindows((FULL,) * len(window.window), window.sink_tokens) if isinstance(window, HeadWindows) else None

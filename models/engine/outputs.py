@@ -1,4 +1,4 @@
-"""What the engine reports: of a request, of a step, of a whole run."""
+"""Reports of the engine: of a request, of a step, of a whole run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ type RequestId = int | str
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """What has become of a request so far. No time counts compilation.
+    """State and output of a request so far. No time includes compilation.
 
     Attributes:
       request_id: the caller's.
@@ -36,7 +36,7 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step, as it looked when its tokens had arrived.
+    """Record of one step, taken when its tokens had arrived.
 
     Attributes:
       ended_s: seconds since the engine was made.
@@ -58,7 +58,7 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """The pool of one cache group. A row is a page of one KV head where heads have windows of their own, else of all.
+    """Pool of one cache group. A row is a page of one KV head if heads have windows of their own, else of all heads.
 
     Attributes:
       layers: of the model, that see alike.
@@ -76,7 +76,7 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made. No time counts compilation, which is reported apart.
+    """Totals since the engine was made. No time includes compilation, which is reported apart.
 
     Attributes:
       steps: one record a step.

@@ -48,7 +48,7 @@ class PackedStep:
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
-        """Of each field; a tuple of them for fields that every cache group has one of."""
+        """Shape of each field; a tuple of shapes for fields that every cache group has one of."""
         decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
         rows = (decode + prefill,)
         return {
@@ -72,7 +72,7 @@ class PackedStep:
 
     @classmethod
     def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
-        """The fields of a packed array, as views of it (numpy) or slices (jax)."""
+        """Unpacks an array into its fields, as views of it (numpy) or slices (jax)."""
         offset = 0
 
         def take(shape: tuple[Any, ...]) -> Any:
@@ -115,7 +115,7 @@ class PackedStep:
         self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
 
     def sampling_rows(self) -> SamplingRows:
-        """How each row samples; a sampled token stands right after the tokens its sequence holds."""
+        """Sampling parameters of each row; a sampled token's position is the number of tokens its sequence holds."""
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
         return SamplingRows(
             temperature=bits(self.temperature),
@@ -126,7 +126,7 @@ class PackedStep:
         )
 
     def metadata(self, page_size: int, logit_rows: Int32[Array, "n"]) -> StepMetadata:
-        """Positions, and slots in every cache group, of all tokens, worked out on the device."""
+        """Computes positions, and slots in every cache group, of all tokens on the device."""
         parts = self._parts()
         positions = [token_positions(cu, lens, length=length) for cu, lens, length in parts.values()]
         groups = []
@@ -147,7 +147,7 @@ class PackedStep:
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:
-        """Prefix sums of new tokens, lengths of sequences and number of tokens of the parts that are not empty."""
+        """Prefix sums of new tokens, lengths of sequences and number of tokens, for the parts that are not empty."""
         num_decode, num_prefill = self.decode_slots.shape[0], self.prefill_ids.shape[0]
         decode_cu = jnp.arange(num_decode + 1, dtype=jnp.int32)
         parts = {
@@ -158,6 +158,6 @@ class PackedStep:
 
 
 def _each(shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, ...]]:
-    """Shapes, and those in tuples of shapes."""
+    """Yields shapes, and the shapes in tuples of shapes."""
     for shape in shapes:
         yield from _each(shape) if isinstance(shape[0], tuple) else (shape,)

@@ -1,4 +1,4 @@
-"""What a caller asks for, and how far the engine has come with it."""
+"""Requests: the caller's prompt and sampling parameters, and the engine's progress with them."""
 
 import operator
 from collections.abc import Sequence
@@ -8,13 +8,12 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "refused"]
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
-"""Beyond these a draw has long become the likeliest token, or tokens as likely as one another; and from 1e-34 and 1e37
-on, what it divides or multiplies by the temperature is infinite in float32.
-"""
+"""Limits beyond which a draw is the likeliest token, or all tokens are equally likely; from 1e-34 and 1e37 on, logits
+divided or multiplied by the temperature are infinite in float32."""
 
 
 class RequestRefused(Exception):
-    """The request could not be completed even if it had the engine to itself; the message says why."""
+    """The request cannot be completed even with the engine to itself; the message says why."""
 
 
 @dataclass(frozen=True)

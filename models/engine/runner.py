@@ -23,14 +23,14 @@ from models.engine.step_plan import StepPlan
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
-"""What XLA launches as CUDA graphs, whatever XLA_FLAGS say of that. Loops are not among it by default, and the host
-would wait for the device in every layer of a step with prompts, to learn how many pieces of a cached prefix there are.
-"""
+"""Operations that XLA launches as CUDA graphs, whatever XLA_FLAGS are. Loops are not among its defaults, and without
+them the host would wait for the device in every layer of a step with prompts, to learn how many pieces of a cached
+prefix to read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a launched step leaves on the device.
+    """Results of a launched step, on the device.
 
     Attributes:
       plan: what was launched.
@@ -45,7 +45,7 @@ class StepResult:
     logits: Float[Array, "tokens V"] | None
 
     def sampled(self) -> list[int]:
-        """One token for each of `plan.sampling_rows`. Waits for the device."""
+        """Reads one token for each of `plan.sampling_rows`, waiting for the device."""
         tokens = np.asarray(self.tokens)
         rows = [*range(len(self.plan.decode))]
         rows += [self.bucket.decode_rows + i for i, row in enumerate(self.plan.prefill) if row.samples]
@@ -80,13 +80,13 @@ class Runner:
 
     def reset(self) -> None:
         """Allocates empty caches, as at the start or after a step failed with the old ones donated."""
-        self._caches = ()  # there may not be room for both
+        self._caches = ()  # memory may not hold both
         self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
         self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Every bucket a step can fall into. Steps that mix decode and prefill pad to the largest decode size: their
-        prefill costs more than idle decode rows, and compiling every combination would cost far more."""
+        """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
+        their prefill costs more than idle decode rows, and compiling every combination would cost far more."""
         config = self._config
         decode_only = [Bucket(d, 0) for d in config.decode_buckets]
         prefill_only = [Bucket(0, t, all_logits) for t in config.prefill_buckets]
@@ -141,7 +141,7 @@ class Runner:
         return StepResult(plan, tokens, bucket, logits)
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
-        """Starts a step: what it sampled, and its logits if the bucket has them."""
+        """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
         packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
             self._weights, self._caches, self._last_tokens, packed
@@ -158,7 +158,7 @@ def run_step(
     last_tokens: Int32[Array, "slots"],
     packed: Int32[Array, "n"],
 ) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Caches, Int32[Array, "slots"]]:
-    """One step on the device: tokens in from the last step's samples and the host, samples out."""
+    """Runs one step on the device: tokens in from the last step's samples and the host, samples out."""
     step = PackedStep.of(config, bucket, packed)
     decode_ids = last_tokens[jnp.maximum(step.decode_slots, 0)]
     tokens = jnp.concatenate([decode_ids, step.prefill_ids])

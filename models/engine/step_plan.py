@@ -1,4 +1,4 @@
-"""What one step of the engine computes, as the scheduler tells the runner."""
+"""Plan of one step of the engine, which the scheduler makes and the runner carries out."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""Checking an engine's tokens by decoding again, plainly: each sequence in one forward of its own, with no chunks, no
-absorbed weights, and no cache but a fresh one of its own.
+"""Verification of an engine's tokens by decoding again plainly: each sequence in one forward of its own, with no
+chunks, no absorbed weights, and a fresh cache.
 
 Every output token is held against the one that the plain run samples after the same tokens, with the same seed and
 position. Two computations round differently, so tokens may differ where a choice is a near tie, and only there.
@@ -41,17 +41,17 @@ from models.engine.request import SamplingParams
 from models.engine.sampler import SamplingRows, sample
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.05}
-"""How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache."""
+"""Distance at which two logits still count as tied, by the dtype of the model or of its quantised cache."""
 
 MOST_TIED = 0.25
-"""The share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
+"""Largest share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
 
-_FEW_TIED = 4  # too few tokens to make a share of
+_FEW_TIED = 4  # tokens too few to judge a share by
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A request and what an engine made of it.
+    """A request and an engine's output for it.
 
     Attributes:
       prompt_ids, output_ids: as given and as generated.
@@ -67,7 +67,7 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first token that is not what the plain run gives.
+    """The first token that differs from the plain run's.
 
     Attributes:
       position: in the output, from 0.
@@ -84,7 +84,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class RequestCheck:
-    """One request's tokens against the plain run.
+    """Comparison of one request's tokens with the plain run's.
 
     Attributes:
       equal: tokens that are the same.
@@ -99,7 +99,7 @@ class RequestCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """All requests against the plain run.
+    """Comparison of all requests with the plain run.
 
     Attributes:
       requests: one check a request, in their order.
@@ -154,7 +154,7 @@ def verify(
 
 
 def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
-    """How long the output should be, given that its tokens are right."""
+    """Length that the output should have, given that its tokens are right."""
     params = decoded.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     stopped = (i + 1 for i, token in enumerate(decoded.output_ids) if token in stops)
@@ -171,7 +171,8 @@ class PlainRun:
         cache_dtype: DTypeLike | None = None,
         kv_scales: KVScales | None = None,
     ):
-        """Compiles nothing yet; sequences are padded to powers of two, each length of which is compiled once.
+        """Prepares a plain run. Sequences are padded to powers of two, and each length is compiled when it is first
+        used.
 
         Args:
           model: attends as it will; here in the portable implementation, MLA expanding its latents.
@@ -187,7 +188,7 @@ class PlainRun:
         self._choose = jax.jit(functools.partial(_choose, step, allocate))
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
-        """Holds one request against what is sampled here; arguments as `verify` takes them."""
+        """Compares one request with the tokens that are sampled here; arguments as for `verify`."""
         output = list(decoded.output_ids)
         wanted, margins, is_tied = self.choose(decoded, tolerance)
         due = _due_length(decoded, max_len, self._eos)
@@ -207,7 +208,7 @@ class PlainRun:
         return RequestCheck(equal, tied, difference)
 
     def choose(self, decoded: Decoded, tolerance: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What is sampled after the prompt, and after each output token.
+        """Samples after the prompt, and after each output token.
 
         Returns:
           int32 tokens, float32 margins by which they won, and whether the token that did come next is tied with them
@@ -244,7 +245,7 @@ def _choose(
     following: Int32[Array, "n"],
     tolerance: Float[Array, ""],
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
-    """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
+    """Samples at `rows`, and again with the logits of the tokens that did follow and of those that should have moved
     towards each other by half the tolerance."""
     logits, _ = run_sequence(step, weights, allocate, tokens, num_tokens, rows)
     wanted, margins = sample(logits, sampling)

@@ -1,4 +1,4 @@
-"""Rows of a head-wise paged KV cache: which head of which sequence owns them, and which of them nobody reads again."""
+"""Rows of a head-wise paged KV cache: their owners, and which of them are never read again."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ PAGE_NONE = -1  # the one of pallas_attn.types, which imports jax
 
 @runtime_checkable
 class WindowPerHead(Protocol):
-    """What is read of a `pallas_attn.HeadWindow`, whose module imports jax."""
+    """The fields of a `pallas_attn.HeadWindow`, whose module imports jax."""
 
     @property
     def window(self) -> ArrayLike | Sequence[int]: ...
@@ -96,7 +96,7 @@ class HeadPagePool:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens that a table has pages for."""
+        """Tokens that a table has entries for."""
         return self._tables.shape[2] * self._page_size
 
     @property
@@ -113,7 +113,7 @@ class HeadPagePool:
         return self._rows.num_owned
 
     def num_free_of(self, rows: ArrayLike) -> int:
-        """How many of `rows` nobody holds; PAGE_NONE is none of them.
+        """Number of `rows` that are free, not counting PAGE_NONE.
 
         Raises:
             PageError: a row is not of this pool.
@@ -122,13 +122,12 @@ class HeadPagePool:
 
     @property
     def free_fraction(self) -> float:
-        """The part of all rows that is free, from 0.0 to 1.0: not rounded to pages of all heads, so that each row that
-        comes free shows."""
+        """Free share of all rows, from 0.0 to 1.0, not rounded to pages of all heads, so that each freed row shows."""
         return self.num_free / self.num_rows
 
     def peak_rows(self, num_tokens: int, *, step_tokens: int, num_cached: int = 0) -> int:
-        """Rows that a sequence never exceeds on its way to `num_tokens`, if it is recycled before each `allocate`: in
-        each head the pages of its sink tokens, of the window and of a step's new tokens.
+        """Upper bound of the rows that a sequence holds on its way to `num_tokens`, if it is recycled before each
+        `allocate`: in each head the pages of its sink tokens, of the window and of a step's new tokens.
 
         Args:
             num_tokens: Tokens of the sequence in the end.
@@ -151,7 +150,7 @@ class HeadPagePool:
     def unseen_pages(
         self, oldest_query: int | np.ndarray
     ) -> tuple[Int64[np.ndarray, "Hkv"], Int64[np.ndarray, "... Hkv"]]:
-        """The pages of each head in which no query at `oldest_query` or after it sees a token.
+        """Pages of each head in which no query at `oldest_query` or after it sees a token.
 
         Args:
             oldest_query: Position of a query, or of several [...].
@@ -164,7 +163,7 @@ class HeadPagePool:
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
 
     def allocated_tokens(self, batch_slot: int) -> int:
-        """Tokens that a sequence has room for, those in recycled pages included.
+        """Tokens that a sequence has room for, including those in recycled pages.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -173,7 +172,7 @@ class HeadPagePool:
         return int(self._num_pages[batch_slot]) * self._page_size
 
     def room(self, batch_slot: int) -> int:
-        """Tokens up to which `allocate` could make room with the rows that are free now.
+        """Tokens up to which `allocate` could make room with the free rows.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -182,7 +181,7 @@ class HeadPagePool:
         return min(self.allocated_tokens(batch_slot) + pages * self._page_size, self.table_tokens)
 
     def num_lacking(self, batch_slot: int, num_tokens: int) -> int:
-        """Rows that `allocate` would take.
+        """Number of rows that `allocate` would take.
 
         Raises:
             ValueError: as for `allocate`.
@@ -234,7 +233,7 @@ class HeadPagePool:
         _, self._first_page[batch_slot] = self.unseen_pages(num_pages * self._page_size)
 
     def check_adoptable(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> list[int]:
-        """The rows of which `adopt` takes a reference, page by page.
+        """Checks the arguments of `adopt`, and returns the rows that it takes a reference of, page by page.
 
         Raises:
             PageError, ValueError: as `adopt`.
@@ -280,7 +279,7 @@ class HeadPagePool:
         oldest = self._known_queries(batch_slots, _integers("oldest_queries", oldest_queries))
         start, (_, end) = self._first_page[batch_slots], self.unseen_pages(oldest)
         num_pages = np.maximum(end - start, 0).ravel()
-        # One entry for each page that goes: the sequence and head it is of, and which of their pages it is.
+        # One entry for each recycled page: its sequence, its head, and its index.
         which = np.repeat(np.arange(num_pages.size), num_pages)
         page = start.ravel()[which] + np.arange(which.size) - (np.cumsum(num_pages) - num_pages)[which]
         sequence, head = np.divmod(which, self.num_heads)
@@ -320,7 +319,7 @@ class HeadPagePool:
             state[[first, second]] = state[[second, first]]
 
     def tables(self, batch_slots: ArrayLike) -> Int32[np.ndarray, "B Hkv P"]:
-        """Head-wise block tables of a step, as the attention operations take them.
+        """Head-wise block tables of a step, in the form that the attention operations take.
 
         Args:
             batch_slots: [B], the sequences' batch slots; -1 for an idle row.
@@ -337,7 +336,7 @@ class HeadPagePool:
         return tables
 
     def rows(self, batch_slot: int) -> Int32[np.ndarray, "Hkv pages"]:
-        """The rows of a sequence by page, PAGE_NONE where one is recycled; a copy.
+        """Copies a sequence's rows by page, PAGE_NONE where one is recycled.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -346,7 +345,7 @@ class HeadPagePool:
         return self._tables[batch_slot, :, : self._num_pages[batch_slot]].copy()
 
     def slots(self, batch_slots: ArrayLike, positions: ArrayLike) -> Int32[np.ndarray, "T Hkv"]:
-        """Where `write_kv` puts each new token of a step.
+        """Slots of each new token of a step, in the form that `write_kv` takes.
 
         Args:
             batch_slots: [T], the batch slot of each token's sequence; -1 for padding.
@@ -373,7 +372,7 @@ class HeadPagePool:
         return np.where(real[:, None], rows * self._page_size + offset[:, None], PAGE_NONE).astype(np.int32)
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Has `on_reuse(row)` called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
+        """Registers `on_reuse(row)` to be called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
 
         Raises:
             ValueError: the pool has a watcher already.
@@ -418,7 +417,8 @@ class HeadPagePool:
         return known
 
     def _known_queries(self, batch_slots: np.ndarray, oldest_queries: np.ndarray) -> np.ndarray:
-        """`oldest_queries`, one for each of different batch slots and not before what was said."""
+        """Validates `oldest_queries`: one for each of different batch slots, and none smaller than in an earlier
+        call."""
         if oldest_queries.shape != batch_slots.shape or len(np.unique(batch_slots)) != len(batch_slots):
             wanted = f"one for each of different batch_slots {batch_slots.tolist()}"
             raise ValueError(f"oldest_queries must be {wanted}, got {len(oldest_queries)}")
@@ -430,7 +430,8 @@ class HeadPagePool:
 
 
 def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
-    """Window and sink tokens of each head, in 64 bits: positions and unlimited windows add up to more than 32 hold."""
+    """Window and sink tokens of each head, in 64 bits, since positions and unlimited windows add up to more than 32
+    hold."""
     if not isinstance(window, WindowPerHead):
         raise ValueError(f"window must be a HeadWindow, got {window!r}")
     widths, sink_tokens = _integers("window.window", window.window), _integers("window.sink_tokens", window.sink_tokens)

@@ -102,7 +102,7 @@ class PagePool:
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops one reference per mention of a page; pages that nobody references any more become free.
+        """Drops one reference per mention of a page; pages without references become free.
 
         Args:
             pages: In the order of the sequence they belong to. The last becomes the first to be handed out again,
@@ -122,7 +122,8 @@ class PagePool:
                 self._free[page] = None
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Has `on_reuse(page)` called whenever `allocate` hands out a page, before its new owner can write to it.
+        """Registers `on_reuse(page)` to be called whenever `allocate` hands out a page, before its new owner can write
+        to it.
 
         Args:
             on_reuse: Must neither raise nor call the pool.

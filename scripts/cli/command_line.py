@@ -1,6 +1,5 @@
-"""What command lines share: wrong input ends in one line on stderr and exit status 2, without a traceback, and what
-fails though the input is right in one line and status 3.
-"""
+"""Errors and exit statuses of command lines: wrong input ends in one line on stderr and status 2, without a traceback,
+and a failure despite right input in one line and status 3."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 
 
 class UsageError(Exception):
-    """Input that is wrong, in words for the person who gave it."""
+    """The input is wrong; the message is for the person who gave it."""
 
 
 class Failure(Exception):
-    """What could not be done though the input is right, in words for the person who asked for it."""
+    """The command failed though its input is right; the message is for the person who ran it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print its usage and exit, and takes no flag cut short.
+    """Parser that raises UsageError where argparse would print its usage and exit, and takes no abbreviated flags.
 
     Args:
       description, epilog: printed line by line as they are.
@@ -47,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class StandardOutput(Console):
-    """Standard output. A reader who has gone is a Failure, where rich would end the program with status 1."""
+    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1."""
 
     def on_broken_pipe(self) -> NoReturn:
         self.quiet = True
@@ -56,9 +55,8 @@ class StandardOutput(Console):
 
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command; what it returns, or the status that an exception or an interrupt comes to. Other exceptions than
-    UsageError and Failure are mistakes of the program, which are told with their traceback.
-    """
+    """Runs a command and returns its exit status, or that of its exception or interrupt. Exceptions other than
+    UsageError and Failure are mistakes of the program and print their traceback."""
     try:
         return command()
     except (UsageError, Failure) as error:
@@ -73,12 +71,12 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
 
 
 def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Turns errors that the input is to blame for into a UsageError."""
+    """Converts errors caused by the input to a UsageError."""
     return _turned_into(UsageError, errors, prefix)
 
 
 def as_failure(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Turns errors that the input is not to blame for into a Failure."""
+    """Converts errors not caused by the input to a Failure."""
     return _turned_into(Failure, errors, prefix)
 
 
@@ -93,7 +91,7 @@ def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception]
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raises UsageError, naming the flag, where no file can be written at `path`."""
+    """Raises UsageError, naming the flag, if no file can be written at `path`."""
     try:
         if path.is_dir():
             why = "it is a directory"
@@ -103,6 +101,6 @@ def check_writable(flag: str, path: Path) -> None:
             why = "permission denied"
         else:
             return
-    except OSError as error:  # such as a name that is too long to be looked up
+    except OSError as error:  # such as a name that is too long
         why = error.strerror
     raise UsageError(f"{flag}: cannot write {path}: {why}")

@@ -13,7 +13,7 @@ from scripts.cli.command_line import as_usage_error
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:
-    """What the model is.
+    """Reads the model's configuration.
 
     Raises:
       ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
@@ -28,12 +28,12 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
 
 
 def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
 
 
 def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings) -> Decoder:
-    """The model, with the weights of its directory or random ones.
+    """Loads the model, with the weights of its directory or random ones.
 
     Raises:
       ValueError, NotImplementedError, OSError: as `load_model`.
@@ -47,7 +47,7 @@ def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSe
 
 
 def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:
-    """Operation of the model to the name of what it will run on.
+    """Finds the implementation that each operation of the model will run on, by name.
 
     Raises:
       NotImplementedError: there is nothing that an operation could run on.
@@ -62,5 +62,5 @@ def implementations(config: ModelConfig, settings: AttentionSettings, sizes: Ste
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """What a person calls it."""
+    """Name of the model for people."""
     return options.random if options.model is None else options.model.resolve().name

@@ -1,4 +1,4 @@
-"""Options on a model and its prompts that several command lines take; `decode_model` and `decode_prompts` read them."""
+"""Options on a model and its prompts that several command lines take; `cli.model` and `cli.prompts` read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.cli.command_line import UsageError
 RANDOM_MODELS = ("v3-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
-"""What --kv-dtype takes, and the dtype it means."""
+"""Values of --kv-dtype, and the dtypes they mean."""
 
 
 def add_model(group: argparse._MutuallyExclusiveGroup) -> None:
@@ -26,7 +26,7 @@ def add_prompts(group: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def add_computation(group: argparse._ActionsContainer) -> None:
-    """How the model computes, and what its heads see."""
+    """Adds options on the model's dtype and windows."""
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

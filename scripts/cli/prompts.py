@@ -12,11 +12,11 @@ import numpy as np
 from models.checkpoints import Tokenizer
 from scripts.cli.command_line import UsageError
 
-# Of the demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.
+# The demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.
 _PREFIX_PAGES = 3
 _LONG_PAGES = 12
 _TAILS = (7, 30, 12, 21, 3, 26)
-_LARGEST_PAGE = 64  # what is in proportion with pages stays short enough for small models
+_LARGEST_PAGE = 64  # larger pages count as this, so that prompts stay short enough for small models
 
 _PREFACE = (
     "You answer questions about the memory of computers for people who write software. Give the answer first, in one"
@@ -40,8 +40,8 @@ _QUESTIONS = (
 
 
 def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
-    """Random ids, the same every time: requests that share their first pages, the first of them asked twice, and a
-    longer one that shares nothing."""
+    """Draws random ids, the same every time: requests that share their first pages, the first of them asked twice, and
+    a longer one that shares nothing."""
     rng = np.random.default_rng(0)
     page_size = max(1, min(page_size, _LARGEST_PAGE))
 
@@ -55,12 +55,12 @@ def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
 
 
 def demo_texts() -> list[str]:
-    """Questions after a shared preface."""
+    """Makes the texts of the demonstration: questions after a shared preface."""
     return [f"{_PREFACE}\n\n{question}" for question in _QUESTIONS]
 
 
 def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]] | None:
-    """The prompts that --prompt or --prompt-ids give; None where neither is given.
+    """Reads the prompts of --prompt or --prompt-ids; None if neither is given.
 
     Args:
       tokenizer: of the model; None where it has none, or no text is given.
@@ -78,7 +78,7 @@ def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> li
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids of each text, as the model is to be prompted.
+    """Encodes each text as a prompt of the model.
 
     Raises:
       UsageError: a text is empty.
@@ -89,7 +89,7 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def read_ids(path: Path) -> list[list[int]]:
-    """A JSON list of lists of token ids.
+    """Reads a JSON list of lists of token ids.
 
     Raises:
       UsageError: the file cannot be read, or holds anything else.

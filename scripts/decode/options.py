@@ -1,4 +1,4 @@
-"""The command line of run_decode, and what can be told of it before anything is loaded."""
+"""The command line of run_decode, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ exit status:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `params` made of those on sampling, `implementation` as the operations and `kv_dtype`
-    as the engine takes it.
+    """Parses and checks the options; `params` are made of those on sampling, `implementation` is as the operations take
+    it, `kv_dtype` as the engine does.
 
     Raises:
       UsageError: options that are wrong by themselves or together, or files that cannot be written.

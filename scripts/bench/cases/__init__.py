@@ -1,1 +1,1 @@
-"""Cases of benchmarks that several modules share: what a call costs at least, and its arguments on the device."""
+"""Cases that several benchmarks share: the least work of a call, and its arguments on the device."""

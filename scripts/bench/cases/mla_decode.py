@@ -1,4 +1,4 @@
-"""One layer's absorbed decode step as a benchmark's case: what it costs at least, and its arguments on the device."""
+"""One layer's absorbed decode step as a benchmark's case: its least work, and its arguments on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.bench.shapes import MlaDecode
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodeInputs:
-    """The arguments of a chain of calls.
+    """Arguments of a chain of calls.
 
     Attributes:
       cache: the pool all calls read from.
@@ -32,7 +32,7 @@ class MlaDecodeInputs:
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodeCase:
-    """A step over one kind of cache.
+    """An absorbed decode step over one kind of cache.
 
     Attributes:
       shape: of the step.
@@ -51,19 +51,19 @@ class MlaDecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of latents that are seen."""
+        """Bytes of the latents that queries see."""
         s = self.shape
         return int(self.lens.sum()) * (s.latent_dim + s.rope_dim) * jnp.dtype(CACHES[self.cache][0]).itemsize
 
     @property
     def flops(self) -> int:
-        """Of both products. All queries are taken to see all latents."""
+        """Multiplications and additions of both products. All queries are taken to see all latents."""
         s = self.shape
         return 2 * s.heads * s.queries * int(self.lens.sum()) * (2 * s.latent_dim + s.rope_dim)
 
     @functools.cached_property
     def lens(self) -> np.ndarray:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         s = self.shape
         if not self.varied:
             return np.full(s.batch, s.context, np.int32)
@@ -72,17 +72,17 @@ class MlaDecodeCase:
 
     @property
     def sm_scale(self) -> float:
-        """DeepSeek's for 128 columns of keys that are not rotated."""
+        """DeepSeek's scale for keys with 128 columns that are not rotated."""
         return (128 + self.shape.rope_dim) ** -0.5
 
     @property
     def table_pages(self) -> int:
-        """Pages of a row of the table."""
+        """Width of the block table."""
         return -(-int(self.lens.max()) // self.shape.page_size)
 
     @property
     def cold_calls(self) -> int:
-        """Calls that read pages of their own, until so much was read that the first one's are cold again."""
+        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
         return calls_of(self.num_bytes)
 
     @property
@@ -99,7 +99,7 @@ class MlaDecodeCase:
         return jax.jit(lambda lens, q_lens: make(lens, q_lens=q_lens))(jnp.asarray(self.lens), q_lens)
 
     def inputs(self, pools: Pools) -> MlaDecodeInputs:
-        """The arguments of a chain.
+        """Makes the arguments of a chain.
 
         Raises:
           MemoryError: the pages do not fit.

@@ -1,4 +1,4 @@
-"""One layer's decode step as a benchmark's case: what it reads at least, and its arguments on the device."""
+"""One layer's decode step as a benchmark's case: its least work, and its arguments on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.bench.shapes import Decode
 
 @dataclasses.dataclass(frozen=True)
 class DecodeInputs:
-    """The arguments of a chain of calls.
+    """Arguments of a chain of calls.
 
     Attributes:
       kv: the pool all calls read from.
@@ -34,7 +34,7 @@ class DecodeInputs:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """A step over one kind of cache.
+    """A decode step over one kind of cache.
 
     Attributes:
       shape: of the step.
@@ -63,7 +63,7 @@ class DecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values that are seen; with windows, of the pages they are in."""
+        """Bytes of the keys and values that queries see; with windows, of all pages that hold one."""
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         if self.window is None:
             return page * int(self.lens.sum()) // self.shape.page_size
@@ -77,7 +77,7 @@ class DecodeCase:
 
     @functools.cached_property
     def lens(self) -> np.ndarray:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         s = self.shape
         if not self.varied:
             return np.full(s.batch, s.context, np.int32)
@@ -85,7 +85,7 @@ class DecodeCase:
 
     @functools.cached_property
     def walked_pages(self) -> np.ndarray:
-        """Pages [B, Hkv] with a token that a query sees: those of sink tokens, and those of the window."""
+        """Number of pages [B, Hkv] with a token that a query sees: those of sink tokens, and those of the window."""
         s = self.shape
         windowed = np.arange(s.kv_heads) < (s.kv_heads if self.windowed_heads is None else self.windowed_heads)
         width = np.where(windowed, s.window or FULL, FULL)
@@ -95,7 +95,7 @@ class DecodeCase:
 
     @property
     def window(self) -> int | HeadWindow | None:
-        """As the operation takes it."""
+        """The window in the form that the operation takes."""
         if self.windowed_heads is None or self.shape.window is None:
             return self.shape.window
         windowed = np.arange(self.shape.kv_heads) < self.windowed_heads
@@ -125,30 +125,30 @@ class DecodeCase:
 
     @property
     def table_pages(self) -> int:
-        """Pages of a row of the table."""
+        """Width of the block table."""
         return -(-self.shape.context // self.shape.page_size)
 
     @property
     def cold_calls(self) -> int:
-        """Calls that read pages of their own, until so much was read that the first one's are cold again."""
+        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
         return calls_of(self.num_bytes)
 
     @property
     def calls(self) -> int:
-        """In a chain."""
+        """Number of calls in a chain."""
         return at_least(self.cold_calls)
 
     @property
     def pool_pages(self) -> int:
-        """Pages that the calls of a chain read."""
+        """Number of pages that the calls of a chain read."""
         return self.cold_calls * self.shape.batch * self.table_pages
 
     def in_turn[Own](self, owns: Sequence[Own]) -> list[Own]:
-        """For each call of a chain, what one of the cold calls has."""
+        """Repeats the arguments of the cold calls for all calls of a chain, in turn."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
     def inputs(self, pools: Pools) -> DecodeInputs:
-        """The arguments of a chain.
+        """Makes the arguments of a chain.
 
         Raises:
           MemoryError: the pages do not fit.

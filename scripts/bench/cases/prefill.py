@@ -1,4 +1,4 @@
-"""Prefill chunks as benchmarks' cases: sequences of new tokens after tokens that are there already."""
+"""Prefill chunks as benchmarks' cases: sequences of new tokens after cached ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values
 from scripts.bench.shapes import MlaPrefill, Prefill
 
 CHAIN_SECONDS = 2e-3
-"""What a chain is to last at least: starting one takes some 15 microseconds."""
+"""Least time of a chain in seconds; starting one takes some 15 microseconds."""
 
 PORTABLE_FLOPS = 4e12
-"""Of a call at most, for implementations that may take a second for as many."""
+"""Largest call for the portable implementations, which may take a second for so many operations."""
 
 
 LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2048, 512))
-"""New tokens, and what they come after; the longest chunks first, on which most depends."""
+"""(new tokens, cached tokens); the longest chunks come first, since most depends on them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedPrefill:
-    """Keys and values in one array each: `sequences` of `new_tokens` each after `cached_tokens` each."""
+    """Shape of a chunk whose keys and values are one array each: `sequences` of `new_tokens` each after `cached_tokens`
+    each."""
 
     sequences: int
     new_tokens: int
@@ -40,7 +41,7 @@ class RaggedPrefill:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
-    """What the cases of all three operations have in common.
+    """Base of the cases of all three operations.
 
     Attributes:
       shape: of the chunk.
@@ -52,24 +53,24 @@ class PrefillCase:
 
     @property
     def new(self) -> int:
-        """New tokens of all sequences."""
+        """Number of new tokens of all sequences."""
         return self.shape.sequences * self.shape.new_tokens
 
     @property
     def held(self) -> int:
-        """Tokens of all sequences, new ones included."""
+        """Number of tokens of all sequences, new ones included."""
         return self.new + self.shape.sequences * self.shape.cached_tokens
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees; with a window, of those within it."""
+        """Number of (query, visible key) pairs; with a window, of those within it."""
         s = self.shape
         seen = s.cached_tokens + 1 + np.arange(s.new_tokens)
         return s.sequences * int(np.minimum(seen, getattr(s, "window", None) or seen[-1]).sum())
 
     @property
     def dtype(self) -> Any:
-        """Of queries."""
+        """Dtype of queries."""
         return CACHES[self.cache][0] if self.cache in ("f16", "f32") else jnp.bfloat16
 
     @property
@@ -86,7 +87,7 @@ class PrefillCase:
         return f"S{s.sequences} {s.new_tokens} on {s.cached_tokens}"
 
     def calls(self, num_bytes: int, flops: int) -> int:
-        """In a chain, on a card that computes and copies as fast as any."""
+        """Number of calls in a chain, on a card with the rates of the fastest one."""
         seconds = max(flops / 8e14, num_bytes / 4.8e12)
         return max(2, min(16, round(CHAIN_SECONDS / seconds)))
 
@@ -112,7 +113,7 @@ class RaggedAttentionCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Queries and outputs, keys and values."""
+        """Bytes of queries and outputs, keys and values."""
         s = self.shape
         rows = self.new * s.q_heads + self.held * s.kv_heads
         return rows * (s.qk_dim + s.v_dim) * jnp.dtype(self.dtype).itemsize
@@ -123,7 +124,7 @@ class RaggedAttentionCase(PrefillCase):
         return 2 * s.q_heads * (s.qk_dim + s.v_dim) * self.pairs
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Arguments: q, one for each call, and those that all calls have in common."""
+        """Makes the arguments: q for each call, and the arguments that all calls share."""
         pools.release()
         s = self.shape
         calls = range(self.calls(self.num_bytes, self.flops))
@@ -150,7 +151,8 @@ class PagedPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Queries and outputs, and the pages of all tokens; with a window, of those that some query sees."""
+        """Bytes of queries and outputs, and of the pages of all tokens; with a window, of those that some query
+        sees."""
         s = self.shape
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         seen = min(s.new_tokens + s.cached_tokens, s.new_tokens - 1 + (s.window or s.cached_tokens + 1))
@@ -167,7 +169,7 @@ class PagedPrefillCase(PrefillCase):
         return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Arguments: q, one for each call, and those that all calls have in common.
+        """Makes the arguments: q for each call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -206,14 +208,14 @@ class MlaPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Queries and outputs, weights, and latents, all of which are read once."""
+        """Bytes of queries and outputs, weights, and latents, all of which are read once."""
         s = self.shape
         heads = self.new * (s.nope_dim + s.rope_dim + s.value_dim) + (s.nope_dim + s.value_dim) * s.latent_dim
         return (s.heads * heads + self.held * self.width) * jnp.dtype(self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Of the attention, and of expanding every latent once."""
+        """Operations of the attention, and of expanding every latent once."""
         s = self.shape
         attention = self.pairs * (s.nope_dim + s.rope_dim + s.value_dim)
         return 2 * s.heads * (attention + self.held * s.latent_dim * (s.nope_dim + s.value_dim))
@@ -227,7 +229,7 @@ class MlaPrefillCase(PrefillCase):
         return (self.shape.nope_dim + self.shape.rope_dim) ** -0.5
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Arguments: queries and new latents for each call, and those that all calls have in common.
+        """Makes the arguments: queries and new latents for each call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.

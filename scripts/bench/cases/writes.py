@@ -1,4 +1,4 @@
-"""Cases of writing new tokens into a pool that is updated in place, each call of a chain to slots of its own."""
+"""Cases of writing new tokens into a pool that is updated in place; each call of a chain writes to slots of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.bench.harness.pools import calls_of
 
 @dataclasses.dataclass(frozen=True)
 class WriteCase(abc.ABC):
-    """New tokens, `run` consecutive ones of each sequence.
+    """A write of new tokens, `run` consecutive ones of each sequence.
 
     Attributes:
       cache: kind, of `pools.CACHES`.
@@ -31,12 +31,12 @@ class WriteCase(abc.ABC):
 
     @abc.abstractmethod
     def spec(self, num_pages: int) -> CacheSpec:
-        """Of a pool of so many pages."""
+        """Shapes of a pool of so many pages."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """That a call has to read or write."""
+        """Bytes that a call has to read or write."""
 
     @property
     def flops(self) -> int:
@@ -44,19 +44,18 @@ class WriteCase(abc.ABC):
 
     @property
     def calls(self) -> int:
-        """In a chain."""
+        """Number of calls in a chain."""
         return calls_of(self.num_bytes)
 
     @property
     def pool(self) -> CacheSpec:
-        """As many pages as the calls of a chain write to, and as many as make a large pool."""
+        """A pool with at least the pages that the calls of a chain write to, and at least `pool_bytes`."""
         return self.spec(max(-(-self.pool_bytes // self.spec(1).bytes_per_page), math.prod(self._run_pages)))
 
     @property
     def slots(self) -> list[Array]:
-        """Where each call writes its tokens: runs in pages of their own, from the start of a page or, if they fit one,
-        from anywhere in it.
-        """
+        """Slots of each call: runs in pages of their own, from the start of a page or, if they fit one, from anywhere
+        in it."""
         rng = np.random.default_rng(0)
         pages = rng.permutation(self.pool.num_pages)[: math.prod(self._run_pages)].reshape(self._run_pages)
         place = np.arange(self.run)
@@ -66,5 +65,5 @@ class WriteCase(abc.ABC):
 
     @property
     def _run_pages(self) -> tuple[int, int, int]:
-        """Calls of a chain, runs of a call, and pages of a run."""
+        """Number of calls of a chain, of runs of a call, and of pages of a run."""
         return self.calls, -(-self.tokens // self.run), -(-self.run // self.page_size)

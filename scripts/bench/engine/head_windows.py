@@ -1,4 +1,4 @@
-"""Measures what head-wise windows save in the engine: contexts that a pool holds, their throughput, waiting times.
+"""Measures the savings of head-wise windows in the engine: contexts that a pool holds, their throughput, waiting times.
 
 In every layer some KV heads see everything and the others their sink tokens and a window. Three things are measured:
 
@@ -35,7 +35,7 @@ from scripts.bench.engine.serving import generate, summary
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindowSizes:
-    """What is run, in tokens unless it says otherwise.
+    """Sizes of the requests and pools, in tokens unless stated otherwise.
 
     Attributes:
       context: of a request in the end, its prompt and what is generated.
@@ -67,11 +67,11 @@ class HeadWindowSizes:
 
     @property
     def num_pages(self) -> int:
-        """Of the pool, in which no head shares a page."""
+        """Number of pages of a pool that holds `pool_contexts` contexts without recycling."""
         return self.pool_contexts * -(-self.context // self.page_size)
 
     def allowed(self, num_heads: int, windowed: int) -> float:
-        """How many times as many contexts as without recycling arithmetic allows."""
+        """Largest possible gain in contexts from recycling: the ratio of rows held without it to rows held with it."""
         resident = min(1.0, (self.window + self.sink_tokens) / self.context)
         return num_heads / (num_heads - windowed + windowed * resident)
 
@@ -102,7 +102,7 @@ SIZES = {
         waiting_batch=32,
     ),
 }
-"""By jax's name of the backend."""
+"""Sizes by jax's name of the backend."""
 
 MODELS = {
     "cpu": GQAConfig(
@@ -129,12 +129,12 @@ MODELS = {
         dtype="bfloat16",
     ),
 }
-"""By backend, too: on a GPU 8 of the 36 layers of Qwen3-8B, and fewer words."""
+"""Models by backend: on a GPU 8 of the 36 layers of Qwen3-8B, with a smaller vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindowBench:
-    """A model without windows, and how it is run.
+    """A model without windows, and the way it is run.
 
     Attributes:
       config, dtype, settings: of the model; weights are random.
@@ -149,7 +149,8 @@ class HeadWindowBench:
     windowed: tuple[int, ...]
 
     def model(self, windowed: int = 0, window: int = 0) -> Decoder:
-        """Its last `windowed` heads of every layer have this window; the weights are the same whatever they have."""
+        """Makes the model with this window in the last `windowed` heads of every layer; the weights do not depend on
+        it."""
         heads, sinks = self.config.num_key_value_heads, self.sizes.sink_tokens
         widths = (FULL,) * (heads - windowed) + (window,) * windowed
         layer = HeadWindows(widths, (0,) * (heads - windowed) + (sinks,) * windowed)
@@ -181,7 +182,8 @@ def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]
 
 
 def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Contexts that one pool holds and how fast they go, with recycling and without, in turn: runs of median time."""
+    """Measures the contexts that one pool holds and their throughput, with recycling and without in turn; reports runs
+    of median time."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
     most = round(1.1 * allowed * sizes.pool_contexts)
@@ -205,7 +207,8 @@ def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> dict[str, Any]:
-    """How many of these requests decoded at once, and how fast they did: in all, and while nearly as many decoded."""
+    """Measures how many of these requests decode at once, and their throughput: in all, and while nearly as many
+    decode."""
     preempted = engine.stats().preemptions
     _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
     run_s = sum(step.duration_s for step in steps)
@@ -223,7 +226,7 @@ def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> 
 
 
 def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling: bool) -> Engine:
-    """Of two sizes of decode steps, so that neither way of recycling pads many rows."""
+    """Makes an engine with two sizes of decode steps, so that padding is small with recycling and without."""
     return Engine(
         model,
         EngineConfig(
@@ -241,7 +244,7 @@ def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling
 
 
 def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Waiting times with head-wise tables and with uniform ones, and how much of them is saved."""
+    """Measures waiting times with head-wise tables and with uniform ones, and the share of them that is saved."""
     sizes = bench.sizes
     models = {"uniform": bench.model(), "head_wise": bench.model(windowed, sizes.waiting_window)}
     longest = sizes.waiting_context + sizes.waiting_tokens
@@ -274,7 +277,8 @@ def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Rows in use after each step of one request that grows to a whole context, with recycling and without."""
+    """Counts the rows in use after each step of one request that grows to a whole context, with recycling and
+    without."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     prompt = bench.prompts(1, sizes.page_size)
     series: dict[str, Any] = {"windowed": windowed, "prompt_tokens": sizes.page_size}
@@ -286,16 +290,16 @@ def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
-    """Rows that a sequence of so many tokens may have in use with recycling, decoding a token a step."""
+    """Upper bound of the rows of a sequence of so many tokens with recycling, decoding a token a step."""
     sizes = bench.sizes
     pages = -(-tokens // sizes.page_size)
-    in_window = (sizes.window + sizes.page_size - 2) // sizes.page_size + 1  # wherever in a page it begins
+    in_window = (sizes.window + sizes.page_size - 2) // sizes.page_size + 1  # the window may begin anywhere in a page
     resident = min(pages, -(-sizes.sink_tokens // sizes.page_size) + in_window)
     return pages * (bench.config.num_key_value_heads - windowed) + resident * windowed
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A line a case."""
+    """Table of the results, one line a case."""
     sizes, heads = report["sizes"], report["model"]["num_key_value_heads"]
     title = (
         f"contexts of {sizes['context']:,} in a pool for {sizes['pool_contexts']}, windows of {sizes['window']:,};"
@@ -323,13 +327,13 @@ def _waited(case: dict[str, Any], kind: str) -> str:
 
 
 def plot_long_decode(path: Path, bench: HeadWindowBench, series: dict[str, Any]) -> None:
-    """Writes a PNG of the rows in use as one context grows, and of what they may not exceed.
+    """Writes a PNG of the rows in use as one context grows, and of their upper bound.
 
     Raises:
       ImportError: matplotlib is not installed.
       OSError: it cannot be written.
     """
-    from matplotlib.figure import Figure  # an extra of the package
+    from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

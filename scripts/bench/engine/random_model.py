@@ -1,4 +1,5 @@
-"""Models with random weights, made on the device a parameter at a time: those of a real size fit nowhere twice."""
+"""Models with random weights, made on the device one parameter at a time, since a model of a real size fits there only
+once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from models.decoder import AttentionSettings, Decoder
 
 
 def random_model(config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0) -> Decoder:
-    """Of weights that keep activations near 1, so that tokens go to experts evenly and nothing overflows."""
+    """Makes a model whose weights keep activations near 1, so that tokens go to experts evenly and nothing
+    overflows."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, settings, dtype)))
 
     def make(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:

@@ -1,5 +1,5 @@
-"""Measures the engine on a model of real size: prefill, decode and waiting times by batch and context, beside what the
-card could do at most.
+"""Measures the engine on a model of real size: prefill, decode and waiting times by batch and context, compared with
+the fastest that the card could do.
 
 A case is `batch` requests that come at once, each with a prompt of `context` random tokens. One engine serves all
 cases; its steps are compiled before. Requests whose prompts are computed early get more tokens than the last ones, so
@@ -28,12 +28,12 @@ from scripts.bench.harness.device import Rates, measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 ROUTED = ("mlp.gate_up_proj", "mlp.down_proj")
-"""Ends of the names of routed experts' weights."""
+"""Suffixes of the names of routed experts' weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What is run.
+    """Workload: batches, contexts and the sizes of steps.
 
     Attributes:
       batches, contexts: of the cases, which are all combinations.
@@ -53,12 +53,12 @@ class Serving:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Batch and context, those of few tokens first."""
+        """(batch, context) of every case, the cheapest prompts first."""
         every = [(batch, context) for batch in self.batches for context in self.contexts]
         return sorted(every, key=lambda case: case[0] * case[1] ** 2)
 
     def tokens_each(self, batch: int, context: int) -> list[int]:
-        """New tokens of each request: one more for every step in which prompts of those behind it may be computed.
+        """New tokens of each request: one more for every step in which prompts of later requests may be computed.
 
         Such a step either is full of prompt tokens, or ends as many prompts as it takes.
         """
@@ -85,7 +85,7 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What steps of a model cost at least.
+    """Least costs of a model's steps.
 
     Attributes:
       config: the model.
@@ -110,21 +110,21 @@ class Costs:
             for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
         }
         routed = sum(size for name, size in sizes.items() if name.endswith(ROUTED))
-        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # of which a step reads its tokens' rows
+        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads only its tokens' rows
         token_bytes = model.cache_spec(1, 1).bytes_per_page * len(model.layers)
         return Costs(model.config, sum(sizes.values()) - routed - rows_only, routed, token_bytes, rates)
 
     def weight_bytes(self, tokens: int) -> float:
-        """Expected to be read by a step of so many tokens, whose experts are chosen evenly."""
+        """Expected bytes of weights that a step of so many tokens reads, if experts are chosen evenly."""
         missed = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** tokens
         return self.dense_bytes + (1 - missed) * self.routed_bytes
 
     def decode_floor(self, batch: int, context: float) -> float:
-        """Seconds of moving the weights and latents that a decode step needs."""
+        """Seconds to move the weights and latents that a decode step needs."""
         return (self.weight_bytes(batch) + batch * context * self.token_bytes) / self.rates.copy
 
     def prefill_floor(self, batch: int, context: int, itemsize: int) -> float:
-        """Seconds of multiplying with the weights that each token needs, and of expanded causal attention."""
+        """Seconds to multiply with the weights that each token needs, and for expanded causal attention."""
         c = self.config
         share = c.num_experts_per_tok / c.n_routed_experts
         weights = (self.dense_bytes + share * self.routed_bytes) / itemsize - c.vocab_size * c.hidden_size
@@ -154,7 +154,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
         "cases": [],
     }
     yield report
-    reached = 1.0  # of the floor, by prefills so far
+    reached = 1.0  # share of the floor that prefills have reached so far
     for batch, context in serving.cases:
         floor = costs.prefill_floor(batch, context, np.dtype(model.embed_tokens.dtype).itemsize)
         left = began + serving.limit_seconds - time.perf_counter()
@@ -172,7 +172,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
 def generate(
     engine: Engine, prompts: list[list[int]], new_tokens: list[int]
 ) -> tuple[list[RequestOutput], list[StepRecord]]:
-    """Outputs and steps of requests that come at once."""
+    """Runs requests that come at once; returns their outputs and steps."""
     before = len(engine.stats().steps)
     outputs = engine.generate(prompts, [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in new_tokens])
     for output, tokens in zip(outputs, new_tokens, strict=True):
@@ -185,7 +185,7 @@ def generate(
 def measure(
     engine: Engine, costs: Costs, serving: Serving, batch: int, context: int, prefill_floor: float
 ) -> dict[str, Any]:
-    """One case: times of its steps and requests, and the parts of the floors that they are."""
+    """Measures one case: times of its steps and requests, and their ratios to the floors."""
     prompts = np.random.default_rng(batch).integers(0, costs.config.vocab_size, (batch, context)).tolist()
     new_tokens = serving.tokens_each(batch, context)
     outputs, steps = generate(engine, prompts, new_tokens)
@@ -210,7 +210,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def latest(report: dict[str, Any]) -> str:
-    """The newest case of a report in a line; before the first one, what was made."""
+    """Summary of the newest case of a report in one line; of the model before the first case."""
     if not report["cases"]:
         return (
             f"{report['parameters'] / 1e9:.2f}B parameters made in {report['made_s']:.1f} s,"

@@ -1,6 +1,5 @@
-"""Measures the engine on models that fit a disk: prefill and decode speed by batch size, what the prefix cache saves,
-and transformers' own `generate` on the same weights.
-"""
+"""Measures the engine on models small enough to be written to disk: prefill and decode speed by batch size, savings of
+the prefix cache, and transformers' own `generate` on the same weights."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from models.decoder import AttentionSettings
 from models.engine import Engine, EngineConfig, SamplingParams
 
 OWN_TOKENS = 32
-"""That a request has after the prefix it shares, where the prefix cache is measured."""
+"""Tokens of a request after the shared prefix, in the measurement of the prefix cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is run: prompts of `prompt_tokens`, each continued by `new_tokens`, `repeats` times."""
+    """Workload: prompts of `prompt_tokens`, each continued by `new_tokens`, run `repeats` times."""
 
     prompt_tokens: int
     new_tokens: int
@@ -42,12 +41,12 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """Of the prefix, where the prefix cache is measured."""
+        """Tokens of the shared prefix, in the measurement of the prefix cache."""
         return 4 * self.prompt_tokens
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence, at most."""
+        """Tokens of the longest sequence."""
         return self.shared_tokens + OWN_TOKENS + self.new_tokens
 
     def engine_config(self, batch: int, max_len: int, *, prefix_caching: bool) -> EngineConfig:
@@ -63,7 +62,7 @@ class Workload:
 
 
 def num_cores() -> int:
-    """Cores this process may use, which may be fewer than the machine has."""
+    """Number of cores this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -90,7 +89,7 @@ def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_
 
 
 def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Prefill and decode speed of `batch` requests at once, nothing shared between them."""
+    """Measures prefill and decode speed of `batch` requests at once that share nothing."""
     engine = make_engine(model, work, batch, work.prompt_tokens + work.new_tokens, prefix_caching=False)
     rng = np.random.default_rng(batch)
     vocab_size = model.config.vocab_size
@@ -114,7 +113,8 @@ def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Requests that share a long prompt but for `OWN_TOKENS`, after one that computed it; cache off and on."""
+    """Measures requests that share all but `OWN_TOKENS` of a long prompt, after one that computed it; cache off and
+    on."""
     shared, own, requests = work.shared_tokens, OWN_TOKENS, 2 * batch
     rng = np.random.default_rng(0)
     row: dict[str, Any] = {"requests": requests, "shared_tokens": shared, "own_tokens": own, "batch": batch}
@@ -124,7 +124,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
         for _ in range(work.repeats):
             prefix = prompts(rng, model.config.vocab_size, 1, shared)[0]
             tails = prompts(rng, model.config.vocab_size, requests, own)
-            timed_run(engine, [prefix + tails[0]], 1)  # the first to come computes the prefix
+            timed_run(engine, [prefix + tails[0]], 1)  # the first request computes the prefix
             seconds.append(timed_run(engine, [prefix + tail for tail in tails], work.new_tokens))
         row[f"total_s_{name}"] = statistics.median(seconds)
         row[f"prefix_hit_rate_{name}"] = engine.stats().prefix_hit_rate
@@ -135,7 +135,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
 def bench_transformers(
     python: str, checkpoint: Path, work: Workload, batches: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """The same weights under transformers' own generate."""
+    """Times the same weights under transformers' own generate."""
     script = Path(__file__).parents[1] / "peers" / "transformers_generate.py"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "transformers.json"

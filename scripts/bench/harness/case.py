@@ -1,4 +1,4 @@
-"""What a benchmark of one operation is made of: cases, what they cost at least, and those who contend.
+"""Benchmarks of one operation: cases, their least work, and contenders.
 
 An operation is a module with a `BENCH`, listed in `bench_ops.OPERATIONS`.
 """
@@ -17,16 +17,16 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class Case(Protocol):
-    """One set of arguments. A frozen dataclass, whose fields go into the report."""
+    """One set of arguments: a frozen dataclass, whose fields go into the report."""
 
     @property
     def name(self) -> str:
-        """Unlike that of any other case of the grid."""
+        """Name of the case, unique in its grid."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """That have to be read or written."""
+        """Bytes that have to be read or written."""
         ...
 
     @property
@@ -37,12 +37,12 @@ class Case(Protocol):
 
 type Contender = Callable[[Any, Any, Stopwatch], Timing]
 """contender(case, inputs, stopwatch): times one implementation. Raises NotImplementedError or ImportError, with the
-reason, where it cannot take part; whatever else it raises is a failure."""
+reason, if it cannot take part; any other exception is a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """One operation.
+    """Benchmark of one operation.
 
     Attributes:
       grids: cases by the name of the grid.
@@ -57,13 +57,13 @@ class Bench:
 
 
 def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
-    """Our implementations as contenders, of a function that takes the name of one first."""
+    """Makes contenders of our implementations, given a function that takes an implementation's name first."""
     return {name: functools.partial(ours, name) for name in ("mosaic", "xla")}
 
 
 @contextlib.contextmanager
 def noting_configs() -> Iterator[dict[str, Any]]:
-    """Within it, the configurations that are looked up are noted, by what they are for."""
+    """Records, within its context, the configurations that are looked up, by operation and backend."""
     noted: dict[str, Any] = {}
 
     def note(op: str, key: Mapping[str, Any], config: Any) -> Any:

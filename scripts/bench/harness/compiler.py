@@ -1,4 +1,4 @@
-"""What the compilers of Mosaic GPU kernels say while a program is compiled: registers that spill, shared memory."""
+"""Messages of the compilers of Mosaic GPU kernels: registers that spill, shared memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Iterator
 
 SWITCHES = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
-"""Environment variables that make them print; read whenever a kernel is compiled."""
+"""Environment variables that make the compilers print; read whenever a kernel is compiled."""
 
 
 @contextlib.contextmanager
 def printed() -> Iterator[list[str]]:
-    """Within it, what this process prints, C++ libraries included, is kept; afterwards it is the list's one text."""
+    """Captures, within its context, all that this process prints, C++ libraries included; afterwards it is the list's
+    one text."""
     os.environ.update(dict.fromkeys(SWITCHES, "1"))
     said: list[str] = []
     _flush()
@@ -41,11 +42,11 @@ def _flush() -> None:
 
 
 def spilled_bytes(said: str) -> int:
-    """Bytes per thread that kernels keep in memory for want of registers, stored, loaded or on the stack."""
+    """Bytes per thread that kernels keep in memory for want of registers: stored, loaded or on the stack."""
     found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     return sum(map(int, (number for numbers in found for number in numbers)))
 
 
 def shared_bytes(said: str) -> int:
-    """Bytes of shared memory of the greediest kernel's programs, barriers aside."""
+    """Bytes of shared memory of the program that takes most, without barriers."""
     return max(map(int, re.findall(r"smem_scratch_bytes=(\d+)", said)), default=0)

@@ -1,4 +1,4 @@
-"""What a benchmark has to know of the device it runs on, and what it divides its results by."""
+"""The device of a benchmark, its rates, and the versions and commit that a result depends on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMIT = "PALLAS_ATTN_COMMIT"
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What this card reached in this run.
+    """Rates that this card reached in this run.
 
     Attributes:
       copy: bytes a second of a copy within its memory, read and written ones counted.
@@ -37,12 +37,12 @@ class Rates:
     matrix: float
 
     def floor(self, num_bytes: int, flops: int) -> float:
-        """Seconds that no implementation can beat: moving so many bytes, or computing so much."""
+        """Seconds that no implementation can beat: to move so many bytes, or to compute so much."""
         return max(num_bytes / self.copy, flops / self.matrix)
 
 
 def measure_rates(stopwatch: Stopwatch) -> Rates:
-    """Takes both; on random data, because a card's clock depends on what it multiplies."""
+    """Measures both rates, on random data, since a card's clock depends on its operands."""
     on_gpu = jax.default_backend() == "gpu"
     elements, width = (2**28, 8192) if on_gpu else (2**24, 512)
     stopwatch = dataclasses.replace(stopwatch, kernels=False)
@@ -51,19 +51,19 @@ def measure_rates(stopwatch: Stopwatch) -> Rates:
     copy = 2 * sources[0].nbytes / copied.median
     del sources
     factors = [jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(3)]
-    vendors = {"xla_gpu_enable_triton_gemm": False}  # and no search through others
+    vendors = {"xla_gpu_enable_triton_gemm": False}  # without a search through other libraries
     multiplied = stopwatch.chain(lambda _, b, a: (None, a @ b), factors[1:], shared=factors[0], options=vendors)
     return Rates(copy, 2 * width**3 / multiplied.median)
 
 
 def memory_bytes() -> int:
-    """Bytes that arrays may take here."""
+    """Bytes that arrays may take on this device."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 def multiprocessors() -> int:
-    """Of a GPU; 1 elsewhere."""
+    """Number of multiprocessors of a GPU; 1 elsewhere."""
     return getattr(jax.local_devices()[0], "core_count", 1) if jax.default_backend() == "gpu" else 1
 
 
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit that is measured, and whether files differ from it; both None where that cannot be known.
+    """The measured commit, and whether files differ from it; both None if unknown.
 
     A copy of the tree without git takes the commit from the environment: `COMMIT`, ending in "-dirty" if files differ.
     Results that are written do not count as a difference.
@@ -101,7 +101,7 @@ def commit() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """Standard output of a command; None where it cannot be run, or fails."""
+    """Returns a command's standard output; None if it cannot be run, or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

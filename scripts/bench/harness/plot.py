@@ -1,4 +1,4 @@
-"""A picture of a benchmark: what was reached, under the roof that the bandwidth and the arithmetic of the card make."""
+"""Pictures of a benchmark: results under the roofline of the card's bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision.
+# Okabe and Ito's colours, which can be told apart with any kind of colour vision.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 _MARKERS = "osD^vPX"
 _GREY = "#666666"
 
 
 def plot_report(path: Path, report: dict[str, Any]) -> None:
-    """Writes a PNG: arithmetic by intensity under the roof, and the part of the floor by the bytes of a call.
+    """Writes a PNG: arithmetic by intensity under the roofline, and the fraction of the floor by the bytes of a call.
 
     Raises:
       ImportError: matplotlib is not installed.
       OSError: it cannot be written.
     """
-    from matplotlib.figure import Figure  # an extra of the package
+    from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     roof, parts = figure.subplots(1, 2)
@@ -43,7 +43,7 @@ def plot_report(path: Path, report: dict[str, Any]) -> None:
 
 
 def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
-    """The roof over all intensities that occur, and some more."""
+    """Draws the roofline over all intensities that occur, and some more."""
     rates = report["rates"]
     ridge = rates["matrix"] / rates["copy"]
     intensities = [case["flops"] / case["bytes"] for case in report["cases"] if case["flops"]] or [ridge]
@@ -54,7 +54,7 @@ def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Everybody who was measured at all, and how to draw them."""
+    """Yields every contender with a result, and its style."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     for number, name in enumerate(name for name in names if any(_measured(report, name))):
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
@@ -62,7 +62,7 @@ def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _measured(report: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Cases with a time of this contender."""
+    """Yields cases with a time of this contender, and its entry."""
     for case in report["cases"]:
         entry = case.get("results", {}).get(name, {})
         if "median_us" in entry:

@@ -1,4 +1,5 @@
-"""Page pools for benchmarks: random pages, of which every call of a chain gets others, so that none is in the cache."""
+"""Page pools for benchmarks: random pages, with pages of its own for every call of a chain, so that none is in a
+cache."""
 
 from __future__ import annotations
 
@@ -27,20 +28,22 @@ CACHES: dict[str, tuple[Any, Any]] = {
 """Kinds of caches by name: dtype, and the layout of scales; "token" stands for as many groups as a page has tokens."""
 
 COLD_BYTES = 2 * 2**30
-"""What the calls of a chain read before one reads the same again: many times the L2 (60 MB on an H200), and long enough
-for the host to keep ahead."""
+"""Bytes that the calls of a chain read before one reads the same again: many times the L2 (60 MB on an H200), and
+enough for the host to keep ahead."""
 
 MIN_CALLS = 16
-"""In a chain of calls that only read, however large: starting a chain takes some 15 microseconds, which would count."""
+"""Fewest calls in a chain that only reads, however large: starting a chain takes some 15 microseconds, which would
+count."""
 
 MAX_CALLS = 64
-"""In a chain: still enough where a call takes 10 microseconds, and few enough to compile."""
+"""Most calls in a chain: enough for calls of 10 microseconds, and few enough to compile."""
 
 PORTABLE_CALLS = 8
-"""In a chain of what XLA itself compiles, each call anew. So few calls of small caches may find them in the L2."""
+"""Most calls in a chain of XLA's own code, since each call is compiled anew. So few calls of small caches may find them
+in the L2."""
 
 CHUNK_BYTES = 64 * 2**20
-"""Of random pages made at a time."""
+"""Size of the chunks in which random pages are made."""
 
 
 def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> CacheSpec:
@@ -57,29 +60,29 @@ def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int,
 
 
 def calls_of(num_bytes: int) -> int:
-    """Calls of so many bytes, each on pages of its own, until the first one's are cold again."""
+    """Number of calls of so many bytes, each on pages of its own, until the first one's are cold again."""
     return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
 
 
 def at_least(calls: int) -> int:
-    """Calls that a chain of calls which only read is made of, where so many have pages of their own."""
+    """Number of calls in a chain that only reads, if so many calls have pages of their own."""
     return max(MIN_CALLS, calls)
 
 
 def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
-    """Those of the calls that a chain of this implementation is made of."""
+    """Selects the calls that a chain of this implementation is made of."""
     return owns if implementation == "mosaic" else owns[:PORTABLE_CALLS]
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raises MemoryError where a pool would take more than its part of the memory."""
+    """Raises MemoryError if a pool would take more than its share of the memory."""
     limit = int(0.8 * memory_bytes())
     if num_bytes > limit:
         raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and there is room for {limit / 1e9:.1f}")
 
 
 def random_pool(spec: CacheSpec) -> PagedKV:
-    """Pages of normal values, and scales that bring quantised ones back to about that size."""
+    """Makes pages of normal values, and scales that bring quantised ones back to about that size."""
     arrays = {}
     for i, (name, array) in enumerate(spec.arrays.items()):
         make = _random_scales if name.endswith("_scale") else _random_pages
@@ -88,25 +91,25 @@ def random_pool(spec: CacheSpec) -> PagedKV:
 
 
 def random_latents(spec: CacheSpec) -> PagedLatent:
-    """Pages of normal values."""
+    """Makes pages of normal values."""
     return PagedLatent(_random_pages(jax.random.key(0, impl="rbg"), spec.arrays["pages"]))
 
 
 def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
-    """Normal ones; of integers, whole numbers of the same spread as int8 has."""
+    """Draws normal values; for an integer dtype, whole numbers with the spread of int8."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(40.0 * jax.random.normal(key, shape)), -127, 127).astype(dtype)
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 def _random_pages(key: Array, array: jax.ShapeDtypeStruct) -> Array:
-    """A chunk at a time, because what it is made from takes several times the memory."""
+    """Makes pages chunk by chunk, since their intermediate values take several times the memory."""
     page_bytes = math.prod(array.shape[1:]) * array.dtype.itemsize
     pages = max(1, min(array.shape[0], CHUNK_BYTES // page_bytes))
 
     def fill(i: Array, made: Array) -> Array:
         chunk = random_values(jax.random.fold_in(key, i), (pages, *array.shape[1:]), array.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(made, chunk, i * pages, axis=0)  # the last one ends where it must
+        return jax.lax.dynamic_update_slice_in_dim(made, chunk, i * pages, axis=0)  # the last one moves back
 
     chunks = -(-array.shape[0] // pages)
     return jax.jit(lambda: jax.lax.fori_loop(0, chunks, fill, jnp.zeros(array.shape, array.dtype)))()
@@ -117,13 +120,13 @@ def _random_scales(key: Array, array: jax.ShapeDtypeStruct) -> Array:
 
 
 class Pools:
-    """Keeps the last pool for cases that it will do for."""
+    """Keeps the last pool for the next cases that can use it."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, int, Any] | None = None
 
     def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
-        """A pool of this kind with as many pages, or more.
+        """Returns a pool of this kind with at least so many pages.
 
         Raises:
           MemoryError: it does not fit.
@@ -131,7 +134,7 @@ class Pools:
         return self._get((cache, sizes), cache_spec(cache, num_pages=num_pages, **sizes), random_pool)
 
     def get_latents(self, cache: str, num_pages: int, **sizes: int) -> PagedLatent:
-        """The same of latents.
+        """Returns a pool of latents of this kind with at least so many pages.
 
         Raises:
           MemoryError: it does not fit.
@@ -149,11 +152,11 @@ class Pools:
         return pool
 
     def release(self) -> None:
-        """Forgets it."""
+        """Drops the pool, so that its memory is free."""
         self._kept = None
 
 
 def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:
-    """A block table for each call, of pages that no other call reads, from anywhere in the pool."""
+    """Draws a block table for each call, with pages that no other call reads, from anywhere in the pool."""
     ids = rng.permutation(num_pages)[: calls * math.prod(shape)].astype(np.int32)
     return [jnp.asarray(table) for table in ids.reshape(calls, *shape)]

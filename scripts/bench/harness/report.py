@@ -1,4 +1,4 @@
-"""What a benchmark of operations shows: a line a case while it runs, a table, and a roofline."""
+"""Text output of a benchmark of operations: a line for each case while it runs, and a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def cell(entry: dict[str, Any]) -> str:
-    """A contender's result in a few characters."""
+    """Formats a contender's result in a few characters."""
     if "median_us" not in entry:
         return "absent" if "absent" in entry else "failed"
     waits = " of the host" if entry.get("host_us", 0.0) > 0.9 * entry["median_us"] else ""
@@ -17,14 +17,14 @@ def cell(entry: dict[str, Any]) -> str:
 
 
 def summary(case: dict[str, Any]) -> str:
-    """A case in a line."""
+    """Formats a case in a line."""
     if "skipped" in case:
         return f"{case['case']}: skipped, {case['skipped']}"
     return f"{case['case']}: " + ", ".join(f"{name} {cell(entry)}" for name, entry in case["results"].items())
 
 
 def results_table(report: dict[str, Any]) -> Table:
-    """Medians, and the fractions of the floor they are."""
+    """Makes a table of medians, and of the fractions of the floor."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     title = f"{report['operation']} on {report['device']}: median, and floor / median"
     table = Table(title=title, title_justify="left", header_style="bold")
@@ -41,7 +41,7 @@ def results_table(report: dict[str, Any]) -> Table:
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Why there are gaps; each once."""
+    """Collects the reasons for missing results, each once."""
     found = {}
     for case in report["cases"]:
         if "skipped" in case:
@@ -54,7 +54,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 
 def cache_ratios(report: dict[str, Any]) -> list[str]:
-    """How long quantised caches take beside bfloat16, where a case differs in nothing else."""
+    """Compares times of quantised caches with bfloat16, for cases that differ in nothing else."""
     plain: dict[str, dict[str, Any]] = {}
     lines = []
     for case in report["cases"]:

@@ -1,4 +1,5 @@
-"""One run of a benchmark: cases one after the other, every contender in each, and a report that may end at any case."""
+"""One run of a benchmark: every contender in each case, one case after the other, and a report that may end at any
+case."""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ OPERATIONS = (
     "write_latent",
     "gather_latent",
 )
-"""Each has a module of its name in scripts/bench/ops, with a `BENCH`."""
+"""Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
 
 ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
-"""What a contender that cannot take part raises."""
+"""Exceptions of a contender that cannot take part."""
 FAILURES = (AttributeError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-"""What the code of others may raise that does not work."""
+"""Exceptions that other projects' code may raise when it fails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """One run.
+    """One run of a benchmark.
 
     Attributes:
       bench: the operation.
@@ -57,7 +58,7 @@ class Session:
     pools: Pools = dataclasses.field(default_factory=Pools)
 
     def run(self, case: Case) -> dict[str, Any]:
-        """A case of the report."""
+        """Measures one case for the report."""
         floor = self.rates.floor(case.num_bytes, case.flops)
         bound = "memory" if case.num_bytes / self.rates.copy == floor else "math"
         report: dict[str, Any] = {"case": case.name, "bytes": case.num_bytes, "flops": case.flops, "bound": bound}
@@ -73,7 +74,7 @@ class Session:
     def attempt(
         self, name: str, case: Case, inputs: Any, floor: float, outputs: dict[str, np.ndarray]
     ) -> dict[str, Any]:
-        """One contender's entry: what was measured, or why there is nothing.
+        """Measures one contender: its times, or the reason why there are none.
 
         Args:
           outputs: of those before it, by name; its own is added.
@@ -98,7 +99,8 @@ class Session:
 
 
 def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """How far an output is from the first of the others, so that nobody is praised for computing something else."""
+    """Distance of an output from the first of the others, so that a contender that computes something else is
+    noticed."""
     for name, other in others.items():
         distance, largest = np.abs(output.reshape(other.shape) - other).max(), np.abs(other).max()
         return {"compared_with": name, "largest_difference": float(distance), "largest_value": float(largest)}
@@ -106,7 +108,7 @@ def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[st
 
 
 def reason(error: BaseException) -> str:
-    """An exception in a few words, with those of a group."""
+    """Describes an exception in a few words, with the parts of a group."""
     if isinstance(error, ExceptionGroup):
         return "; ".join(reason(part) for part in error.exceptions)
     text = " ".join(str(error).split())
@@ -115,7 +117,7 @@ def reason(error: BaseException) -> str:
 
 
 def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
-    """The cases that are reached before a time of `time.perf_counter`."""
+    """Yields the cases that are reached before a time of `time.perf_counter`."""
     for case in cases:
         if time.perf_counter() >= end:
             return
@@ -123,7 +125,7 @@ def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """All of it or nothing: who ends the run while it is written finds the last one."""
+    """Writes a report atomically, so that a run that ends while writing leaves the previous report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(report, indent=1) + "\n")

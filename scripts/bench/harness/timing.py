@@ -1,4 +1,4 @@
-"""How the benchmarks of operations take times: chains of calls that the device works off without waiting for the host.
+"""Timing of operations: chains of calls that the device works through without waiting for the host.
 
 A chain is one compiled program that calls an operation many times, each time on other data, and is run over and over.
 On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-"""XLA's option for kernels of a graph that wait for one another, as they do on a stream."""
+"""XLA's option that runs the kernels of a graph one after the other, as on a stream."""
 
 type Call = Callable[[Any, Any, Any], tuple[Any, Any]]
 """call(carried, shared, own) -> carried, output: one call of an operation. `carried` is updated in place by each call
@@ -38,7 +38,7 @@ for the next, `shared` is the same for all, `own` belongs to one call. Each may 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What was measured of one implementation in one case.
+    """Measurement of one implementation in one case.
 
     Attributes:
       samples: seconds a call, one number a sample.
@@ -61,7 +61,7 @@ class Timing:
         return statistics.median(self.samples)
 
     def fields(self) -> dict[str, Any]:
-        """For JSON, in microseconds."""
+        """Fields of a JSON report, times in microseconds."""
         fields: dict[str, Any] = {
             "median_us": 1e6 * self.median,
             "min_us": 1e6 * min(self.samples),
@@ -79,7 +79,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Stopwatch:
-    """How much is measured.
+    """Settings of a measurement.
 
     Attributes:
       sample_seconds: that a sample takes at least.
@@ -92,7 +92,8 @@ class Stopwatch:
     kernels: bool = False
 
     def take(self, run: Callable[[int], float]) -> tuple[list[float], int]:
-        """Samples of run(repeats), which returns the seconds that so many repeats take: seconds a repeat, repeats.
+        """Takes samples of run(repeats), which returns the seconds of so many repeats. Returns seconds per repeat, and
+        the repeats of a sample.
 
         A sample is what three times as many repeats take longer, by repeat: that is without what a run takes however
         long it is, such as the way of the first launch to the device and of the last result's arrival to the host.
@@ -105,7 +106,7 @@ class Stopwatch:
 
         def sample() -> float:
             shorter, longer = run(repeats), run(3 * repeats)
-            # Only where noise is longer than the sample is the difference not positive: then that is all there is.
+            # Not positive only if noise exceeds the sample; then the longer run is the best estimate.
             return (longer - shorter) / (2 * repeats) if longer > shorter else longer / (3 * repeats)
 
         return [sample() for _ in range(self.samples)], 4 * repeats
@@ -135,13 +136,13 @@ class Stopwatch:
         return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
-        """Times what calls of torch launch, captured in a CUDA graph, one after the other.
+        """Times calls of torch, captured in a CUDA graph one after the other.
 
         Args:
           compared: the first call's result is worth a comparison.
         """
-        torch: Any = importlib.import_module("torch")  # a contender's, no dependency of ours
-        calls[0]()  # which may compile
+        torch: Any = importlib.import_module("torch")  # needed by contenders alone, so no dependency
+        calls[0]()  # the first call may compile
         graph, began, ended = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -162,7 +163,7 @@ class Stopwatch:
 
 
 class _Runs:
-    """A compiled chain, and what its last run left for the next."""
+    """A compiled chain, and the arrays that its last run left for the next."""
 
     def __init__(self, call: Call, carried: Any, shared: Any, owns: Sequence[Any], options: Mapping[str, Any]):
         chain = _chain(call)
@@ -177,14 +178,14 @@ class _Runs:
         )
 
     def run(self, repeats: int) -> float:
-        """Seconds that so many runs take."""
+        """Seconds for so many runs."""
         began = time.perf_counter()
         self._queue(repeats)
         jax.block_until_ready((self._outputs, self._carried))
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
-        """Seconds that it takes to queue a run, on an idle device."""
+        """Seconds to queue a run on an idle device."""
         began = time.perf_counter()
         self._queue(4)
         took = time.perf_counter() - began
@@ -196,13 +197,14 @@ class _Runs:
             self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
 
     def first_output(self) -> np.ndarray | None:
-        """Of the first call in float32; None where that is no single array."""
+        """Output of the first call in float32; None if that is no single array."""
         output = self._outputs[0]
         return np.asarray(output.astype(jnp.float32)) if isinstance(output, jax.Array) else None
 
 
 def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], Any]]:
-    """A function that calls once for each of `owns`; the operation is traced and lowered once, as a function of it."""
+    """Makes a function that calls once for each of `owns`; the operation is traced and lowered once, as a function of
+    it."""
     once = jax.jit(call)
 
     def chain(carried: Any, shared: Any, owns: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -216,8 +218,9 @@ def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], A
 
 
 def _kernel_times(call: Call, carried: Any, shared: Any, owns: Sequence[Any]) -> dict[str, float]:
-    """Seconds a call by name of kernel. Nothing is donated, so what is updated in place is copied first: no kernel."""
-    from jax.experimental.mosaic.gpu import profiler  # which only Linux has
+    """Seconds per call by name of kernel. Nothing is donated, so arrays that are updated in place are copied first,
+    which is no kernel."""
+    from jax.experimental.mosaic.gpu import profiler  # available on Linux alone
 
     _, launches = profiler.measure(jax.jit(_chain(call)), aggregate=False)(carried, shared, owns)
     total: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`gather_latent` under the benchmark: prefixes from pages that no other call reads, and new latents after them."""
+"""Benchmark of `gather_latent`: prefixes from pages that no other call reads, and new latents after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class GatherCase:
-    """`sequences` of `cached` tokens in pages and `new` ones after them."""
+    """A gather of `sequences` with `cached` tokens in pages and `new` ones after them."""
 
     sequences: int
     cached: int
@@ -35,12 +35,12 @@ class GatherCase:
 
     @property
     def length(self) -> int:
-        """Rows of the result."""
+        """Number of rows of the result."""
         return self.sequences * (self.cached + self.new)
 
     @property
     def num_bytes(self) -> int:
-        """Latents, read and written; page ids, read."""
+        """Bytes of latents, read and written, and of page ids, read."""
         return 2 * self.length * self.width * jnp.dtype(self.dtype).itemsize + 4 * self.sequences * self.table_pages
 
     @property
@@ -61,7 +61,7 @@ class GatherCase:
 
     @property
     def cold_calls(self) -> int:
-        """Calls that read pages of their own, until so much was read that the first one's are cold again."""
+        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
         return calls_of(self.num_bytes)
 
     @property
@@ -71,7 +71,7 @@ class GatherCase:
 
 @dataclasses.dataclass(frozen=True)
 class GatherInputs:
-    """The arguments of a chain of calls.
+    """Arguments of a chain of calls.
 
     Attributes:
       cache: the pool all calls read from.
@@ -86,7 +86,7 @@ class GatherInputs:
 
 
 def inputs(case: GatherCase, pools: Pools) -> GatherInputs:
-    """The arguments of a chain.
+    """Makes the arguments of a chain.
 
     Raises:
       MemoryError: the pages do not fit.

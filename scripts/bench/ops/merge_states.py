@@ -1,4 +1,4 @@
-"""`merge_states` under the benchmark: partial attention results of the same queries made into one."""
+"""Benchmark of `merge_states`: partial attention states of the same queries merged into one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class MergeCase:
-    """`parts` states of `tokens` queries with `heads` heads."""
+    """A merge of `parts` states of `tokens` queries with `heads` heads."""
 
     parts: int
     tokens: int
@@ -29,7 +29,7 @@ class MergeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Outputs in bfloat16 and float32 LSEs, of the parts and of the whole."""
+        """Bytes of outputs in bfloat16 and float32 LSEs, of the parts and of the result."""
         return (self.parts + 1) * self.tokens * self.heads * (2 * self.head_dim + 4)
 
     @property
@@ -38,7 +38,7 @@ class MergeCase:
 
 
 def inputs(case: MergeCase, pools: Pools) -> list[tuple[Array, Array]]:
-    """Outputs and LSEs of each call."""
+    """Makes the outputs and LSEs of each call."""
     pools.release()
     shape = case.parts, case.tokens, case.heads
     keys = jax.random.split(jax.random.key(0), calls_of(case.num_bytes))

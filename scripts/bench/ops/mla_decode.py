@@ -1,4 +1,4 @@
-"""`mla_decode` under the benchmark: one layer's absorbed step over a pool of which every call reads other pages."""
+"""Benchmark of `mla_decode`: one layer's absorbed step over a pool of which every call reads other pages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _small_batches() -> list[MlaDecodeCase]:
 
 
 def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCase]:
-    """All widths that there are kernels for."""
+    """All widths with a kernel."""
     widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
     sizes = itertools.product(widths, heads)
     return [
@@ -50,7 +50,7 @@ def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCas
 
 
 def _quick() -> list[MlaDecodeCase]:
-    """The sizes that tell most, those that share a pool after each other."""
+    """The most informative sizes, in an order that reuses pools."""
     sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
     sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
     sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]

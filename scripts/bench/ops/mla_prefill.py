@@ -1,4 +1,4 @@
-"""`mla_prefill` under the benchmark: expanded latent attention of chunks after prefixes in pages."""
+"""Benchmark of `mla_prefill`: expanded latent attention of chunks after prefixes in pages."""
 
 from __future__ import annotations
 

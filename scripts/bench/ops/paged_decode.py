@@ -1,4 +1,4 @@
-"""`paged_decode` under the benchmark: one layer's step over a pool of which every call reads other pages."""
+"""Benchmark of `paged_decode`: one layer's step over a pool of which every call reads other pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ours(implementation: str, case: DecodeCase, arrays: DecodeInputs, stopwatch:
 # --- grids
 
 GQA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 4, 128), (14, 1, 128), (64, 8, 64))
-"""Query heads, KV heads, head width."""
+"""(query heads, KV heads, head width)."""
 
 
 def _gqa() -> list[DecodeCase]:
@@ -56,7 +56,7 @@ def _gqa() -> list[DecodeCase]:
 
 
 def _gqa_quick() -> list[DecodeCase]:
-    """The sizes that tell most, a cache after the other."""
+    """The most informative sizes, for one cache after the other."""
     shapes = [Decode(*size, 32, 8, 128) for size in ((1, 8192), (1, 131072), (16, 2048), (64, 2048), (64, 8192))]
     shapes += [Decode(256, 2048, 32, 8, 128), Decode(64, 8192, 32, 8, 128, queries=4)]
     shapes += [Decode(64, 8192, 32, 8, 128, page_size=16), Decode(64, 8192, 64, 8, 128), Decode(64, 8192, 64, 8, 64)]
@@ -73,12 +73,12 @@ def _head_wise() -> list[DecodeCase]:
 
 
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
-    """So that a pool does for many cases that follow one another."""
+    """Sorts cases so that those that can share a pool follow one another."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
 
 
 def _tune() -> list[DecodeCase]:
-    """Whatever a configuration depends on, in a step that fills the card and in one that does not."""
+    """Every value that a configuration depends on, in a step that fills the card and in one that does not."""
     heads = ((32, 8, 128, 1), (32, 8, 128, 4), (64, 8, 64, 1), (8, 4, 256, 1))
     return [
         DecodeCase(Decode(batch, context, q_heads, kv_heads, head_dim, queries=queries), cache)

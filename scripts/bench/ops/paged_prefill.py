@@ -1,4 +1,4 @@
-"""`paged_prefill` under the benchmark: prefill chunks over pages that hold them and what comes before."""
+"""Benchmark of `paged_prefill`: prefill chunks over pages that hold them and their prefixes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ours(implementation: str, case: PagedPrefillCase, arrays: dict[str, Any], st
 
 
 def _tune() -> list[PagedPrefillCase]:
-    """Widths and kinds of caches, those that share a pool after each other, in one sequence and in several."""
+    """Widths and kinds of caches, in one sequence and in several, in an order that reuses pools."""
     kinds = itertools.product((64, 128, 256), ("bf16", "int8-head", "fp8-token"), (1, 16))
     return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
 

@@ -1,4 +1,4 @@
-"""`plan_decode` under the benchmark: what an engine runs once a step, before the layers that share the plan."""
+"""Benchmark of `plan_decode`, which an engine runs once a step, before the layers that share the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 3
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
-    """Lengths of `batch` sequences of up to `context` tokens, for `programs` programs a multiprocessor.
+    """Lengths of `batch` sequences of up to `context` tokens.
 
     Attributes:
       windowed: half of the heads see 1,024 keys and 128 sink tokens.
@@ -38,7 +38,7 @@ class PlanCase:
 
     @property
     def num_bytes(self) -> int:
-        """Lengths in, the plan out."""
+        """Bytes of the lengths and of the plan."""
         rows = self.batch * self.kv_heads
         return 4 * (self.batch + 7 * rows + 2 + 3 * (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() + 1))
 
@@ -48,7 +48,7 @@ class PlanCase:
 
 
 def inputs(case: PlanCase, pools: Pools) -> list[Array]:
-    """The lengths of each call."""
+    """Draws the lengths of each call."""
     del pools
     lens = np.random.default_rng(0).integers(1, case.context + 1, (MAX_CALLS, case.batch), np.int32)
     return [jnp.asarray(row) for row in lens]

@@ -1,4 +1,4 @@
-"""`ragged_attention` under the benchmark: prefill chunks with keys and values that lie in order."""
+"""Benchmark of `ragged_attention`: prefill chunks with keys and values that lie in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
 
 HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
-"""Query heads, KV heads, width of queries and keys, of values."""
+"""(query heads, KV heads, width of queries and keys, width of values)."""
 
 
 def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
@@ -25,14 +25,14 @@ def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any],
 
 
 def _quick() -> list[RaggedAttentionCase]:
-    """The sizes that tell most."""
+    """The most informative sizes."""
     sizes = [(8192, 0, heads) for heads in HEADS] + [(2048, 8192, heads) for heads in HEADS]
     sizes += [(512, 32768, HEADS[1]), (512, 0, HEADS[1])]
     return [RaggedAttentionCase(RaggedPrefill(1, new, cached, *heads)) for new, cached, heads in sizes]
 
 
 def _tune() -> list[RaggedAttentionCase]:
-    """All widths that there are kernels for, in one sequence and in several."""
+    """All widths with a kernel, in one sequence and in several."""
     heads = (HEADS[1], *((32, 8, width, width) for width in (64, 128, 256)))
     return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
 

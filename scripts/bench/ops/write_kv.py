@@ -1,4 +1,4 @@
-"""`write_kv` under the benchmark: new tokens into a pool that is updated in place, to other slots in every call."""
+"""Benchmark of `write_kv`: new tokens into a pool that is updated in place, to other slots in every call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class WriteKVCase(WriteCase):
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values, read in bfloat16 and written in the cache's dtype; with rope queries, read and written."""
+        """Bytes of keys and values, read in bfloat16 and written in the cache's dtype; with rope also of queries, read
+        and written."""
         written = self.tokens * self.spec(1).bytes_per_page // self.page_size
         rotated = 2 * self.q_heads if self.rope else 0
         angles = 2 * 4 * (self.head_dim // 2) if self.rope else 0
@@ -50,7 +51,7 @@ class WriteKVCase(WriteCase):
 
 
 def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
-    """What each call writes, and where.
+    """Makes the arguments of each call, slots included.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -67,7 +68,7 @@ def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Times calls over a pool of their own, because they change it."""
+    """Times calls over a pool of their own, since they change it."""
 
     def call(kv: Any, rope: Any, own: dict[str, Any]) -> tuple[Any, Any]:
         written: Any = write_kv(kv, **own, rope=rope, implementation=implementation)
@@ -79,7 +80,7 @@ def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], s
 
 
 def _grid() -> list[WriteKVCase]:
-    """A decode step's tokens, each of a sequence of its own, and prefill chunks."""
+    """Tokens of a decode step, each of a sequence of its own, and prefill chunks."""
     sizes = ((64, 1), (256, 1), (2048, 2048), (8192, 8192))
     caches = ("bf16", "int8-head", "fp8-head", "fp8-token")
     return [

@@ -1,4 +1,4 @@
-"""`write_latent` under the benchmark: new latents into a pool that is updated in place, each call to other slots."""
+"""Benchmark of `write_latent`: new latents into a pool that is updated in place, each call to other slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WriteLatentCase(WriteCase):
 
     @property
     def num_bytes(self) -> int:
-        """Latents, read and written; slots, read."""
+        """Bytes of latents, read and written, and of slots, read."""
         return self.tokens * (2 * self.spec(1).bytes_per_page // self.page_size + 4)
 
     def spec(self, num_pages: int) -> CacheSpec:
@@ -38,7 +38,7 @@ class WriteLatentCase(WriteCase):
 
 
 def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
-    """What each call writes, and where.
+    """Makes the arguments of each call, slots included.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -54,7 +54,7 @@ def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteLatentCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Times calls over a pool of their own, because they change it."""
+    """Times calls over a pool of their own, since they change it."""
 
     def call(cache: Any, _: None, own: dict[str, Any]) -> tuple[Any, None]:
         return write_latent(cache, **own, implementation=implementation), None

@@ -1,4 +1,4 @@
-"""FlashAttention-3 beside ours, over the same pages and the same arrays.
+"""FlashAttention-3 as a contender, over the same pages and arrays as ours.
 
 Its schedule of a decode step, made from lengths alone for all layers, is made before, as ours is, and is not in the
 time. Its second kernel, which combines what sequences in parts came to, is. A prefill of sequences of any lengths has
@@ -18,13 +18,13 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 MAX_ROPE_DIM = 64
-"""Of the keys beside which it takes latents."""
+"""Largest width of rotated keys with which it takes latents."""
 LATENT_DIMS = range(256, 513)
-"""That it takes as values which are keys too."""
+"""Widths of values that it also takes as keys."""
 
 
 def import_interface() -> Any:
-    """Its module, where torch sees a GPU.
+    """Imports its module, if torch sees a GPU.
 
     Raises:
       ImportError: one of the two is not installed.
@@ -42,7 +42,7 @@ def refuse_all_but_bf16(cache: str) -> None:
 def of_a_step(
     case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
 ) -> dict[str, Any]:
-    """What its calls of one step have in common.
+    """Arguments that its calls of one step share.
 
     Args:
       heads: of queries, of keys and values.
@@ -52,7 +52,7 @@ def of_a_step(
     schedule = import_interface().get_scheduler_metadata(
         s.batch,
         s.queries,
-        case.table_pages * s.page_size,  # as a call takes it from its table: parts must come out as many there
+        case.table_pages * s.page_size,  # as a call derives it from its table
         *heads,
         widths[0],
         lens,
@@ -65,7 +65,8 @@ def of_a_step(
 
 
 def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Rotated keys are its keys; latents are its values, and, with queries of their own, keys too."""
+    """Times latent attention: rotated keys as its keys, latents as its values and, with queries of their own, also as
+    keys."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -83,7 +84,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
 
 
 def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Heads lie outside of tokens in our pages: it takes any strides."""
+    """Times paged decode. Heads are outside of tokens in our pages, and it takes any strides."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -99,7 +100,7 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
 
 
 def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Sequences one after the other, as ours are."""
+    """Times sequences one after the other, as ours are."""
     attend = import_interface().flash_attn_varlen_func
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -110,7 +111,7 @@ def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwat
 
 
 def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Sequences as rows of one array, which ours are not told."""
+    """Times sequences as rows of one array, a regularity that ours cannot use."""
     attend = import_interface().flash_attn_func
     refuse_all_but_bf16(case.cache)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's latent attention beside ours, over the same pages."""
+"""FlashInfer's latent attention as a contender, over the same pages as ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """One of its backends; planned on the host before, as it wants."""
+    """Times one of its backends, planned on the host before, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
@@ -36,7 +36,7 @@ def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch
 
 
 def planned(wrapper: Any, torch: Any, case: MlaDecodeCase, table: np.ndarray) -> Callable[..., Any]:
-    """Its function of queries and pages, for one table."""
+    """Returns its function of queries and pages, planned for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     wrapper.plan(

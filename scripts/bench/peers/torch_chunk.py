@@ -1,4 +1,4 @@
-"""Attention of torch beside ours, over prefill chunks of sequences that are all of one length."""
+"""Torch's attention as a contender, over prefill chunks of sequences that are all of one length."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def by_head(case: RaggedAttentionCase, array: Any) -> Any:
-    """[S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
+    """Views [S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
     return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
 
 
 def time_calls(
     call: Callable[..., Any], case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
 ) -> Timing:
-    """Of queries, keys and values by head; outputs in the order of ours."""
+    """Times a function of queries, keys and values by head, whose outputs are put in the order of ours."""
     k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
 
     def attend(q: Any) -> Any:
@@ -32,7 +32,7 @@ def time_calls(
 
 
 def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """torch's scaled_dot_product_attention with one of its backends."""
+    """Times torch's scaled_dot_product_attention with one of its backends."""
     torch = import_torch()
     s = case.shape
     options: dict[str, Any] = {"is_causal": True}
@@ -60,10 +60,10 @@ def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str
 
 
 def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """torch's flex_attention, compiled for the case."""
+    """Times torch's flex_attention, compiled for the case."""
     torch = import_torch()
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # which gives up on a function after a few shapes
+    torch.compiler.reset()  # it gives up on a function after a few shapes
     s = case.shape
 
     def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Time Hugging Face transformers' own `generate` on a checkpoint: what scripts/bench_engine.py is compared with.
+"""Time Hugging Face transformers' own `generate` on a checkpoint, for comparison with scripts/bench_engine.py.
 
     pip install torch==2.13.0 transformers==5.23.0
     python scripts/bench/peers/transformers_generate.py --model DIR [--batch 1 8 32]
@@ -43,7 +43,7 @@ class GenerateTiming:
 
 
 class StepClock(StoppingCriteria):
-    """Notes when each token was chosen, and never stops."""
+    """Records when each token was chosen, and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -54,7 +54,7 @@ class StepClock(StoppingCriteria):
 
 
 def load(directory: Path, dtype: str) -> PreTrainedModel:
-    """The checkpoint's model, or one with random weights where the directory holds a config.json alone."""
+    """Loads the checkpoint's model, or makes one with random weights if the directory holds a config.json alone."""
     if any(directory.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     else:
