@@ -1,4 +1,4 @@
-"""Configurations: what a config.json says, what it may not say, and what follows from it."""
+"""Configurations: reading a config.json, refusing a wrong one, and the sizes derived from it."""
 
 from __future__ import annotations
 

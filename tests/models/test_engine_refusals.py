@@ -1,4 +1,4 @@
-"""What the engine refuses: wrong prompts, requests, names and settings. None of it disturbs who came before."""
+"""Refusals of the engine: wrong prompts, requests, names and settings. None of them disturbs earlier requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss: what its config.json says and may not say, and checkpoints with packed experts."""
+"""gpt-oss: reading its config.json, refusing a wrong one, and checkpoints with packed experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pallas_attn import FULL
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]
 
-PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, but for entries that say how it is trained or converted
+PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries on its training and conversion
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
     "attention_dropout": 0.0,

@@ -1,4 +1,4 @@
-"""Configurations of dense decoders with grouped-query attention: what a config.json says and may not say."""
+"""Configurations of dense decoders with grouped-query attention: reading a config.json, and refusing a wrong one."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CONFIGS = {
         head_dim=128,
         windows=(HEADS, None, HEADS),
     ),
-    # One expert, for which one of several a token goes to hangs on the last bit of bfloat16.
+    # One expert, since a choice between several depends on the last bit of bfloat16.
     "sinks and windows of layers": dataclasses.replace(
         GQA_PRESETS["gpt-oss-tiny"],
         **WIDE,
@@ -71,7 +71,7 @@ def test_kernels_make_the_tokens_of_a_plain_run(config: GQAConfig):
 
 @pytest.mark.gpu
 def test_experts_of_gpt_oss_are_multiplied_by_groups(rng):
-    """At its own width, which leaves half a tile, against the portable loop over blocks."""
+    """The kernel at gpt-oss's own width, which leaves half a tile, agrees with the portable loop over blocks."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
     assert moe.hopper_takes(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)

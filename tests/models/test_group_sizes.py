@@ -1,4 +1,4 @@
-"""How cache groups share the memory."""
+"""The division of memory between cache groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: what travels to the device, how steps are padded, and that caches stay where they are."""
+"""The runner: transfers to the device, padding of steps, and caches that stay in place."""
 
 import dataclasses
 import re

@@ -267,7 +267,7 @@ def test_tokens_that_cannot_be_compared_change_nothing():
 
 
 def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
-    """Each allocation in turn fails, whether or not there are pages."""
+    """Each allocation in turn fails, whether or not pages are free."""
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
         allocate, calls = engine.pools.allocate, iter(range(10**6))

@@ -1,4 +1,4 @@
-"""Layers share one plan of a step's absorbed rows, and there is none where nothing follows plans."""
+"""Layers share one plan of a step's absorbed rows; without an implementation that follows plans, none is made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = dataclasses.replace(
 
 
 def kernels(jaxpr: Any) -> Iterator[str]:
-    """Names of the Mosaic GPU kernels that a program runs, each as often as it does."""
+    """Names of the Mosaic GPU kernels that a program runs, with repetitions."""
     for equation in jaxpr.eqns:
         if "meshes" in equation.params:
             yield equation.params["name"]

@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor finds its place, and what does not fit is named before a byte of a tensor is read."""
+"""Checkpoints: every tensor finds its place, and misfits are named before a byte of a tensor is read."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_loads_shards(directory: Path, tmp_path: Path):
 
 
 def test_layouts(directory: Path):
-    """Spot checks against the file, element by element: the transposes, the halves, the cut of kv_b_proj."""
+    """Checks single elements against the file: the transposes, the halves, the cut of kv_b_proj."""
     ours = parameters(weights.load_model(directory))
     file = load_file(directory / "model.safetensors")
     attention, name = "layers.1.self_attn", "model.layers.1.self_attn"
@@ -277,7 +277,7 @@ def test_generation_config_names_the_end_of_sequence(directory: Path):
 
 
 def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 blocks and scales, one block at a time."""
+    """Multiplies FP8 blocks and scales, one block at a time."""
     grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
     scale, stored = np.zeros(grid, np.float32), np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     for i in range(grid[0]):

@@ -1,4 +1,4 @@
-"""Windows of layers and heads: what a config.json or a file says of them, and which layers share tables."""
+"""Windows of layers and heads: reading them from a config.json or a file, and the layers that share tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of latent attention and of prefill: what their cases cost, and what they hand to whom."""
+"""Cases of benchmarks: their least work, their arguments, and the arguments that contenders get."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +143,7 @@ def test_pools_of_latents_are_kept_too():
 
 @pytest.mark.parametrize(("programs", "planned"), [(1, None), (5, 5)])
 def test_steps_are_shared_among_as_many_programs_as_run_at_once(monkeypatch, programs, planned):
-    """Where plans are followed at all."""
+    """A plan is made for as many programs as run at once, and none for a single one."""
     asked = []
 
     def chain(call, owns, *, shared):

@@ -1,4 +1,4 @@
-"""The description of device, versions and commit that every result carries."""
+"""Description of device, versions and commit that every result carries."""
 
 import subprocess
 

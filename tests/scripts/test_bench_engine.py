@@ -1,4 +1,4 @@
-"""The engine's benchmark: it runs, and what it writes adds up. What it measures is nobody's promise."""
+"""The engine's benchmark: it runs, and its report adds up. Its measurements are not tested."""
 
 import functools
 import json

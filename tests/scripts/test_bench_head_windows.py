@@ -1,4 +1,4 @@
-"""The benchmark of head-wise windows: its arithmetic, and that what it reports adds up."""
+"""The benchmark of head-wise windows: its arithmetic, and a report that adds up."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def test_arithmetic_is_that_of_32k_contexts_and_4k_windows():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The report and the picture of a run in miniature."""
+    """Report and picture of a run in miniature."""
     with pytest.MonkeyPatch.context() as patch:
         small = dataclasses.replace(
             MODELS["cpu"], num_hidden_layers=1, hidden_size=32, num_attention_heads=8, head_dim=16, vocab_size=64

@@ -1,4 +1,4 @@
-"""The benchmark of operations: it measures what it says, and nothing stops it. Its times are nobody's promise."""
+"""The benchmark of operations: a report that adds up, and failures that stop nothing. Its times are not tested."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ RATES = Rates(copy=4e12, matrix=8e14)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Chains of three calls, and no large copies and products."""
+    """Makes chains of three calls, without large copies and products."""
     monkeypatch.setattr(pools, "MAX_CALLS", 3)
     monkeypatch.setattr(pools, "MIN_CALLS", 3)
     monkeypatch.setattr(plan_bench, "MAX_CALLS", 3)
@@ -37,7 +37,7 @@ def quick(monkeypatch):
 
 
 CALLS = dict.fromkeys(("ragged_attention", "paged_prefill", "mla_prefill"), 2)
-"""In the chains of operations that are not short."""
+"""Calls in the chains of operations whose chains are longer."""
 
 
 def run(operation, tmp_path, *more):

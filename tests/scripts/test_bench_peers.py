@@ -39,7 +39,7 @@ def scores_of(q, k):
 
 
 def cached(pages, table, length):
-    """[K, H, D] of one sequence, out of pages [N, P, H, D]."""
+    """Gathers [K, H, D] of one sequence from pages [N, P, H, D]."""
     return np.asarray(pages[table], np.float32).reshape(-1, *pages.shape[2:])[:length]
 
 
@@ -124,7 +124,7 @@ MODULES = {
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The packages, over numpy in place of torch."""
+    """Installs the packages, over numpy in place of torch."""
     torch = SimpleNamespace(cat=np.concatenate, bfloat16="bf16")
     for module in (flash_mla, flash_attention):
         monkeypatch.setattr(module, "as_torch", np.asarray)
@@ -134,7 +134,7 @@ def installed(monkeypatch):
 
 
 def first_output(contender, case, arrays):
-    """Of a contender, whose calls are counted."""
+    """First output of a contender, and the number of its calls."""
     found: list[Any] = []
 
     def graph(calls, *, compared):
@@ -148,7 +148,7 @@ def first_output(contender, case, arrays):
 
 
 def varied(case, *lens):
-    """The case with these lengths in place of what is drawn."""
+    """Sets the lengths of a case, in place of drawn ones."""
     case.__dict__["lens"] = np.array(lens, np.int32)
     return case
 

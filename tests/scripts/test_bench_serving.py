@@ -1,4 +1,4 @@
-"""The engine's benchmark on a model of real size: its floors, and that what it reports adds up."""
+"""The engine's benchmark on a model of real size: its floors, and a report that adds up."""
 
 import dataclasses
 import functools
@@ -106,7 +106,7 @@ def test_all_decode_side_by_side_though_a_step_takes_few_prompts(model):
 
 
 def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
-    """The second case ends with a tenth of the floor reached, so the third would take ten times its own."""
+    """The second case ends with a tenth of the floor reached, so the third would take ten times its own floor."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
     monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
     stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=())

@@ -1,4 +1,4 @@
-"""The command line that calibrates: its file serves run_decode, and what it refuses."""
+"""The command line that calibrates: run_decode takes its file, and wrong input is refused."""
 
 import json
 

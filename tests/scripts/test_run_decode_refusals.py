@@ -1,4 +1,4 @@
-"""Everything run_decode refuses: one line on stderr, status 2, and nothing decoded."""
+"""All refusals of run_decode: one line on stderr, status 2, and nothing decoded."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The tuner: it finds the fastest configuration, passes over what cannot be had, and keeps what it found."""
+"""The tuner: it finds the fastest configuration, passes over unusable ones, and keeps its results."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ CASES = [FakeCase("a", "x", 8), FakeCase("b", "x", 8), FakeCase("c", "y", 2)]
 
 
 class Card:
-    """An implementation whose time is least at a case's best size; some sizes do not compile."""
+    """An implementation that is fastest at a case's best size; some sizes do not compile."""
 
     def __init__(self):
         self.measured = []
@@ -74,7 +74,7 @@ def card(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the tuner; returns the tuned configurations and the report, None where there is none."""
+    """Runs the tuner; returns the tuned configurations and the report, None for a file that was not written."""
 
     def run(*more):
         tuned, report = tmp_path / "tuned.json", tmp_path / "report.json"
@@ -114,7 +114,7 @@ def test_a_hopeless_candidate_is_tried_on_one_case(card, run):
 
 
 def test_what_only_seemed_faster_is_not_kept(card, run, monkeypatch):
-    """The first cases to be measured take twice as long as they will."""
+    """The first measurements of cases take twice as long as later ones."""
     slow = iter([2.0, 2.0])
     bench = tune.load("")
 
@@ -275,7 +275,7 @@ def test_what_is_written_is_what_is_looked_up(card, run, monkeypatch):
 
 
 def test_the_real_operation_is_tuned(tmp_path, monkeypatch):
-    """The portable implementation, on whatever runs the tests."""
+    """Tunes the portable implementation on the device of the tests."""
     monkeypatch.setattr("scripts.bench.harness.pools.MAX_CALLS", 2)
     monkeypatch.setattr(tune, "Stopwatch", lambda **_: Stopwatch(0.001, 1))
     space = {"paged_decode/xla": lambda key: [{"tile_tokens": 64, "group_rows": 1}]}
