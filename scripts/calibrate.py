@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: the scales cannot be written, or nobody reads what is printed of them.
+      Failure: the scales cannot be written or printed.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = read_config(options)

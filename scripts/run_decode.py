@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: a result cannot be written or printed, or verifying fails; what else there is was written and printed.
+      Failure: a result cannot be written or printed, or verifying fails; all other results were written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
@@ -199,7 +199,7 @@ def _verify(
     """Decodes again and compares.
 
     Raises:
-      Failure: there is not the memory for it, or the device fails.
+      Failure: memory does not suffice, or the device fails.
     """
     decoded = [
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)

@@ -2,12 +2,12 @@
 
     python scripts/tune.py paged_decode [--grid tune] [--only plan_decode] [--limit-seconds 600]
 
-Runs the cases of a benchmark's grid as they are, and notes what was looked up for them: kinds of configuration
+Runs the cases of a benchmark's grid as they are, and records what they look up: kinds of configuration
 ("paged_decode/mosaic") and keys, the static facts of a call that the choice depends on. For each key it then tries the
-candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps what takes least of
-their times' geometric mean. Candidates that do not compile, spill registers or do not fit side by side on a
-multiprocessor are passed over. pallas_attn/tuned/<device>.json is written after each key, other keys in it are kept;
-all that was tried goes to benchmarks/results, reasons included.
+candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps the one with the least
+geometric mean of times. Candidates that do not compile, spill registers or do not fit side by side on a multiprocessor
+are passed over. pallas_attn/tuned/<device>.json is written after each key, keeping its other keys; benchmarks/results
+gets all that was tried, with reasons.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Tuner:
     """Measures cases with one implementation under chosen configurations.
 
     Attributes:
-      bench: the operation.
-      contender: the implementation.
-      stopwatch: how much is measured.
-      end: when no further candidate is begun, in seconds of `time.perf_counter`.
-      console: to say what happens.
+      bench: benchmark of the operation.
+      contender: name of the implementation.
+      stopwatch: settings of the measurement.
+      end: time after which no candidate is begun, in seconds of `time.perf_counter`.
+      console: output for messages.
     """
 
     bench: Bench
@@ -168,7 +168,7 @@ class Tuner:
         """Measures the seconds of a call under some chosen configurations, and collects all that were looked up.
 
         Raises:
-          RuntimeError: it can be compiled, but nobody would want it: it spills, or does not fit as meant.
+          RuntimeError: the compiled kernel spills registers, or does not fit side by side.
         """
         looked_up: dict[Key, Settings] = {}
 
@@ -201,8 +201,8 @@ class Tuner:
     def search(self, key: Key, cases: Mapping[Case, tuple[float, Settings]], end: float) -> dict[str, Any]:
         """Searches for the best candidate until `end`; returns it with all that were tried.
 
-        What comes out is measured once more, right after what was in use: a case's first measurement may be further
-        from its later ones than candidates are from each other.
+        The winner is measured once more, right after the configuration in use, since a case's first measurement may be
+        further from its later ones than candidates are from each other.
         """
         start = next(iter(cases.values()))[1]
         before = {case: seconds for case, (seconds, _) in cases.items()}

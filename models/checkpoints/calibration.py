@@ -1,7 +1,7 @@
 """Calibration: static scales of a quantised K/V cache, measured on the keys and values of sample prompts.
 
-A cache of 8 bits holds x / scale, up to qmax (127 in int8, 448 in e4m3); what is beyond saturates. So the scale that
-loses least has the largest value met stand for qmax. Keys are taken as they are cached: normed and rotated.
+An 8-bit cache holds x / scale, saturated at qmax (127 in int8, 448 in e4m3). So the best scale maps the largest value
+to qmax. Keys are taken as they are cached: normed and rotated.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ def calibrate(
       model: with keys and values to cache.
       prompts: token ids, at least one prompt of at least one token.
       dtype: int8 or float8_e4m3fn, of the cache the scales are for.
-      layout: what has a scale of its own.
-      percentile: of the magnitudes in one prompt that qmax stands for, in (0, 100]; the prompt where it is largest
+      layout: whether each head or each channel has a scale of its own.
+      percentile: percentile of a prompt's magnitudes that maps to qmax, in (0, 100]; the prompt with the largest
         decides. Below 100 a few values saturate, for finer steps of all others.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 where only zeros were met, as for a group of
-      tokens that is all zeros.
+      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 where all values are zero.
 
     Raises:
       ValueError: as `check_inputs`; or keys or values that are not finite.

@@ -1,6 +1,6 @@
 """Hugging Face checkpoint directories: config.json, and safetensors whose headers are checked before a tensor is read.
 
-Nothing in a directory is ever executed: a pickle is refused, whatever code comes along is not looked at.
+Nothing in a directory is ever executed: pickles are refused, and accompanying code is not read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Checkpoint:
 
     Attributes:
       config: its config.json.
-      tensors: tensor name to where it lies.
+      tensors: location of each tensor, by name.
     """
 
     config: ModelConfig
@@ -205,7 +205,7 @@ def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError)
     """Contents of a JSON file.
 
     Raises:
-      ValueError: of `error_type`; it is not JSON, or not an object.
+      ValueError: the file is not JSON, or not an object; raised as `error_type`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

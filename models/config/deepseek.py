@@ -13,7 +13,7 @@ from models.config.rope import YarnConfig, read_rope, rope_entry
 class DeepSeekConfig:
     """A model of the DeepSeek-V2 or V3 family. Fields have the names and meanings of Hugging Face's config.json.
 
-    The two families differ in how experts are chosen, and here only in the fields that say so. Layers before
+    The two families differ in how experts are chosen, and here only in the fields for it. Layers before
     `first_k_dense_replace` are dense, the others mixtures of experts.
 
     Attributes:
@@ -26,7 +26,7 @@ class DeepSeekConfig:
       rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
       yarn: None for plain rotary embedding.
       eos_token_ids: ids that end a sequence.
-      dtype: what the checkpoint is stored in.
+      dtype: dtype of the stored checkpoint.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
       num_nextn_predict_layers: multi-token prediction layers a checkpoint may hold past the last layer; not used.
     """

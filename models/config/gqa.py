@@ -57,14 +57,15 @@ class GQAConfig:
       num_key_value_heads: Hkv, each of which num_attention_heads / Hkv query heads share.
       head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
       attention_bias: whether the four projections of attention have biases.
-      num_local_experts, num_experts_per_tok: of a layer, and those that each token visits; 0 where layers are dense.
-      swiglu_alpha, swiglu_limit: of the experts' gates, as `moe.ClampedSwiglu` has them.
+      num_local_experts, num_experts_per_tok: experts of a layer, and experts that each token visits; 0 for dense
+        layers.
+      swiglu_alpha, swiglu_limit: parameters of the experts' gates (`decoder.moe.ClampedSwiglu`).
       rope_scaling: None for plain rotary embedding.
-      windows: what each layer's KV heads see, as `models.windows` has it; None where all see everything.
+      windows: visible keys of each layer's KV heads (see `config.windows`); None if all see everything.
       eos_token_ids: ids that end a sequence.
-      dtype: what the checkpoint is stored in.
+      dtype: dtype of the stored checkpoint.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
-      mxfp4_experts: whether the checkpoint holds experts in the form that `models.mxfp4` reads.
+      mxfp4_experts: whether the checkpoint holds experts in the form that `checkpoints.mxfp4` reads.
     """
 
     model_type: Literal["qwen3", "llama", "gpt_oss"]

@@ -20,12 +20,12 @@ class YarnConfig:
     """Context extension by YaRN (Peng et al., arXiv:2309.00071), with DeepSeek's two temperatures.
 
     Attributes:
-      factor: how many times the original context is stretched.
+      factor: ratio of the stretched context to the original one.
       original_max_position_embeddings: tokens the model was pretrained on.
       beta_fast, beta_slow: turns within the original context above which a frequency is kept and below which it is
         interpolated; between them the two are blended.
       mscale, mscale_all_dim: strengths of the temperatures of the rotary part and of all scores.
-      attention_factor: what cos and sin are multiplied by, in place of what the mscales say.
+      attention_factor: factor of cos and sin, in place of the one that follows from the mscales.
       truncate: whether the blend begins and ends at whole frequencies.
     """
 
@@ -67,7 +67,7 @@ class Llama3RopeConfig:
     """Context extension of Llama 3.1 (Grattafiori et al., arXiv:2407.21783, 3.4.2).
 
     Attributes:
-      factor: what slow frequencies are divided by.
+      factor: divisor of slow frequencies.
       original_max_position_embeddings: tokens the model was pretrained on.
       low_freq_factor, high_freq_factor: turns within the original context below which a frequency is interpolated and
         above which it is kept; between them the two are blended.
@@ -101,7 +101,7 @@ def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling 
 
     Args:
       config: contents of a config.json.
-      kinds: those the family has, "default" among them.
+      kinds: rope types that the family has, "default" among them.
 
     Raises:
       ValueError: an entry is missing, malformed or contradicts another.

@@ -63,7 +63,8 @@ class CacheGroup:
     """Layers with equal windows, which share a pool, tables, slots and plans.
 
     Attributes:
-      window: what they see. Tables are [B, Hkv, P] of row ids where it is `HeadWindows`, else [B, P] of page ids.
+      window: window of the layers. Tables are [B, Hkv, P] of row ids where it is `HeadWindows`, else [B, P] of page
+        ids.
       layers: their indices, ascending.
     """
 

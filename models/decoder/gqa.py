@@ -38,10 +38,10 @@ class GQAStep:
     """Metadata and plan of a step that the layers of a cache group share.
 
     Attributes:
-      metadata: where its tokens belong.
-      tables: where the group keeps them.
-      plan: how programs share the decode rows' pages; None where nothing follows plans.
-      window: what the group's heads see.
+      metadata: places of its tokens.
+      tables: tables and slots of the group.
+      plan: division of the decode rows' pages among programs; None if the implementation follows no plan.
+      window: window of the group's heads.
     """
 
     metadata: StepMetadata

@@ -44,10 +44,10 @@ class Rows:
     """A run of a step's tokens that attends absorbed, each token a row of its own.
 
     Attributes:
-      tokens: which ones of the packed step.
+      tokens: indices in the packed step.
       block_tables: [T, P], page ids.
-      kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
-      plan: how programs share their pages; None where nothing follows plans.
+      kv_lens: [T], number of tokens that each row sees, itself included; 0 for an idle row.
+      plan: division of their pages among programs; None if the implementation follows no plan.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -62,7 +62,7 @@ class Chunks:
     """A run of a step's tokens that attends expanded, in chunks of a sequence.
 
     Attributes:
-      tokens: which ones of the packed step.
+      tokens: indices in the packed step.
       block_tables: [S, P], page ids.
       cu_q_lens: [S + 1], prefix sum of the chunks' tokens.
       kv_lens: [S], tokens that each sequence holds, its chunk included.

@@ -60,8 +60,8 @@ class Decoder(nnx.Module):
     """A decoder of any family; `checkpoints.load_model` and `checkpoints.random_model` make one with weights.
 
     Attributes:
-      config: what it is.
-      settings: how it attends.
+      config: configuration of the model.
+      settings: settings of attention.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike):
@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float32[Array, "n V"], Caches]:
         """Runs one step over packed tokens: writes their cache entries, attends, and predicts.
 
-        What padding rows and idle rows hold changes no other row, and none of theirs becomes NaN.
+        Padding rows and idle rows change no other row, and do not become NaN.
 
         Args:
           tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).

@@ -170,9 +170,9 @@ class ExpertGroups(NamedTuple):
     """(token, expert) pairs in the order of their experts.
 
     Attributes:
-      row: which one comes in each place.
-      place: of each row.
-      sizes: how many rows each expert has.
+      row: index of the pair in each place.
+      place: place of each pair.
+      sizes: number of pairs of each expert.
     """
 
     row: Int32[Array, "M"]

@@ -1,6 +1,6 @@
 """One sequence in one forward over a cache of its own: no chunks, no batch, nothing cached before.
 
-What an engine does in many steps is checked against this, and caches are calibrated by it.
+Engines are verified against it, and caches are calibrated with it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class EngineConfig:
     """Sizes that the engine allocates, and its scheduling policies.
 
     Attributes:
-      num_pages: pages of every layer, if all had as many: layers that see less of a sequence leave theirs to the others
-        (`group_sizes` tells how the cache groups of a model share the same memory).
+      num_pages: pages of every layer if the memory were divided evenly; layers that see less of a sequence leave theirs
+        to the others (see `group_sizes`).
       page_size: tokens a page holds.
       max_batched_tokens: new tokens of a step, decode and prefill together.
       max_num_seqs: requests that run at once; others wait.

@@ -17,10 +17,11 @@ class GroupSizes:
     """Sizes and windows of one cache group.
 
     Attributes:
-      layers: of the model.
-      heads: what its pool is told to be seen: by each KV head if they have windows of their own, else by all as one.
-      head_wise: whether they have, so that tables are of row ids.
-      num_pages: of each layer.
+      layers: indices of its layers.
+      heads: windows that its pool recycles by: one for each KV head if heads have windows of their own, else one for
+        all.
+      head_wise: whether heads have windows of their own, so that tables hold row ids.
+      num_pages: pages of each layer.
     """
 
     layers: tuple[int, ...]
@@ -51,23 +52,25 @@ def group_sizes(
 ) -> tuple[GroupSizes, ...]:
     """Divides the memory of `num_pages` in every layer between the cache groups.
 
-    Every group gets what the chunk of one step takes beyond what stays. All else is shared in proportion to what a
-    sequence holds of each group that is as long as `max_num_seqs` of them can be at once, and as the model takes.
+    Every group gets the pages that one step's chunk takes beyond those that stay. The rest is divided in proportion to
+    the pages that a sequence holds in each group, for sequences as long as `max_num_seqs` of them can be at once and as
+    the model takes.
 
-    Were it shared for the longest sequences alone, the groups with windows would hold as few of them as the others, and
-    short ones would run out of room there with the others nearly empty. As it is, fewer and longer sequences than
-    expected leave some of the groups with windows unused: `max_num_seqs` should be what is meant to run.
+    If it were divided for the longest sequences of the model, the groups with windows would hold as few sequences as
+    the others, and short sequences would run out of room there while the others are nearly empty. As it is, fewer and
+    longer sequences than expected leave pages of the groups with windows unused, so `max_num_seqs` should be the number
+    that is meant to run.
 
-    A model of one group has `num_pages` there, and so has every group of one whose pages are not recycled.
+    A single group gets all `num_pages`, and so does every group if pages are not recycled.
 
     Args:
-      config: of the model.
-      num_pages: pages of every layer, if all had as many.
+      config: the model.
+      num_pages: pages of every layer if the memory were divided evenly.
       page_size: tokens of a page.
       max_model_len: tokens of a sequence.
       max_num_seqs: sequences that run at once.
       step_tokens: new tokens of a sequence in one step at most.
-      recycling: whether pages that windows leave behind are given back; without, pools are told of no windows.
+      recycling: whether pages that windows leave behind are given back; if not, pools get no windows.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]

@@ -62,7 +62,7 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its continuation so far. All but the first four fields belong to the scheduler.
+    """A prompt and its continuation so far. The scheduler owns all fields but the first four.
 
     Attributes:
       request_id: The caller's name for it, unique among unfinished requests.
@@ -71,7 +71,7 @@ class Request:
       salt: Only requests of the same salt share cached prefixes. A text that UTF-8 can encode.
       token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
       num_in_flight: Tokens sampled by launched steps and not read back yet.
-      num_computed: Tokens whose K/V is in its pages, counting what launched steps will write.
+      num_computed: Tokens whose K/V is in its pages, including those that launched steps will write.
       prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
       num_published: Leading pages that have been published to the prefix cache or came from it.
       slot: While running, the request's batch slot in the pools, and its place in device arrays with one entry per

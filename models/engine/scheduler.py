@@ -13,12 +13,13 @@ class Scheduler:
     """Continuous batching by token budget, first come first served.
 
     `schedule` plans a step, which the engine launches; `retire` takes what the step sampled. A step may be scheduled
-    and launched before the previous ones are retired, so that reading back overlaps with computing. Two things follow:
+    and launched before the previous ones are retired, so that reading back overlaps with computing. This has
+    consequences:
 
     - A request whose end is not known yet may have a token too many in flight, which `retire` drops.
     - The pages of a request that ended or was preempted may still be used by launched steps. They are released at once
-      all the same: the device runs steps in the order they were launched, and whoever gets the pages next writes to
-      them in a step launched later. For the same reason a page may be matched once the step that fills it was launched.
+      all the same: the device runs steps in the order they were launched, and their next owner writes to them in a step
+      launched later. For the same reason a page may be matched once the step that fills it was launched.
     - So may the pages behind a window, which every step recycles before it takes new ones: those that no query of a
       later step sees. Tokens in flight count as computed, because none is ever taken back.
 
@@ -48,8 +49,8 @@ class Scheduler:
             max_batched_tokens: New tokens per step, decode and prefill together.
             max_prefill_seqs: Prefill rows per step; None for as many as can run.
             max_model_len: Tokens per sequence, prompt and output together.
-            chunked_prefill: Whether prompts may be spread over steps. What no step holds after a preemption, or the
-                pools do not at once, always may.
+            chunked_prefill: Whether prompts may be spread over steps. Tokens that exceed a step after a preemption, or
+                the pools at once, always may.
             eos_token_ids: Tokens that end a sequence unless its request ignores them.
 
         Raises:
@@ -144,10 +145,11 @@ class Scheduler:
             tokens: Sampled ids, one for each of `plan.sampling_rows`.
 
         Returns:
-            The tokens that continue a request, with the request; its `finish_reason` says if this was the last one.
+            (request, token) for each token that continues a request; its `finish_reason` is set if this was the last
+            one.
 
         Raises:
-            ValueError: another plan is next, or `tokens` are not as many as `plan` samples.
+            ValueError: another plan is next, or the number of `tokens` is not that of the plan's samples.
         """
         if not self._launched or plan is not self._launched[0]:
             raise ValueError("plan must be the oldest launched plan that has not been retired")

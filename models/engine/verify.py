@@ -1,13 +1,13 @@
 """Verification of an engine's tokens by decoding again plainly: each sequence in one forward of its own, with no
 chunks, no absorbed weights, and a fresh cache.
 
-Every output token is held against the one that the plain run samples after the same tokens, with the same seed and
+Every output token is compared with the one that the plain run samples after the same tokens, with the same seed and
 position. Two computations round differently, so tokens may differ where a choice is a near tie, and only there.
 
 How near was measured, in 28,000 tokens of the small random models and the goldens. In float32 logits move by at most
 4e-5, and no token differed. In bfloat16 they move by 0.05 as a rule, but by several units where a token's experts are
-themselves a near tie: 3% of the tokens differed (6% at worst), which the plain run had behind by up to 4.2. A tolerance
-that wide says little of a single token, so it also counts how many had to use it.
+themselves a near tie: 3% of the tokens differed (6% at worst), by margins of up to 4.2. A tolerance that wide says
+little about a single token, so the number of tokens that needed it is limited, too.
 
 Over quantised keys and values the plain run quantises alike, but a rounding error of the last place can move one to the
 next of 255 values: in 5,800 tokens of float32 models logits moved by at most 0.012, and no token differed.
@@ -55,7 +55,7 @@ class Decoded:
 
     Attributes:
       prompt_ids, output_ids: as given and as generated.
-      params: how it was sampled.
+      params: its sampling parameters.
       finished: whether the output ended by itself, so that its end is checked too.
     """
 
@@ -73,7 +73,7 @@ class Difference:
       position: in the output, from 0.
       got: the engine's token, None where its output ended too early.
       wanted: the plain run's token, None where the output should have ended.
-      margin: by how much `wanted` won in the plain run, in logits; 0 where the output should have ended.
+      margin: distance in logits by which `wanted` won in the plain run; 0 where the output should have ended.
     """
 
     position: int
@@ -103,7 +103,7 @@ class Verification:
 
     Attributes:
       requests: one check a request, in their order.
-      tolerance: what counted as tied, in logits.
+      tolerance: distance of logits that counted as tied.
     """
 
     requests: tuple[RequestCheck, ...]
@@ -140,9 +140,10 @@ def verify(
 
     Args:
       model: the one the engine ran.
-      decoded: what it did.
+      decoded: its requests and their outputs.
       max_len: tokens a sequence could have in the engine, prompt and output.
-      tolerance: logits that close are tied; None for `TOLERANCE` of the model's dtype, or of a quantised cache's.
+      tolerance: distance at which logits are tied; None for `TOLERANCE` of the model's dtype, or of a quantised
+        cache's.
       cache_dtype, kv_scales: of the engine's cache, as `EngineConfig` has them.
     """
     if tolerance is None:
@@ -175,7 +176,7 @@ class PlainRun:
         used.
 
         Args:
-          model: attends as it will; here in the portable implementation, MLA expanding its latents.
+          model: its weights are used, but attention runs in the portable implementation, with MLA expanded.
           max_output: most tokens of an output.
           cache_dtype, kv_scales: of the cache, so that quantised keys and values are rounded as the engine's were.
         """

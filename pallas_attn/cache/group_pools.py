@@ -14,15 +14,15 @@ class GroupPools:
     """One `HeadPagePool` for each cache group, the layers of equal windows; a sequence has one batch slot in all of
     them.
 
-    What is said of one pool holds for all of them together: a sequence gets room in every group or in none. Nothing
-    that raises has changed anything. Not thread-safe.
+    Properties of one pool hold for all of them together: a sequence gets room in every group or in none. A call that
+    raises changes nothing. Not thread-safe.
     """
 
     def __init__(self, pools: Sequence[HeadPagePool]) -> None:
         """Takes over the pools; from now on they may be read directly, but not changed.
 
         Args:
-            pools: All their rows free, of one page size and as many batch slots and table entries.
+            pools: Pools with all rows free, of equal page size, batch slots and table entries.
 
         Raises:
             ValueError: no pools, or they differ where they must not.
@@ -80,10 +80,10 @@ class GroupPools:
         """Whether the free rows suffice for a new sequence all the way to `num_tokens`.
 
         Args:
-            num_tokens: Tokens of the sequence in the end.
+            num_tokens: Final length of the sequence.
             step_tokens: New tokens of one step at most.
-            prefix: The rows it begins with, group by group, as `PrefixCache.lookup` finds them. Those of them that
-                nobody holds are free now, and not for anything else.
+            prefix: The rows it begins with, group by group, as `PrefixCache.lookup` finds them. Free ones among them
+                are not available for anything else.
         """
         for group, pool in enumerate(self._pools):
             rows = np.empty((pool.num_heads, 0), np.int32) if prefix is None else prefix[group]
@@ -115,7 +115,7 @@ class GroupPools:
 
         Args:
             batch_slot: Idle.
-            prefix: Rows group by group, of as many pages.
+            prefix: Rows group by group, of equal numbers of pages.
 
         Raises:
             PageError, ValueError: as `HeadPagePool.adopt`, or not one of `prefix` for each group.

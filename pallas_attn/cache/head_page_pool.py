@@ -29,25 +29,24 @@ class HeadPagePool:
     """Hands out the rows of layers with equal windows to the KV heads of the sequences in a batch.
 
     A row is one page of one KV head, and any head may own any row: what windowed heads give back, full heads can use.
-    (Layers whose heads all see the same need no rows of their own for each: their pool has one head, and a row of it is
-    a page of all heads.)
+    (Layers whose heads have equal windows need no rows for each head: their pool has one head, and a row of it is a
+    page of all heads.)
 
     A sequence is known by its batch slot. Its heads get rows for the same pages at the same time, all or none, and keep
-    them until the sequence is released, but for the pages that are *recycled*: those of which a head can see no token
-    any more, because they lie behind its sink tokens and outside the window of every query still to come.
+    them until the sequence is released, except for *recycled* pages: those in which no later query of a head sees a
+    token, because they are behind its sink tokens and outside the windows of all later queries.
 
     Sequences that begin with the same tokens may share the rows of whole pages: `adopt` gives a new sequence those that
-    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when nobody holds
-    one. Rows are handed out again least recently freed first.
+    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when it has no
+    references. Rows are handed out again least recently freed first.
 
-    What is still to come, only the caller knows. The oldest query of any later step is the first token whose K/V is not
+    Only the caller knows the later queries. The oldest one of any later step is the first token whose K/V is not
     final: a token that was computed on trial and can be rejected is computed again, and then sees what it saw before.
-    So recycling follows the tokens that are accepted, never those that are written. Steps that are launched already do
+    So recycling follows the tokens that are accepted, never those that are written. Steps that are already launched do
     not count: the device runs them before any step that writes to the rows they read.
 
     With `recycle` before each `allocate`, a sequence holds at most `peak_rows`. Row ids depend on the order of calls
-    only, so that processes which are told the same hand out the same. Nothing that raises has changed anything. Not
-    thread-safe.
+    only, so processes that make equal calls hand out equal rows. A call that raises changes nothing. Not thread-safe.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class HeadPagePool:
 
         Args:
             num_rows: N·Hkv, rows of a cache of N pages.
-            window: What each KV head sees: the very `HeadWindow` that the attention operations are given. Read here,
-                and never again.
+            window: Window of each KV head, the same `HeadWindow` that the attention operations take. Read here, and
+                never again.
             page_size: ps, tokens per page.
             max_num_seqs: Batch slots.
             max_pages_per_seq: P, table entries of a head.
@@ -130,7 +129,7 @@ class HeadPagePool:
         `allocate`: in each head the pages of its sink tokens, of the window and of a step's new tokens.
 
         Args:
-            num_tokens: Tokens of the sequence in the end.
+            num_tokens: Final length of the sequence.
             step_tokens: New tokens of one step at most, including those that may be rejected.
             num_cached: Tokens of whole pages that it begins with by adopting their rows, which are not counted.
 
@@ -156,8 +155,8 @@ class HeadPagePool:
             oldest_query: Position of a query, or of several [...].
 
         Returns:
-            The first such page, ceil(sink_tokens / ps), and the end of them, floor((oldest_query + 1 - window) / ps),
-            or the first page where there are none.
+            The first such page, ceil(sink_tokens / ps), and the end of the range, floor((oldest_query + 1 - window) /
+            ps), or the first page if the range is empty.
         """
         behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
@@ -216,8 +215,8 @@ class HeadPagePool:
 
         Args:
             batch_slot: Idle.
-            rows: Of its first pages in each head, which may be free if what they hold is still known; PAGE_NONE just
-                where no query after them sees a token.
+            rows: Rows of its first pages in each head, which may be free if their contents are still known; PAGE_NONE
+                exactly where no query after them sees a token.
 
         Raises:
             ValueError: the batch slot is unknown or not idle, or `rows` are of other heads, more pages than a table

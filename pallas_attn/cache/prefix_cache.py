@@ -45,11 +45,11 @@ class PrefixCache:
 
     A page has a row for each head of each cache group. Heads with windows give up theirs one by one, and need not have
     all of them: a prefix is a hit if every head still has the rows that the first token after it sees, those of its
-    sink tokens and of its window. So a prefix may be one although a shorter one is not.
+    sink tokens and of its window. So a prefix may be a hit although a shorter one is not.
 
-    The cache holds no references. A published row that everybody released is free, and matchable until its pool hands
-    it out again; then it is forgotten. With it go the pages after it if none of them can be part of a hit any more:
-    where a head sees everything, or sink tokens.
+    The cache holds no references. A published row without references is free, and matchable until its pool hands it out
+    again; then it is forgotten. The pages after it are forgotten with it if none of them can be part of a hit any more:
+    if its head sees everything, or its tokens are sink tokens.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class PrefixCache:
 
         Args:
             tokens: Token ids of a prompt.
-            salt: Isolates whoever uses another one.
+            salt: Prefixes are shared only under the same salt.
 
         Returns:
-            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: that
-            token's logits are what the caller is after.
+            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: the caller
+            needs that token's logits.
         """
         path = [node.rows for node in self._path(tokens, salt)]
         rows = np.array(path, np.int32).reshape(-1, len(self._groups))  # [pages, lanes]
@@ -142,7 +142,7 @@ class PrefixCache:
 
     def publish(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """Makes the full pages of a sequence matchable. Their K/V must have been written, or be certain to be written
-        before anything launched later can read it; nobody may write to them from now on.
+        before anything launched later can read it; no call may write to them from now on.
 
         Of several rows with the same contents the first published stays the one that is matched; where it is gone,
         another takes its place. Pages published before cost nothing: the call may be repeated as a sequence grows.

@@ -50,8 +50,8 @@ def implementations(config: ModelConfig, settings: AttentionSettings, sizes: Ste
     """Finds the implementation that each operation of the model will run on, by name.
 
     Raises:
-      NotImplementedError: there is nothing that an operation could run on.
-      ValueError: a name that no operation has.
+      NotImplementedError: no implementation can run an operation.
+      ValueError: a name that no operation's implementation has.
     """
     explained = explain_attention(config, settings, sizes, dtype)
     for op, explanation in explained.items():

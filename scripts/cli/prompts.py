@@ -63,7 +63,7 @@ def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> li
     """Reads the prompts of --prompt or --prompt-ids; None if neither is given.
 
     Args:
-      tokenizer: of the model; None where it has none, or no text is given.
+      tokenizer: the model's tokenizer; None if it has none, or no text is given.
 
     Raises:
       UsageError: as `encode_texts` and `read_ids`; or texts for a model without a tokenizer.

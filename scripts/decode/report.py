@@ -25,13 +25,13 @@ class Report:
 
     Attributes:
       model: its name.
-      outputs: of the requests, in their order.
-      texts: of the outputs; None without a tokenizer.
-      stats: of the engine.
+      outputs: outputs of the requests, in their order.
+      texts: texts of the outputs; None without a tokenizer.
+      stats: statistics of the engine.
       page_size: tokens a page holds.
       run_s: seconds from the first step to the last, without compilation.
-      implementation: operation to the implementation it ran on.
-      verification: None if it was not asked for, or the run was interrupted.
+      implementation: implementation that each operation ran on.
+      verification: result of verifying; None if it was not requested, or the run was interrupted.
     """
 
     model: str

@@ -3,10 +3,10 @@
     make tile-budget
     python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
 
-A static forecast: where a tile takes more cycles than its bytes do, no schedule makes the kernel keep up with the
-memory. Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each
-takes a cycle to issue; what its pipe takes is in `pipe_cycles`. Both sides of a branch are counted, so a path that few
-tiles take, such as masking, makes the forecast worse than it is.
+A static forecast: if a tile takes more cycles than its bytes, no schedule makes the kernel keep up with the memory.
+Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each takes a
+cycle to issue; `pipe_cycles` has the cycles of its pipe. Both sides of a branch are counted, so a path that few tiles
+take, such as masking, makes the forecast too pessimistic.
 
 A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
 are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
@@ -56,7 +56,7 @@ class Budget:
     Attributes:
       counts: instructions by group (`sass.GROUPS`).
       cycles: by pipe, ISSUE among them; they work side by side.
-      num_bytes: of the tile.
+      num_bytes: bytes of the tile.
     """
 
     counts: Mapping[str, float]

@@ -1,7 +1,7 @@
 """A forward pass with grouped-query attention in plain float64 numpy, from tensors as a checkpoint names them.
 
-What each KV head sees is an explicit mask, made here key by key from the definition of windows. Nothing of `models` but
-the configuration's fields is used.
+The visible keys of each KV head are an explicit mask, made here key by key from the definition of windows. Nothing of
+`models` but the configuration's fields is used.
 """
 
 from __future__ import annotations

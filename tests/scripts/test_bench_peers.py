@@ -1,7 +1,7 @@
 """FlashMLA and FlashAttention-3 as contenders.
 
-Stand-ins that compute in numpy what the packages are documented to compute come to what we come to: so pages, tables,
-scales and masks are handed over as they take them.
+Stand-ins that compute in numpy what the packages document give our results: so pages, tables, scales and masks are
+passed in the packages' own form.
 """
 
 import sys

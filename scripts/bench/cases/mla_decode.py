@@ -20,9 +20,9 @@ class MlaDecodeInputs:
     """Arguments of a chain of calls.
 
     Attributes:
-      cache: the pool all calls read from.
+      cache: pool that all calls read from.
       kv_lens: int32 [B].
-      owns: queries and a table for each call. No two calls are the same, or the compiler would do with one.
+      owns: queries and a table for each call; all differ, or the compiler would merge calls.
     """
 
     cache: PagedLatent
@@ -35,8 +35,8 @@ class MlaDecodeCase:
     """An absorbed decode step over one kind of cache.
 
     Attributes:
-      shape: of the step.
-      varied: sequences differ: `context` is their mean, and twice their standard deviation.
+      shape: shape of the step.
+      varied: whether lengths differ, with mean `context` and standard deviation `context` / 2.
     """
 
     shape: MlaDecode

@@ -21,9 +21,9 @@ class DecodeInputs:
     """Arguments of a chain of calls.
 
     Attributes:
-      kv: the pool all calls read from.
+      kv: pool that all calls read from.
       kv_lens: int32 [B].
-      q, block_tables: one for each call. No two calls are the same, or the compiler would do with one.
+      q, block_tables: one for each call; all differ, or the compiler would merge calls.
     """
 
     kv: PagedKV

@@ -44,8 +44,8 @@ class PrefillCase:
     """Base of the cases of all three operations.
 
     Attributes:
-      shape: of the chunk.
-      cache: kind of the cache, of `pools.CACHES`; of arrays where there is none.
+      shape: shape of the chunk.
+      cache: kind of the cache (`pools.CACHES`); for arrays, their dtype.
     """
 
     shape: Any
@@ -193,7 +193,7 @@ class MlaPrefillCase(PrefillCase):
     """A call of `mla_prefill`.
 
     Attributes:
-      piece_tokens: of the prefix, expanded at a time; None for what the operation takes itself.
+      piece_tokens: tokens of the prefix that are expanded at a time; None for the operation's own choice.
     """
 
     shape: MlaPrefill

@@ -19,8 +19,8 @@ class WriteCase(abc.ABC):
     """A write of new tokens, `run` consecutive ones of each sequence.
 
     Attributes:
-      cache: kind, of `pools.CACHES`.
-      pool_bytes: of pages at least, so that those written to are seldom in the cache.
+      cache: kind of the cache (`pools.CACHES`).
+      pool_bytes: least size of the pool, so that the pages written to are seldom in the L2.
     """
 
     tokens: int

@@ -1,11 +1,10 @@
 """Measures the engine on a model of real size: prefill, decode and waiting times by batch and context, compared with
 the fastest that the card could do.
 
-A case is `batch` requests that come at once, each with a prompt of `context` random tokens. One engine serves all
+A case is `batch` requests that arrive at once, each with a prompt of `context` random tokens. One engine serves all
 cases; its steps are compiled before. Requests whose prompts are computed early get more tokens than the last ones, so
-that all of them decode side by side in the end: those steps are the ones that count as decoding. Cases come in the
-order of what they take. One whose prompts would take longer than the time that is left is not begun, and the report
-says so.
+that in the end all of them decode at the same time: only those steps count as decoding. Cases are in the order of their
+cost. A case whose prompts would take longer than the remaining time is skipped, and the report says so.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Serving:
     """Workload: batches, contexts and the sizes of steps.
 
     Attributes:
-      batches, contexts: of the cases, which are all combinations.
-      new_tokens: that the last request gets.
-      limit_seconds: from when the first weight is made on.
+      batches, contexts: batches and contexts of the cases, which are all combinations.
+      new_tokens: new tokens of the last request.
+      limit_seconds: time limit, from the first weight on.
       page_size: tokens a page holds.
       max_batched_tokens, prefill_seqs: new tokens of a step, and requests whose prompts one step computes, at most.
     """
@@ -60,7 +59,7 @@ class Serving:
     def tokens_each(self, batch: int, context: int) -> list[int]:
         """New tokens of each request: one more for every step in which prompts of later requests may be computed.
 
-        Such a step either is full of prompt tokens, or ends as many prompts as it takes.
+        Such a step either is full of prompt tokens, or completes the largest number of prompts.
         """
         prompt_tokens = max(1, self.max_batched_tokens - batch)
         return [
@@ -89,10 +88,10 @@ class Costs:
 
     Attributes:
       config: the model.
-      dense_bytes: of weights that every step reads.
-      routed_bytes: of all routed experts.
-      token_bytes: of a token in the caches of all layers.
-      rates: of the card, as measured in the same run.
+      dense_bytes: bytes of the weights that every step reads.
+      routed_bytes: bytes of all routed experts.
+      token_bytes: bytes of a token in the caches of all layers.
+      rates: rates of the card, measured in the same run.
     """
 
     config: DeepSeekConfig

@@ -157,8 +157,8 @@ def bench_config(
     """Yields what was measured of a configuration, and again with transformers' times if a Python that has it is named.
 
     Args:
-      name: of `PRESETS`.
-      work: what is run, at each of `batches`.
+      name: name of the configuration in `PRESETS`.
+      work: workload, run at each of `batches`.
       settings, dtype: of the model.
       transformers: a Python with torch and transformers.
     """

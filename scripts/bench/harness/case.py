@@ -1,6 +1,6 @@
 """Benchmarks of one operation: cases, their least work, and contenders.
 
-An operation is a module with a `BENCH`, listed in `bench_ops.OPERATIONS`.
+An operation is a module in `bench.ops` with a `BENCH`, listed in `session.OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Bench:
     """Benchmark of one operation.
 
     Attributes:
-      grids: cases by the name of the grid.
-      contenders: ours and peers, by name.
+      grids: cases by name of the grid.
+      contenders: our implementations and peers, by name.
       inputs: inputs(case, pools), the arguments of a case on the device, shared by all contenders. Raises MemoryError,
-        with the reason, where they do not fit.
+        with the reason, if they do not fit.
     """
 
     grids: Mapping[str, Sequence[Any]]

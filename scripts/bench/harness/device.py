@@ -29,8 +29,8 @@ class Rates:
     """Rates that this card reached in this run.
 
     Attributes:
-      copy: bytes a second of a copy within its memory, read and written ones counted.
-      matrix: operations a second of a bfloat16 matrix product.
+      copy: bytes per second of a copy within its memory, counting both reads and writes.
+      matrix: operations per second of a bfloat16 matrix product.
     """
 
     copy: float
@@ -86,8 +86,8 @@ def versions() -> dict[str, str]:
 def commit() -> dict[str, Any]:
     """The measured commit, and whether files differ from it; both None if unknown.
 
-    A copy of the tree without git takes the commit from the environment: `COMMIT`, ending in "-dirty" if files differ.
-    Results that are written do not count as a difference.
+    A copy of the tree without git takes the commit from the environment variable `COMMIT`, with the suffix "-dirty" if
+    files differ. Files in benchmarks/, such as results, do not count.
     """
     if not (ROOT / ".git").exists():
         sha, _, dirty = os.environ.get(COMMIT, "").partition("-")

@@ -45,10 +45,10 @@ class Session:
     """One run of a benchmark.
 
     Attributes:
-      bench: the operation.
-      contenders: names of those that are asked.
-      stopwatch: how much is measured.
-      rates: of the device.
+      bench: benchmark of the operation.
+      contenders: names of those that take part.
+      stopwatch: settings of the measurement.
+      rates: rates of the device.
     """
 
     bench: Bench
@@ -77,7 +77,7 @@ class Session:
         """Measures one contender: its times, or the reason why there are none.
 
         Args:
-          outputs: of those before it, by name; its own is added.
+          outputs: outputs of earlier contenders, by name; this one's is added.
         """
         began = time.perf_counter()
         try:

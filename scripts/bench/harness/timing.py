@@ -1,17 +1,17 @@
 """Timing of operations: chains of calls that the device works through without waiting for the host.
 
-A chain is one compiled program that calls an operation many times, each time on other data, and is run over and over.
-On a GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated
-to the next, so that the graph is never written anew for other addresses. The host queues runs faster than the device
-finishes them. The time of a call is the wall time that more runs take longer than fewer (`Stopwatch.take`), divided by
-the calls in them: kernels and the gaps between them, without the host, and without the nearly constant millisecond from
-the first launch and to the notice of the end.
+A chain is one compiled program that calls an operation many times, each time on other data, and is run repeatedly. On a
+GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated to
+the next, so that the graph is never rewritten for other addresses. The host queues runs faster than the device finishes
+them. The time of a call is the difference in wall time between more runs and fewer (`Stopwatch.take`), divided by the
+difference in calls: it includes kernels and the gaps between them, but neither the host nor the nearly constant
+millisecond of the first launch and the last notice.
 
-Whether there are graphs shows in what XLA dumps (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer
-in the sequence of thunks. What the gaps are shows beside the times of single kernels, which CUPTI gives.
+XLA's dumps show whether graphs are used (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer in the
+sequence of thunks. Comparison with the times of single kernels, from CUPTI, gives the gaps.
 
-Calls cannot run into each other: the graph is written in series (`SERIAL`), and runs follow one another on a stream.
-None can be left out: every call has operands of its own, and every output is returned.
+Calls cannot overlap: the graph is serial (`SERIAL`), and runs follow one another on a stream. No call can be left out:
+each has operands of its own, and every output is returned.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Timing:
     """Measurement of one implementation in one case.
 
     Attributes:
-      samples: seconds a call, one number a sample.
-      calls: calls in a sample.
-      method: how the samples were taken.
-      kernels: seconds a call by kernel, from CUPTI; None where that was not asked for.
-      output: of the first call, for a comparison; None where it means nothing.
-      host: seconds a call that the host takes to queue a run. Where they are as many, it is the host that was measured.
+      samples: seconds per call, one number for each sample.
+      calls: number of calls in a sample.
+      method: description of how the samples were taken.
+      kernels: seconds per call by kernel, from CUPTI; None if not measured.
+      output: output of the first call, for a comparison; None if it cannot be compared.
+      host: seconds per call that the host takes to queue a run. If they equal the samples, the host was measured.
     """
 
     samples: Sequence[float]
@@ -82,9 +82,10 @@ class Stopwatch:
     """Settings of a measurement.
 
     Attributes:
-      sample_seconds: that a sample takes at least.
-      samples: of which the median is the result.
-      kernels: on a GPU also take the times of single kernels, with CUPTI, from a run of the chain compiled once more.
+      sample_seconds: least time of a sample.
+      samples: number of samples, of which the median counts.
+      kernels: whether to measure also the times of single kernels on a GPU, with CUPTI, in a second compilation of the
+        chain.
     """
 
     sample_seconds: float = 0.04
@@ -95,8 +96,8 @@ class Stopwatch:
         """Takes samples of run(repeats), which returns the seconds of so many repeats. Returns seconds per repeat, and
         the repeats of a sample.
 
-        A sample is what three times as many repeats take longer, by repeat: that is without what a run takes however
-        long it is, such as the way of the first launch to the device and of the last result's arrival to the host.
+        A sample is the additional time of three times as many repeats, per repeat. That leaves out the constant time of
+        a run, such as the latency of the first launch and of the last result.
         """
         run(1)
         repeats = 1
@@ -123,8 +124,8 @@ class Stopwatch:
         """Times calls of an operation, one for each of `owns`, in turn.
 
         Args:
-          carried: donated; gone afterwards.
-          options: of the compiler, for GPUs.
+          carried: state that calls pass on; donated.
+          options: the compiler's options for GPUs.
         """
         on_gpu = jax.default_backend() == "gpu"
         kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
@@ -139,7 +140,7 @@ class Stopwatch:
         """Times calls of torch, captured in a CUDA graph one after the other.
 
         Args:
-          compared: the first call's result is worth a comparison.
+          compared: whether to keep the first call's result for a comparison.
         """
         torch: Any = importlib.import_module("torch")  # needed by contenders alone, so no dependency
         calls[0]()  # the first call may compile

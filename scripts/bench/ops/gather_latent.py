@@ -74,9 +74,9 @@ class GatherInputs:
     """Arguments of a chain of calls.
 
     Attributes:
-      cache: the pool all calls read from.
-      cu_q_lens, kv_lens: of all calls.
-      owns: new latents and the table of each.
+      cache: pool that all calls read from.
+      cu_q_lens, kv_lens: lengths, the same for all calls.
+      owns: new latents and a table for each call.
     """
 
     cache: PagedLatent

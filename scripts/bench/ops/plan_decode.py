@@ -23,7 +23,7 @@ class PlanCase:
     """Lengths of `batch` sequences of up to `context` tokens.
 
     Attributes:
-      windowed: half of the heads see 1,024 keys and 128 sink tokens.
+      windowed: whether half of the heads see only 1,024 keys and 128 sink tokens.
     """
 
     batch: int

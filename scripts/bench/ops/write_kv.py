@@ -23,7 +23,7 @@ class WriteKVCase(WriteCase):
     """A call of `write_kv`.
 
     Attributes:
-      rope: they are rotated, and so are queries.
+      rope: whether keys and queries are rotated.
     """
 
     rope: bool

@@ -1,8 +1,8 @@
 """FlashAttention-3 as a contender, over the same pages and arrays as ours.
 
-Its schedule of a decode step, made from lengths alone for all layers, is made before, as ours is, and is not in the
-time. Its second kernel, which combines what sequences in parts came to, is. A prefill of sequences of any lengths has
-no schedule that could be made before: the kernel that makes one is in the time. Sequences of one length need none.
+Its schedule of a decode step depends on lengths alone and serves all layers, so it is made before, like ours, and not
+timed. Its second kernel, which merges the parts of split sequences, is timed. A prefill of sequences of any lengths
+makes its schedule in a kernel, which is timed. Sequences of one length need no schedule.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def of_a_step(
     """Arguments that its calls of one step share.
 
     Args:
-      heads: of queries, of keys and values.
-      widths: of keys, of values.
+      heads: numbers of query heads and KV heads.
+      widths: widths of keys and of values.
     """
     s = case.shape
     schedule = import_interface().get_scheduler_metadata(

@@ -19,9 +19,9 @@ PAGE_SIZE = 64
 def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Times its dense kernel for Hopper.
 
-    Two things are done before and are not in the time: its schedule, made from lengths alone for all layers of a step,
-    as ours is; and joining the two parts of queries, which it takes as one array. Its second kernel, which combines
-    what sequences in parts came to, is in the time.
+    Not timed are its schedule, which depends on lengths alone and serves all layers of a step, like ours, and joining
+    the two parts of queries, which it takes as one array. Its second kernel, which merges the parts of split sequences,
+    is timed.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")

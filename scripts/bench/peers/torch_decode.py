@@ -1,6 +1,6 @@
 """Torch's attention as a contender: its kernels over keys and values that lie in order.
 
-No paged kernel comes with torch. What is closest is attention over contiguous keys and values of as many tokens,
+Torch has no paged kernel. The closest is attention over contiguous keys and values of the same number of tokens,
 without tables: the pool's own memory, read in order, so that it takes no more room.
 """
 
@@ -70,7 +70,7 @@ def refuse(case: DecodeCase) -> None:
 def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Times torch's scaled_dot_product_attention with one of its backends.
 
-    The query heads of a KV head are given as its queries: all see all keys, and the keys are read once for them.
+    The query heads of a KV head are passed as its queries: all see all keys, which are read once for them.
     """
     torch = import_torch()
     refuse(case)
