@@ -11,6 +11,7 @@ from models.checkpoints.kv_scales import load_kv_scales as load_kv_scales
 from models.checkpoints.kv_scales import save_kv_scales as save_kv_scales
 from models.checkpoints.tokenizer import Tokenizer as Tokenizer
 from models.checkpoints.tokenizer import load_tokenizer as load_tokenizer
+from models.checkpoints.weights import count_parameters as count_parameters
 from models.checkpoints.weights import load_model as load_model
 from models.checkpoints.weights import random_model as random_model
 from models.checkpoints.weights import save_random_checkpoint as save_random_checkpoint

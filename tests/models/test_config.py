@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints.weights import count_parameters
+from models.checkpoints import count_parameters
 from models.config import PRESETS, DeepSeekConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

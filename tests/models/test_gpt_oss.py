@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import CheckpointError, load_model
+from models.checkpoints import CheckpointError, count_parameters, load_model
 from models.checkpoints.files import open_checkpoint
-from models.checkpoints.weights import count_parameters
 from models.config import GQA_PRESETS, CacheGroup, GQAConfig, HeadWindows, YarnConfig, cache_groups, read_config
 from models.decoder.gqa import GQA
 from models.decoder.moe import BiasedMoE

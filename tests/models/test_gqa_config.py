@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints.weights import count_parameters
+from models.checkpoints import count_parameters
 from models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConfig, YarnConfig, read_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from models.checkpoints import count_parameters
 from models.config import DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder
 from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, StepRecord
@@ -143,7 +144,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
     generate(engine, [[1, 2, 3]] * min(2, max(serving.batches)), [3] * min(2, max(serving.batches)))
     costs = Costs.of(model, rates)
     report: dict[str, Any] = {
-        "parameters": sum(weight.size for weight in jax.tree.leaves(nnx.state(model))),
+        "parameters": count_parameters(config),
         "rates": dataclasses.asdict(rates),
         "implementation": settings.implementation,
         "made_s": made - began,

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from models.checkpoints import load_model, save_random_checkpoint
+from models.checkpoints import count_parameters, load_model, save_random_checkpoint
 from models.config import PRESETS
 from models.decoder import AttentionSettings
 from models.engine import Engine, EngineConfig, SamplingParams
@@ -168,7 +166,7 @@ def bench_config(
         model = load_model(checkpoint, dtype, settings)
         result: dict[str, Any] = {
             "config": name,
-            "parameters": sum(weight.size for weight in jax.tree.leaves(nnx.state(model))),
+            "parameters": count_parameters(model.config),
             "batches": [bench_batch(model, work, batch) for batch in batches],
             "prefix_cache": bench_prefix_cache(model, work, min(8, max(batches))),
         }
