@@ -24,7 +24,6 @@ from pallas_attn import (
     HeadWindow,
     PagedKV,
     Rope,
-    decode_programs,
     paged_decode,
     paged_prefill,
     plan_decode,
@@ -40,7 +39,7 @@ class GQAStep:
     Attributes:
       metadata: places of its tokens.
       tables: tables and slots of the group.
-      plan: division of the decode rows' pages among programs; None if the implementation follows no plan.
+      plan: division of the decode rows' pages among programs; None without decode rows.
       window: window of the group's heads.
     """
 
@@ -77,25 +76,18 @@ def plan_step(
     steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
     if not metadata.num_decode:
         return tuple(steps)
-    return tuple(dataclasses.replace(step, plan=_plan(config, settings, step, q, cache)) for step in steps)
-
-
-def _plan(
-    config: GQAConfig, settings: AttentionSettings, step: GQAStep, q: jax.ShapeDtypeStruct, cache: PagedKV
-) -> DecodePlan | None:
-    """Plans a group's decode rows; None if the implementation follows no plan."""
-    num_programs = decode_programs(q, cache, implementation=settings.implementation)
-    if num_programs == 1:
-        return None
-    return plan_decode(
-        step.metadata.decode_kv_lens,
-        window=step.window_argument(),
-        page_size=cache.page_size,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        num_programs=num_programs,
-        implementation=settings.implementation,
+    plans = (
+        plan_decode(
+            q,
+            cache,
+            step.tables.decode_block_tables,
+            metadata.decode_kv_lens,
+            window=step.window_argument(),
+            implementation=settings.implementation,
+        )
+        for step in steps
     )
+    return tuple(dataclasses.replace(step, plan=plan) for step, plan in zip(steps, plans, strict=True))
 
 
 class GQA(nnx.Module):
