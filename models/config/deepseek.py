@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from models.config.entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
+from models.config.entries import (
+    Json,
+    at_least,
+    dtype_of,
+    fp8_block,
+    quantization_entry,
+    read_fields,
+    refuse_unsupported,
+    token_ids,
+)
 from models.config.rope import YarnConfig, read_rope, rope_entry
 
 
@@ -228,10 +237,7 @@ def _require(config: Json, topk_method: str) -> None:
 
 def _refuse_unsupported(config: Json) -> None:
     """Raises NotImplementedError for features that would change the model's results and are not implemented."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
-    if config.get("mlp_bias"):
-        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+    refuse_unsupported(config)
     if config.get("head_windows") is not None:
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:

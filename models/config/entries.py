@@ -113,3 +113,11 @@ def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": list(fp8_block),
     }
+
+
+def refuse_unsupported(config: Json) -> None:
+    """Raises NotImplementedError for unimplemented features, of any family, that would change the model's results."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
+    if config.get("mlp_bias"):
+        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")

@@ -13,6 +13,7 @@ from models.config.entries import (
     json_object,
     quantization_entry,
     read_fields,
+    refuse_unsupported,
     token_ids,
 )
 from models.config.rope import RopeScaling, read_rope, rope_entry
@@ -167,7 +168,7 @@ class GQAConfig:
         if str(model_type) not in FAMILIES:
             raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(FAMILIES)}")
         _require(config)
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
         fields, packed = read_fields(cls, config), _has_packed_experts(config)
         entries: dict[str, Any] = {
@@ -238,14 +239,6 @@ def _head_sizes(config: Json) -> dict[str, int]:
     if config.get("head_dim") is None and width % heads:
         raise ValueError(f"hidden_size: expected a multiple of num_attention_heads={heads}, got {width}")
     return {"num_key_value_heads": heads, "head_dim": width // heads}
-
-
-def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change the model's results and are not implemented."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
-    if config.get("mlp_bias"):
-        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
 
 
 def _read_windows(config: Json, num_layers: int) -> Windows | None:

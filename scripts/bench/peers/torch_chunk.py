@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from scripts.bench.cases.prefill import RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers.torch_decode import as_torch, import_torch
+from scripts.bench.peers.torch_decode import as_torch, check_accepted, import_torch
 
 
 def by_head(case: RaggedAttentionCase, array: Any) -> Any:
@@ -49,13 +48,7 @@ def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str
         with torch.nn.attention.sdpa_kernel(chosen):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            call(*(by_head(case, array) for array in (arrays["q"][0], arrays["k"], arrays["v"])))
-        except RuntimeError as refused:
-            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+    check_accepted(call, *(by_head(case, array) for array in (arrays["q"][0], arrays["k"], arrays["v"])))
     return time_calls(call, case, arrays, stopwatch)
 
 

@@ -67,6 +67,17 @@ def refuse(case: DecodeCase) -> None:
         raise NotImplementedError("takes no windows, caps or sinks here")
 
 
+def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
+    """Calls once; raises NotImplementedError with torch's warnings as the reason if torch refuses the arguments."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call(*arguments)
+        except RuntimeError as refused:
+            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
+            raise NotImplementedError(why or str(refused)) from refused
+
+
 def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
     """Times torch's scaled_dot_product_attention with one of its backends.
 
@@ -87,13 +98,7 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, sto
     group = s.q_heads // s.kv_heads
     q = [as_torch(q).view(s.batch, s.kv_heads, group, s.head_dim) for q in arrays.q]
     keys, values = contiguous(case, arrays)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            call(q[0], keys[0], values[0])
-        except RuntimeError as refused:
-            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+    check_accepted(call, q[0], keys[0], values[0])
     calls = [functools.partial(call, *qkv) for qkv in zip(q, keys, values, strict=True)]
     return stopwatch.graph(calls)
 
