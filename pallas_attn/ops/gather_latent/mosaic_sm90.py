@@ -37,8 +37,8 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     basics.require_capability((9, 0))
     num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)
-    if call.kv_lens.shape[0] > MAX_SEQUENCES:
-        raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.kv_lens.shape[0]}")
+    if call.num_sequences > MAX_SEQUENCES:
+        raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.num_sequences}")
     layout = copy_layout(width, call.cache.pages.dtype)
     inputs = Inputs(
         rows=call.cache.pages.reshape(-1, width),

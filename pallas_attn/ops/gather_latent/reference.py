@@ -29,4 +29,4 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
         return lax.fori_loop(0, call.kv_lens[s], append, state)
 
     empty = (jnp.zeros((call.length, width), call.cache.pages.dtype), jnp.zeros((), jnp.int32))
-    return lax.fori_loop(0, call.kv_lens.shape[0], sequence, empty)[0]
+    return lax.fori_loop(0, call.num_sequences, sequence, empty)[0]

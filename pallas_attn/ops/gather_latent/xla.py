@@ -13,7 +13,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     num_pages, page_size, _ = call.cache.pages.shape
     ends = jnp.cumsum(call.kv_lens, dtype=jnp.int32)
     row = jnp.arange(call.length, dtype=jnp.int32)
-    sequence = jnp.minimum(segment_of(ends, row), call.kv_lens.shape[0] - 1)
+    sequence = jnp.minimum(segment_of(ends, row), call.num_sequences - 1)
     position = row - (ends - call.kv_lens)[sequence]
     num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[sequence]
     is_cached = position < num_cached

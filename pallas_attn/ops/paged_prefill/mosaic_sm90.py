@@ -51,7 +51,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     scales, beside = dequantise.scale_layout(kv), dequantise.tokens_in_row(kv)
     terms, query_scale = dequantise.plain_query_terms(q[None], kv)
     group = call.group
-    static, packing = _static(kv, len(terms), call.scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
+    static, packing = _static(kv, len(terms), call.scale / query_scale, soft_cap, group, num_tokens // call.num_sequences)
     heads, block_queries = packing.heads, static.queries // packing.places
     apart = packing.places // static.query_copies
     int_window = window if isinstance(window, int) else None
