@@ -184,7 +184,7 @@ class Tuner:
         return timing.median, looked_up
 
     def baseline(self, cases: Sequence[Case]) -> dict[Key, dict[Case, tuple[float, Settings]]]:
-        """For each key, the cases that look it up, with their times and configurations."""
+        """Measures the cases, and maps each key to the cases that look it up, with their times and configurations."""
         found: dict[Key, dict[Case, tuple[float, Settings]]] = {}
         for case in cases:
             if time.perf_counter() >= self.end:

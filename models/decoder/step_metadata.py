@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Int32
 
 
-@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
