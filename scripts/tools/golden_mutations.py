@@ -146,7 +146,8 @@ def truncate_yarn_ramp(model: PreTrainedModel) -> None:
 
 
 def rotate_halves(model: PreTrainedModel) -> None:
-    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting what produces the columns."""
+    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting the weights that produce the
+    columns."""
     width = model.config.qk_rope_head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
     for attention in attentions(model):
@@ -158,7 +159,8 @@ def rotate_halves(model: PreTrainedModel) -> None:
 
 
 def rotate_pairs(model: PreTrainedModel) -> None:
-    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting what produces the columns."""
+    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting the weights that produce the
+    columns."""
     width = model.config.head_dim
     order = torch.arange(width).view(-1, 2).T.flatten()
     for attention in attentions(model):

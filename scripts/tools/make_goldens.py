@@ -145,7 +145,7 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
 
 
 def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
-    """Write the checkpoint and return the model read back from it, so that the golden belongs to what was written."""
+    """Write the checkpoint and return the model read back from it, so that the golden belongs to the written files."""
     model = random_model(golden)
     model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
     reloaded = load(directory)
