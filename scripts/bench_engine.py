@@ -13,8 +13,8 @@ and transformers, the same weights are also timed under transformers' own `gener
 `v2-lite` is of a real size and is measured otherwise (scripts/bench/engine/serving.py): random weights are made on the
 device, in bfloat16, and times are compared with the fastest that the card could do.
 
-`--head-windows` measures what windows for some KV heads save (scripts/bench/engine/head_windows.py): how many contexts
-a pool holds, their throughput, and waiting times.
+`--head-windows` measures the savings of windows for some KV heads (scripts/bench/engine/head_windows.py): how many
+contexts a pool holds, their throughput, and waiting times.
 """
 
 from __future__ import annotations

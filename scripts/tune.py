@@ -2,7 +2,7 @@
 
     python scripts/tune.py paged_decode [--grid tune] [--only plan_decode] [--limit-seconds 600]
 
-Runs the cases of a benchmark's grid as they are, and records what they look up: kinds of configuration
+Runs the cases of a benchmark's grid as they are, and records their look-ups: kinds of configuration
 ("paged_decode/mosaic") and keys, the static facts of a call that the choice depends on. For each key it then tries the
 candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps the one with the least
 geometric mean of times. Candidates that do not compile, spill registers or do not fit side by side on a multiprocessor
@@ -184,7 +184,7 @@ class Tuner:
         return timing.median, looked_up
 
     def baseline(self, cases: Sequence[Case]) -> dict[Key, dict[Case, tuple[float, Settings]]]:
-        """For each key, the cases that look it up, with their times and configurations."""
+        """Measures the cases, and maps each key to the cases that look it up, with their times and configurations."""
         found: dict[Key, dict[Case, tuple[float, Settings]]] = {}
         for case in cases:
             if time.perf_counter() >= self.end:

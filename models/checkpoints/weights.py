@@ -226,11 +226,11 @@ def load_model(
 
     Args:
       dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
-      settings: how it attends.
-      windows: what its layers' heads see, in place of what config.json says.
+      settings: settings of attention.
+      windows: windows of all layers, in place of those of config.json.
 
     Raises:
-      CheckpointError: what is missing, extra, misshaped or unreadable.
+      CheckpointError: a file or tensor is missing, extra, misshaped or unreadable.
       ValueError, NotImplementedError: as `read_config` and `with_windows`.
     """
     checkpoint = open_checkpoint(directory)

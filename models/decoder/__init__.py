@@ -1,8 +1,8 @@
 """The decoder: weights and one step over packed tokens, in Flax NNX. This room imports `models.config` alone.
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
-tokens belong), `caches` (what each family caches), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
-then `explain` (what attention would run on) and `whole_sequence` (a sequence in one forward).
+tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
+then `explain` (the implementations that attention would run on) and `whole_sequence` (a sequence in one forward).
 """
 
 from models.decoder.caches import Caches as Caches

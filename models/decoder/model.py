@@ -1,6 +1,6 @@
 """Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families: the weights live in the module, the cache outside it.
 
-Families differ in how they attend and in what they cache for it; each has a module, and all else is shared.
+Families differ in attention and its cache, for which each has a module; all else is shared.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _apply_layer(
 def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
     """Splits the model into a pure function and its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
 
-    The weights are a flat list because that is what passes through a jitted call fastest.
+    The weights are a flat list, since that passes fastest through a jitted call.
     """
     graph, state = nnx.split(model)
     weights, structure = jax.tree.flatten(state)

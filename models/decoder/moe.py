@@ -128,7 +128,7 @@ class ClampedSwiglu:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
-@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experts:

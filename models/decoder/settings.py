@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How to compute attention; changes speed and rounding, never meaning.
+    """Settings of attention; they change speed and rounding, never meaning.
 
     Attributes:
       mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Int32
 
 
-@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
@@ -19,8 +19,8 @@ class GroupTables:
       slots: [T], page·ps + offset of each token's place in the cache, or [T, Hkv], row·ps + offset for each head; -1
         for padding, which is not cached.
       decode_block_tables: [Bd, Pd] page ids, or [Bd, Hkv, Pd] row ids.
-      prefill_block_tables: [S, Pp] page ids, or [S, Hkv, Pp] row ids; they hold what is seen of the cached prefix, and
-        this step's slots.
+      prefill_block_tables: [S, Pp] page ids, or [S, Hkv, Pp] row ids; they cover the visible part of the cached prefix,
+        and this step's slots.
     """
 
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"]
@@ -34,7 +34,7 @@ class GroupTables:
 class StepMetadata:
     """Places of a step's T packed tokens: first Bd decode tokens (one a sequence), then the prefill tokens.
 
-    Sizes are static and decide what is compiled: Bd rows of decode attention, T - Bd prefill tokens of at most S
+    Sizes are static and determine the compiled program: Bd rows of decode attention, T - Bd prefill tokens of at most S
     sequences. Either part may be empty. All arrays int32.
 
     Attributes:

@@ -1,9 +1,8 @@
 """The inference engine: requests in, tokens out. This room imports `models.config` and `models.decoder`.
 
-In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (what callers give and
-get), `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with
-`packed_step` and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding
-again).
+In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
+`scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
+and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again).
 """
 
 from models.engine.config import EngineConfig as EngineConfig

@@ -22,7 +22,7 @@ class EngineConfig:
       max_batched_tokens: new tokens of a step, decode and prefill together.
       max_num_seqs: requests that run at once; others wait.
       max_prefill_seqs: requests whose prompts one step computes; None for max_num_seqs, but at most 8.
-      max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
+      max_model_len: tokens of a sequence, prompt and output; None for the model's own limit.
       chunked_prefill: whether a prompt may be spread over steps.
       prefix_caching: whether pages of equal prefixes are shared.
       recycling: whether pages that windows leave behind are given back while a request runs; changes no token.

@@ -18,7 +18,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose a request's tokens and when to stop.
+    """Parameters for choosing a request's tokens, and for ending it.
 
     Attributes:
       max_tokens: Most tokens to generate, at least 1.

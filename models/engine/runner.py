@@ -33,9 +33,9 @@ class StepResult:
     """Results of a launched step, on the device.
 
     Attributes:
-      plan: what was launched.
+      plan: the launched plan.
       tokens: int32, sampled tokens: decode rows of the bucket first, then prefill rows.
-      bucket: what it was padded to.
+      bucket: the bucket it was padded to.
       logits: float32 [prefill tokens, V] of a bucket with all_logits, else None.
     """
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 
-@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:

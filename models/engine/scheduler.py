@@ -12,9 +12,8 @@ from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 class Scheduler:
     """Continuous batching by token budget, first come first served.
 
-    `schedule` plans a step, which the engine launches; `retire` takes what the step sampled. A step may be scheduled
-    and launched before the previous ones are retired, so that reading back overlaps with computing. This has
-    consequences:
+    `schedule` plans a step, which the engine launches; `retire` takes its sampled tokens. A step may be scheduled and
+    launched before the previous ones are retired, so that reading back overlaps with computing. This has consequences:
 
     - A request whose end is not known yet may have a token too many in flight, which `retire` drops.
     - The pages of a request that ended or was preempted may still be used by launched steps. They are released at once
@@ -24,10 +23,11 @@ class Scheduler:
       later step sees. Tokens in flight count as computed, because none is ever taken back.
 
     Running requests are in order of arrival, and every waiting one arrived after them. When pages run out in some cache
-    group the youngest running request is preempted: it gives up its pages, waits in front, and is computed again (from
-    what the prefix cache still has) once there is room in all groups to get through its known tokens. Tokens of it in
-    flight are still delivered by `retire`, and it is not admitted before. A request that has the pools to itself takes
-    prompt chunks as large as they allow. So the oldest request always moves, up to the size of the pools.
+    group the youngest running request is preempted: it gives up its pages, waits in front, and is computed again
+    (except for tokens that the prefix cache still has) once there is room in all groups to get through its known
+    tokens. Tokens of it in flight are still delivered by `retire`, and it is not admitted before. A request that has
+    the pools to itself takes prompt chunks as large as they allow. So the oldest request always moves, up to the size
+    of the pools.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scheduler:
         return plan
 
     def retire(self, plan: StepPlan, tokens: Sequence[int]) -> list[tuple[Request, int]]:
-        """Takes what a step sampled.
+        """Takes the sampled tokens of a step.
 
         Args:
             plan: The oldest launched plan that has not been retired.

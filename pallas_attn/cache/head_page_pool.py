@@ -28,9 +28,9 @@ class WindowPerHead(Protocol):
 class HeadPagePool:
     """Hands out the rows of layers with equal windows to the KV heads of the sequences in a batch.
 
-    A row is one page of one KV head, and any head may own any row: what windowed heads give back, full heads can use.
-    (Layers whose heads have equal windows need no rows for each head: their pool has one head, and a row of it is a
-    page of all heads.)
+    A row is one page of one KV head, and any head may own any row: full heads can use the rows that windowed heads give
+    back. (Layers whose heads have equal windows need no rows for each head: their pool has one head, and a row of it is
+    a page of all heads.)
 
     A sequence is known by its batch slot. Its heads get rows for the same pages at the same time, all or none, and keep
     them until the sequence is released, except for *recycled* pages: those in which no later query of a head sees a
@@ -40,10 +40,10 @@ class HeadPagePool:
     a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when it has no
     references. Rows are handed out again least recently freed first.
 
-    Only the caller knows the later queries. The oldest one of any later step is the first token whose K/V is not
-    final: a token that was computed on trial and can be rejected is computed again, and then sees what it saw before.
-    So recycling follows the tokens that are accepted, never those that are written. Steps that are already launched do
-    not count: the device runs them before any step that writes to the rows they read.
+    Only the caller knows the later queries. The oldest one of any later step is the first token whose K/V is not final:
+    a token that was computed on trial and can be rejected is computed again, and then sees the same keys as before. So
+    recycling follows the tokens that are accepted, never those that are written. Steps that are already launched do not
+    count: the device runs them before any step that writes to the rows they read.
 
     With `recycle` before each `allocate`, a sequence holds at most `peak_rows`. Row ids depend on the order of calls
     only, so processes that make equal calls hand out equal rows. A call that raises changes nothing. Not thread-safe.

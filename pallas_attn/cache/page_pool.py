@@ -7,7 +7,7 @@ from pallas_attn.cache.errors import InconsistentCache, OutOfPages, PageError
 
 
 class PagePool:
-    """Hands out page ids `[0, num_pages)` and counts who holds them.
+    """Hands out page ids `[0, num_pages)` and counts their references.
 
     A page is *owned* while its reference count is positive and *free* otherwise. Free pages are handed out again least
     recently freed first, so the contents of a free page survive for as long as possible and a prefix cache can still

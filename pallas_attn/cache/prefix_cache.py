@@ -125,7 +125,7 @@ class PrefixCache:
         return tuple(np.split(seen.T, first_lanes))
 
     def match(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> int:
-        """Lets the sequence of an idle batch slot begin with what `lookup` finds.
+        """Lets the sequence of an idle batch slot begin with the prefix that `lookup` finds.
 
         Returns:
             The number of tokens found, of which the batch slot now holds the rows.

@@ -1,1 +1,1 @@
-"""Tools for those who change the code: goldens, disassembly, the README's example."""
+"""Tools for contributors: goldens, disassembly, the README's example."""

@@ -15,17 +15,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ign
 
 
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Finds routers of DeepSeek's models."""
+    """Find routers of DeepSeek's models."""
     return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
 
 
 def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Finds routers of gpt-oss."""
+    """Find routers of gpt-oss."""
     return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
 
 
 def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Finds the experts of each layer of gpt-oss."""
+    """Find the experts of each layer of gpt-oss."""
     return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
@@ -62,7 +62,7 @@ def routing(gate: nn.Module) -> Routing:
 
 
 def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, ...]:
-    """Computes router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
+    """Compute router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
     logits = F.linear(hidden.view(-1, gate.hidden_dim), gate.weight)
     scores = logits.sigmoid() if is_v3(gate) else logits.softmax(-1)
     biased = scores + gate.e_score_correction_bias if is_v3(gate) else scores
@@ -73,7 +73,7 @@ def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.
 
 
 def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs a router's forward pass by the given rule: router logits, weights and experts."""
+    """Run a router's forward pass by the given rule: router logits, weights and experts."""
     logits, scores, biased, _, masked = choose(gate, hidden, rule)
     experts = masked.topk(gate.top_k).indices
     weights = (biased if rule.biased_weights else scores).gather(1, experts)
@@ -146,7 +146,8 @@ def truncate_yarn_ramp(model: PreTrainedModel) -> None:
 
 
 def rotate_halves(model: PreTrainedModel) -> None:
-    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting what produces the columns."""
+    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting the weights that produce the
+    columns."""
     width = model.config.qk_rope_head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
     for attention in attentions(model):
@@ -158,7 +159,8 @@ def rotate_halves(model: PreTrainedModel) -> None:
 
 
 def rotate_pairs(model: PreTrainedModel) -> None:
-    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting what produces the columns."""
+    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting the weights that produce the
+    columns."""
     width = model.config.head_dim
     order = torch.arange(width).view(-1, 2).T.flatten()
     for attention in attentions(model):

@@ -1,7 +1,7 @@
 """Write tests/goldens: small checkpoints, and the outputs that Hugging Face transformers computes with them.
 
     pip install torch==2.13.0 transformers==5.23.0
-    python scripts/tools/make_goldens.py [--out tests/goldens] [NAME ...]
+    python -m scripts.tools.make_goldens [--out tests/goldens] [NAME ...]
 
 Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cache they lead to, and a table of
 mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
@@ -27,8 +27,6 @@ import numpy as np
 import torch  # pyrefly: ignore[missing-import]
 import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 import transformers  # pyrefly: ignore[missing-import]
-from golden_models import GOLDENS, NORM_SPREAD, Golden  # pyrefly: ignore[missing-import]
-from golden_mutations import change_routing, closest_routing, gates, is_latent, is_v3, mutations, routers  # pyrefly: ignore[missing-import]
 from safetensors.torch import load_file, save_file
 from transformers import (  # pyrefly: ignore[missing-import]
     AutoModelForCausalLM,
@@ -38,6 +36,17 @@ from transformers import (  # pyrefly: ignore[missing-import]
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # pyrefly: ignore[missing-import]
 
+from scripts.tools.golden_models import GOLDENS, NORM_SPREAD, Golden
+from scripts.tools.golden_mutations import (
+    change_routing,
+    closest_routing,
+    gates,
+    is_latent,
+    is_v3,
+    mutations,
+    routers,
+)
+
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 9, 40, 75)
 SHARED_PREFIX = 32  # tokens of the two longest prompts, so that prefix caching has something to find
@@ -46,8 +55,8 @@ SINK_SPREAD = 2.0  # learned sinks weigh as much as keys do
 
 GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
 
-MIN_MUTATION = 1e-2  # tolerance of the tests for parity
-MIN_TOKEN_MARGIN = 1e-3  # least margin of compared tokens: here, all of them
+MIN_MUTATION = 1e-2  # a hundred times the tolerance of parity
+MIN_TOKEN_MARGIN = 1e-3  # tests compare tokens that win by more: here, all
 MIN_ROUTING_MARGIN = 5e-4  # least distance between the worst expert or group chosen and the best that was not
 MIN_DISTINCT_TOKENS = 12
 MAX_ROUNDING = 2e-5
@@ -102,7 +111,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def published_config(model: PreTrainedModel) -> dict[str, object]:
-    """Write the configuration in the keys of published config.json files, which are older than those of transformers
+    """Make the configuration in the keys of published config.json files, which are older than those of transformers
     5."""
     keys = model.config.to_diff_dict()
     for newer in ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave"):
@@ -136,7 +145,7 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
 
 
 def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
-    """Write the checkpoint and return the model read back from it, so that the golden belongs to what was written."""
+    """Write the checkpoint and return the model read back from it, so that the golden belongs to the written files."""
     model = random_model(golden)
     model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
     reloaded = load(directory)

@@ -99,7 +99,7 @@ def tile_budget(listing: str) -> Budget:
     """Computes the budget of a kernel.
 
     Raises:
-      ValueError: no line says what a tile is, or no loop uses the tensor cores.
+      ValueError: no line defines a tile, or no loop uses the tensor cores.
     """
     tile = re.search(r"// tile: (\d+) bytes, (\d+) multiply-adds", listing)
     if tile is None:

@@ -190,7 +190,7 @@ class World:
                 self.published.setdefault((lane, text), sequence.rows[lane][page])
 
     def recycle(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycles up to any position between the last oldest query and the end of what is written."""
+        """Recycles up to any position between the last oldest query and the last written one."""
         sequence = self.sequences[batch_slot]
         span = sequence.num_written - sequence.oldest_query
         oldest_query = sequence.oldest_query + (oldest_query - sequence.oldest_query) % (span + 1)

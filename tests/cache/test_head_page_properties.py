@@ -19,7 +19,7 @@ NUM_SEQS = 3
 MAX_PAGES = 7
 MAX_NEW_TOKENS = 5
 
-Written = tuple[int, int, int]  # a sequence, a head and a position: what some K/V is of
+Written = tuple[int, int, int]  # sequence, head and position of some K/V
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class World:
                     assert found == (self.sequences[batch_slot].number, head, key)
 
     def recycle_early(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycles outside a step, up to any position between the last oldest query and what is accepted."""
+        """Recycles outside a step, up to any position between the last oldest query and the last accepted one."""
         sequence = self.sequences[batch_slot]
         span = sequence.num_accepted - sequence.oldest_query
         self.recycle(batch_slot, sequence.oldest_query + oldest_query % (span + 1))

@@ -314,7 +314,7 @@ def test_pools_serve_one_cache():
         PrefixCache(Sequences().pools)
 
 
-# A head needs of a prefix of n pages what a token at 4n sees: with a window of 5 the page before it, of 6 two.
+# A head needs those of n pages that a token at 4n sees: with a window of 5 the page before it, of 6 two.
 LONG = list(range(200, 232))
 
 

@@ -125,7 +125,7 @@ def test_a_prefix_is_found_with_what_windows_have_left():
 
 
 def test_windowed_heads_hold_sink_tokens_their_window_and_what_is_written():
-    """Of the pages of four tokens, a request holds one of sink tokens, those of a window of 6 or 5, and one for the new
+    """A request holds one page (of four tokens) of sink tokens, those of a window of 6 or 5, and one for the new
     token."""
     under_test = engine("ample")
     under_test.add_request(PROMPTS[5][::-1], SamplingParams(max_tokens=50, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Which implementations a model would run on, by its settings."""
+"""The implementations that a model would run on, by its settings."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Parity with Hugging Face transformers on committed goldens, and proof that a wrong model would not pass.
 
-See tests/goldens/README.md for what the goldens hold.
+tests/goldens/README.md describes the goldens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plain run against goldens and an engine: what it accepts, and every way in which it fails."""
+"""The plain run against goldens and an engine: acceptance, and every way of failing."""
 
 import dataclasses
 import json

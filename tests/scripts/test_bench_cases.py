@@ -165,7 +165,7 @@ def test_flashinfer_gets_the_pages_of_the_table():
     )
     wrapper = SimpleNamespace(plan=lambda *args: planned.extend(args), run="run")
     case = MlaDecodeCase(MlaDecode(3, 100, 16, queries=2), varied=True)
-    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # in place of what is drawn
+    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # in place of drawn lengths
     table = np.arange(6).reshape(3, 2)
     assert flashinfer_mla.planned(wrapper, torch, case, table) == "run"
     queries, offsets, indices, lens, *rest = planned

@@ -1,6 +1,6 @@
 """FlashMLA and FlashAttention-3 as contenders.
 
-Stand-ins that compute in numpy what the packages document give our results: so pages, tables, scales and masks are
+Stand-ins that implement the packages' documentation in numpy give our results: so pages, tables, scales and masks are
 passed in the packages' own form.
 """
 

@@ -152,7 +152,7 @@ def bench_config(
     dtype: str,
     transformers: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields what was measured of a configuration, and again with transformers' times if a Python that has it is named.
+    """Yields the measurements of a configuration, and again with transformers' times if a Python that has it is named.
 
     Args:
       name: name of the configuration in `PRESETS`.
