@@ -14,18 +14,18 @@ from jax import export
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.sm90.flash.config import QUERIES, MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import QUERIES, FlashConfig
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
-from pallas_attn.ops.ragged_attention.config import MosaicKey
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
 from tests.aot.case import Case, Tile, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
-    (192, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 2, 3)],
-    (128, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 4, 3)],
-    (64, 64): [MosaicConfig(128, 2, 2), MosaicConfig(128, 4, 2), MosaicConfig(128, 4, 3), MosaicConfig(64, 2, 1)],
-    (256, 256): [MosaicConfig(64, 2, 1)],
+    (192, 128): [FlashConfig(64, 4, 2), FlashConfig(64, 2, 3)],
+    (128, 128): [FlashConfig(64, 4, 2), FlashConfig(64, 4, 3)],
+    (64, 64): [FlashConfig(128, 2, 2), FlashConfig(128, 4, 2), FlashConfig(128, 4, 3), FlashConfig(64, 2, 1)],
+    (256, 256): [FlashConfig(64, 2, 1)],
 }
 """To choose from, beside what is chosen where nothing was measured."""
 
@@ -37,7 +37,7 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def looking_up(sizes: MosaicConfig | None) -> Any:
+def looking_up(sizes: FlashConfig | None) -> Any:
     """Within it a call takes these sizes, or those of a card that nothing was measured on."""
 
     def lookup(op: str, key: Any, make: Any, heuristic: Any) -> Any:
@@ -54,7 +54,7 @@ def ragged(
     *,
     dtype: Any = jnp.bfloat16,
     tokens: int = TOKENS,
-    sizes: MosaicConfig | None = None,
+    sizes: FlashConfig | None = None,
     parts: int = 0,
     **static: Any,
 ) -> Case:
@@ -76,7 +76,7 @@ def ragged(
             return ragged_attention(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG))
+        chosen = ragged_config.mosaic_config(RaggedAttentionKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG))
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
     return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)
@@ -94,7 +94,7 @@ def paged(
     dtype: Any = jnp.bfloat16,
     cache: tuple[Any, Any] | None = None,
     tokens: int = TOKENS,
-    sizes: MosaicConfig | None = None,
+    sizes: FlashConfig | None = None,
     features: Iterable[str] = (),
     parts: int = 0,
     group: int = 4,
@@ -136,7 +136,7 @@ def paged(
 
     with looking_up(sizes):
         cache_bytes = jnp.dtype(cache_dtype).itemsize
-        key = paged_config.MosaicKey(
+        key = paged_config.PagedPrefillKey(
             head_dim,
             page_size,
             cache_bytes,

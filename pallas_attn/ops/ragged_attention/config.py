@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -21,7 +21,7 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKey:
+class RaggedAttentionKey:
     """What the best sizes of the Mosaic kernel depend on.
 
     Attributes:
@@ -38,24 +38,24 @@ LONG = 512
 """Queries, of which a block of three consumers leaves few places empty."""
 
 
-def mosaic_config(key: MosaicKey) -> MosaicConfig:
+def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
     """Sizes of the Mosaic kernel."""
-    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _heuristic(key))
+    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _heuristic(key))
 
 
-def _heuristic(key: MosaicKey) -> MosaicConfig:
+def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers; a third one where
     heads are narrow.
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
-    return MosaicConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
+    return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 
 
 CACHE_BYTES = 32 * 2**20
 """Of keys and values, at most, that programs which run at a time are meant to share in an L2 cache of 50 MB."""
 
 
-def heads_together(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
+def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
     """Query heads whose blocks alternate: all of so many KV heads that keys and values fit the L2 cache.
 
     Args:
