@@ -13,7 +13,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       q: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings; queries are their sum.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_in_row`).
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_per_smem_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, count: as they are `Listed`.
       window: a `HeadWindow` or None.

@@ -36,7 +36,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise, tiles
-from pallas_attn.mosaic.sm90.decode_pages import SMALLEST_SCALE
 from pallas_attn.mosaic.sm90.flash.kernel import Memory, Static, View, Weights, turn_of, wait_if
 from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, over_columns
 from pallas_attn.types import ScaleLayout
@@ -46,7 +45,7 @@ class Narrow(NamedTuple):
     """Shared memory and barriers of a program, beside `Memory`.
 
     Attributes:
-      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_in_row`).
+      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       landed: barriers of both.
       factors: [stages + 1, 3, tile_keys] float32: for each token the scale of its keys, and log2 and inverse of that of
         its values; None if scales do not come with the tokens.
@@ -80,7 +79,7 @@ class Widener:
         plgpu.barrier_wait(self.narrow.landed.at[0])
         wait_if(tile >= self.static.stages, self.mem.k_free.at[slot])
         prepare()
-        dequantise.widen(self.narrow.k, self.mem.k.at[slot])
+        dequantise.dequantise_tile(self.narrow.k, self.mem.k.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.mem.k_landed.at[slot])
 
@@ -93,17 +92,17 @@ class Widener:
             @pl.when(~whole)
             def _clear() -> None:
                 kept = alive(tiles.token_iota(self.static.tile_keys))
-                dequantise.clear(self.narrow.v, self.static.value_dim, kept)
+                dequantise.clear_tokens(self.narrow.v, self.static.value_dim, kept)
                 plgpu.commit_smem()
 
         wait_if(tile >= self.static.stages, self.mem.v_free.at[slot])
-        dequantise.widen(self.narrow.v, self.mem.v.at[slot])
+        dequantise.dequantise_tile(self.narrow.v, self.mem.v.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.mem.v_landed.at[slot])
 
     def write_factors(self, tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
         """Of tokens that nobody sees the scale of values has to be 1."""
-        v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
+        v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
         place = self.narrow.factors.at[turn_of(tile, self.static.stages + 1)]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
             place[i, ...] = factor

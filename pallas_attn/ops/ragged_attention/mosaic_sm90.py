@@ -101,7 +101,7 @@ def ragged_attention(
         scratch_types=(*Memory.types(static, q.dtype), *Queue.types(taken)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_attention",
-    )(basics.unsliced(Inputs(q, k, v, listed.blocks, listed.count)), taken)
+    )(basics.materialize(Inputs(q, k, v, listed.blocks, listed.count)), taken)
     return cuts.merged(out, lse, listed.count, (num_tokens, num_heads), None, out_dtype)
 
 

@@ -230,7 +230,8 @@ class State(NamedTuple):
 
     Attributes:
       o: [64, Dv] float32, values weighted with 2**(score - m).
-      m: [64] float32, what scores are relative to, times log2 e: at most `HEADROOM` below the largest of all tiles.
+      m: [64] float32, what scores are relative to, times log2 e: at most `RESCALE_THRESHOLD_LOG2` below the largest of
+        all tiles.
       l: [64, 8] float32, sums of 2**(score - m) of columns that are a multiple of 8 apart.
       p: [64, tile_keys], 2**(score - m) of the last tile, which is not in o yet.
     """
@@ -343,7 +344,7 @@ class Consumer:
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.outgrow(state.m)
-        o, l = wgmma.shrink((o, state.l), state.m, m, finished=False)  # noqa: E741
+        o, l = wgmma.rescale_accumulator((o, state.l), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(mem.v_free.at[previous])
         # Only now: the product that is finished read the registers of the last probabilities.
         p, more_l = scores.weights(m)
@@ -398,7 +399,7 @@ class Scores(NamedTuple):
     def outgrow(self, m: Any) -> Any:
         """What they are relative to, after m for earlier ones."""
         highest = self.s.max(axis=1) * self.scale
-        return jnp.where(highest > m + wgmma.HEADROOM, highest, m)
+        return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 
     def weights(self, m: Any) -> tuple[Any, Any]:
         """Probabilities, and their sums as in `State`."""

@@ -149,7 +149,7 @@ def _listed(listing: Listing, cuts: Cuts, lengths: Lengths) -> Listed:
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="list_blocks",
-    )(basics.unsliced(lengths))
+    )(basics.materialize(lengths))
     return listed._replace(blocks=listed.blocks.reshape(most, -1))
 
 

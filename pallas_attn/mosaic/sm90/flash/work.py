@@ -150,7 +150,7 @@ class Queue(NamedTuple):
     @staticmethod
     def untouched(zero: Int32[Array, "1"], programs: int, pieces: int) -> Ref | None:
         """`taken` for so many programs, or None if no piece is left after the first ones; `zero` as it is listed."""
-        return basics.changeable(zero) if programs < pieces else None
+        return basics.alias_in_place(zero) if programs < pieces else None
 
     @staticmethod
     def types(taken: Ref | None) -> tuple[Any, Any]:
