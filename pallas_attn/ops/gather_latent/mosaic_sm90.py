@@ -60,7 +60,7 @@ def gather_latent(
         grid=(pl.cdiv(length, layout.rows),),
         grid_names=("program",),
         kernel_name="gather_latent",
-    )(basics.unsliced(inputs))
+    )(basics.materialize(inputs))
 
 
 class Inputs(NamedTuple):

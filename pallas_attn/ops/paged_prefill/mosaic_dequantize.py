@@ -39,7 +39,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise, tiles
-from pallas_attn.mosaic.sm90.decode_pages import SMALLEST_SCALE
 from pallas_attn.mosaic.sm90.flash.kernel import (
     FlashScratch,
     FlashStatic,
@@ -56,7 +55,7 @@ class StagedQuant(NamedTuple):
     """Staging buffers of a program, beside `FlashScratch`.
 
     Attributes:
-      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_in_row`).
+      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       landed: barriers of both.
       token_scales: [stages + 1, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of that
         of its value; None if scales do not come with the tokens.
@@ -91,7 +90,7 @@ class Dequantizer:
         plgpu.barrier_wait(self.staged.landed.at[0])
         wait_if(kv_tile >= self.static.stages, self.scratch.k_free.at[slot])
         publish()
-        dequantise.widen(self.staged.k, self.scratch.k.at[slot])
+        dequantise.dequantise_tile(self.staged.k, self.scratch.k.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.k_landed.at[slot])
 
@@ -106,17 +105,17 @@ class Dequantizer:
             @pl.when(~whole)
             def _clear() -> None:
                 live = live_mask(tiles.token_iota(self.static.tile_keys))
-                dequantise.clear(self.staged.v, self.static.value_dim, live)
+                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live)
                 plgpu.commit_smem()
 
         wait_if(kv_tile >= self.static.stages, self.scratch.v_free.at[slot])
-        dequantise.widen(self.staged.v, self.scratch.v.at[slot])
+        dequantise.dequantise_tile(self.staged.v, self.scratch.v.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.v_landed.at[slot])
 
     def publish_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
         """Writes the scales of a tile's tokens; that of masked values has to be 1."""
-        v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
+        v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
         target = self.staged.token_scales.at[ring_slot(kv_tile, self.static.stages + 1)]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
             target[i, ...] = factor

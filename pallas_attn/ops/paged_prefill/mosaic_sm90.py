@@ -63,7 +63,7 @@ class PrefillInputs(NamedTuple):
 
     Attributes:
       q: terms of the queries, whose sum they are: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_in_row`).
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_per_smem_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, counts: of the `WorkList`.
       window: a `HeadWindow` or None.
@@ -238,7 +238,7 @@ class PagedFrontEnd:
             window=window if isinstance(window, int) else None,
             cache_dtype=kv.k.dtype,
             scales=scales,
-            tokens_per_smem_row=dequantise.tokens_in_row(kv),
+            tokens_per_smem_row=dequantise.tokens_per_smem_row(kv),
         )
 
     @property

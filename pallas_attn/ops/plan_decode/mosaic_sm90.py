@@ -160,7 +160,7 @@ def plan_decode(
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
-    )(basics.unsliced(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
+    )(basics.materialize(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
     return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
 
 

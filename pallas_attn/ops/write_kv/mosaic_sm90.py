@@ -67,10 +67,10 @@ def write_kv(
     x, arrays = Inputs.of(kv, k, v, slots, rope, q), Pool.of(kv)
     writers = _note_writers(static, x.slots) if static.grouped else None
     pool = Pool(
-        k=basics.changeable(flat(arrays.k)),
-        v=basics.changeable(flat(arrays.v)),
-        k_scale=None if arrays.k_scale is None else basics.changeable(arrays.k_scale.reshape(-1)),
-        v_scale=None if arrays.v_scale is None else basics.changeable(arrays.v_scale.reshape(-1)),
+        k=basics.alias_in_place(flat(arrays.k)),
+        v=basics.alias_in_place(flat(arrays.v)),
+        k_scale=None if arrays.k_scale is None else basics.alias_in_place(arrays.k_scale.reshape(-1)),
+        v_scale=None if arrays.v_scale is None else basics.alias_in_place(arrays.v_scale.reshape(-1)),
     )
     rotated = plgpu.kernel(
         functools.partial(_kernel, static),
@@ -79,9 +79,9 @@ def write_kv(
         grid_names=("program",),
         scratch_types=[plgpu.SMEM((static.scan.rows,), jnp.int32)] if static.grouped else [],
         kernel_name="write_kv",
-    )(basics.unsliced(x), pool, basics.unsliced(writers))
+    )(basics.materialize(x), pool, basics.materialize(writers))
     written = {
-        name: basics.frozen(ref).reshape(getattr(arrays, name).shape)
+        name: basics.read_back(ref).reshape(getattr(arrays, name).shape)
         for name, ref in pool._asdict().items()
         if ref is not None
     }
@@ -370,7 +370,7 @@ def _note_writers(static: Static, slots: Int32[Array, "n"]) -> Int32[Array, "slo
         grid=(pl.cdiv(static.num_noted, THREADS),),
         grid_names=("program",),
         kernel_name="note_writers",
-    )(basics.unsliced(slots))
+    )(basics.materialize(slots))
 
 
 def _note_kernel(static: Static, slots: Ref, writers: Ref) -> None:

@@ -33,15 +33,15 @@ def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[
     if not slots.shape[0]:
         return cache
     layout = copy_layout(width, latent.dtype)
-    rows = basics.changeable(cache.pages.reshape(-1, width))
+    rows = basics.alias_in_place(cache.pages.reshape(-1, width))
     plgpu.kernel(
         functools.partial(_kernel, layout),
         out_type=(),
         grid=(pl.cdiv(slots.shape[0], layout.rows),),
         grid_names=("program",),
         kernel_name="write_latent",
-    )(*basics.unsliced((latent, slots)), rows)
-    return PagedLatent(basics.frozen(rows).reshape(cache.pages.shape))
+    )(*basics.materialize((latent, slots)), rows)
+    return PagedLatent(basics.read_back(rows).reshape(cache.pages.shape))
 
 
 def _kernel(layout: RowLayout, latent: Ref, slots: Ref, rows: Ref) -> None:

@@ -247,7 +247,7 @@ def flash_attention(
         ),
         compiler_params=front.compiler_params,
         kernel_name=front.kernel_name,
-    )(basics.unsliced(inputs), tile_counter)
+    )(basics.materialize(inputs), tile_counter)
     return splits.merge(out, lse, work.counts, shape, sinks, out_dtype)
 
 
@@ -465,7 +465,7 @@ class Consumer:
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(state.m)
-        o, l = wgmma.shrink((o, state.l), state.m, m, finished=False)  # noqa: E741
+        o, l = wgmma.rescale_accumulator((o, state.l), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(scratch.v_free.at[previous])
         # Only now: the product that is finished read the registers of the last probabilities.
         p, more_l = scores.probabilities(m)
@@ -550,7 +550,7 @@ class Scores(NamedTuple):
     def update_max(self, m: Any) -> Any:
         """What scores are relative to from this tile on, after m for earlier tiles."""
         highest = self.s.max(axis=1) * self.scale
-        return jnp.where(highest > m + wgmma.HEADROOM, highest, m)
+        return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 
     def probabilities(self, m: Any) -> tuple[Any, Any]:
         """2**(score - m), and their sums as in `SoftmaxState`."""

@@ -213,7 +213,7 @@ def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> W
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="list_blocks",
-    )(basics.unsliced(lengths))
+    )(basics.materialize(lengths))
     return listed._replace(blocks=listed.blocks.reshape(most, -1))
 
 
@@ -403,7 +403,7 @@ class TileQueue(NamedTuple):
     @staticmethod
     def counter(zero: Int32[Array, "1"], programs: int, work_tiles: int) -> Ref | None:
         """`tile_counter` made of the list's `zero`, or None if no work tile is left after the first ones."""
-        return basics.changeable(zero) if programs < work_tiles else None
+        return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
     def scratch_types(tile_counter: Ref | None) -> tuple[Any, Any]:
