@@ -76,7 +76,8 @@ def ragged(
             return ragged_attention(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = ragged_config.mosaic_config(RaggedAttentionKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG))
+        key = RaggedAttentionKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG)
+        chosen = ragged_config.mosaic_config(key)
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
     return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)

@@ -5,7 +5,7 @@ reads them, and all rows of a block use them: the producer, which has little els
 staging buffer, one for keys and one for values, and writes it as float16 to a slot of the rings. The consumers notice
 only the scales:
 
-    producer   K0 V0 copied ·dequantize K0· K1 copied ·dequantize K1· K2 copied ·dequantize V0· V1 copied ·dequantize K2· ···
+    producer     K0 V0 copied ·dequant K0· K1 copied ·dequant K1· K2 copied ·dequant V0· V1 copied ·dequant K2· ···
 
 A tile is copied to its staging buffer right after the one before it was dequantized, and arrives while a tile of the
 other kind is dequantized. Scales of a head multiply a tile of scores, and the finished output. Scales of channels are
@@ -57,8 +57,8 @@ class StagedQuant(NamedTuple):
     Attributes:
       k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       landed: barriers of both.
-      token_scales: [stages + 1, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of that
-        of its value; None if scales do not come with the tokens.
+      token_scales: [stages + 1, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of the
+        scale of its value; None if scales do not come with the tokens.
     """
 
     k: Any

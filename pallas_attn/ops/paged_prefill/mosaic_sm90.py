@@ -100,7 +100,9 @@ def paged_prefill(
     if not num_tokens:
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
     terms, query_scale = dequantise.plain_query_terms(q[None], kv)
-    front = PagedFrontEnd.of(q, kv, len(terms), num_tokens // kv_lens.shape[0], sm_scale / query_scale, soft_cap, window)
+    front = PagedFrontEnd.of(
+        q, kv, len(terms), num_tokens // kv_lens.shape[0], sm_scale / query_scale, soft_cap, window
+    )
     blocking = Blocking(num_tokens, front.block_queries, front.static.tile_keys, causal=True)
     head_window = window if isinstance(window, HeadWindow) else None
     lengths = SequenceLengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
@@ -209,9 +211,8 @@ class PagedFrontEnd:
         )
         settings = config.mosaic_config(key)
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
-            raise NotImplementedError(
-                f"takes tiles of whole pages, or of a part of one, got {settings.tile_keys} keys of pages of {page_size}"
-            )
+            got = f"{settings.tile_keys} keys of pages of {page_size}"
+            raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
         packing = config.packing(group, queries, QUERIES * settings.consumers)
         static = FlashStatic(
             head_dim,
@@ -424,7 +425,7 @@ class PagedTile(NamedTuple):
     def dequantize_tiles(
         self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
     ) -> None:
-        """Copies the keys and values as cached, and brings them to the rings as float16, from tile number `kv_tile` on."""
+        """Copies keys and values as cached, and brings them to the rings as float16, from tile number `kv_tile` on."""
         x, staged = self.x, dequantizer.staged
 
         def publish(i: Any, pages: list[Any], scales: list[jax.Array]) -> None:
@@ -537,8 +538,8 @@ class PagedTile(NamedTuple):
         return live
 
     def token_scales(self, i: Any, pages: list[Any]) -> list[jax.Array]:
-        """Scales of the keys and of the values of each token of the i-th tile, 1 for masked values; an empty list if they
-        do not come with the tokens.
+        """Scales of the keys and of the values of each token of the i-th tile, 1 for masked values; an empty list if
+        scales do not come with the tokens.
         """
         groups, page_size = self.front.scale_groups, self.front.page_size
         if not groups:

@@ -12,9 +12,9 @@ others:
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
     producer     Q K0 K1 V0 K2 V1 ······ as slots become free; of the next block K0 K1 V0 Q K2 V1 ······
 
-`ragged_attention` and `paged_prefill` are front ends of this one kernel. A `FrontEnd` makes of a work tile a `FrontTile`,
-which knows where the queries, keys and values are and what each row sees. This file is read downward: launch, roles,
-producer, consumer, output.
+`ragged_attention` and `paged_prefill` are front ends of this one kernel. A `FrontEnd` turns a work tile into a
+`FrontTile`, which knows where the queries, keys and values are and what each row sees. This file is read downward:
+launch and roles, producer, consumer, output.
 
 Barriers, for n consumers:
 
@@ -66,8 +66,8 @@ from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, over_columns, over_to
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
 """Registers of a consumer's thread and of one of the producer, by the number of consumers: together no more than all
-threads begin with, the most that are a multiple of 8 and fit a multiprocessor. A producer that dequantizes what it copies
-takes more; beside one consumer there are enough for both.
+threads begin with, the most that are a multiple of 8 and fit a multiprocessor. A producer that dequantizes what it
+copies takes more; beside one consumer there are enough for both.
 """
 
 
@@ -344,9 +344,11 @@ class Producer:
                 plgpu.barrier_arrive(scratch.v_landed.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries at once, if it is the program's first one. Later ones wait for the place
-        of those before, which takes longer than the first tiles of keys have to: returns a function to be called after
-        the copies of each tile of values, with the tile's number in the block.
+        """Starts the copies of a block's queries, at once for the program's first block. Later ones wait for the place
+        of the queries before, which is free after the first tiles of keys may come.
+
+        Returns:
+          a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
 
         def load() -> None:
@@ -450,9 +452,7 @@ class Consumer:
         o = tiles.filled(0.0, (QUERIES, self.static.value_dim), TILE)
         return SoftmaxState(o, m, l, p.astype(scratch.q.dtype))
 
-    def _step(
-        self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]
-    ) -> SoftmaxState:
+    def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
         """Takes a tile whose keys have landed, and meanwhile adds the values of the tile before to the output."""
         scratch = self.scratch
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)

@@ -1,4 +1,4 @@
-"""Scheduling of the prefill kernel: blocks of queries listed on the device, and fetched one after the other by programs.
+"""Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
 
 A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence form one segment more, which
 sees no keys. A work tile is a block for one head (or for a few heads that share the block), against all keys that the
@@ -8,12 +8,12 @@ block sees or against one of several splits of them (`sm90.flash.split`).
    last ones to run are short, and those that run at a time find their keys and values in the L2 cache. XLA would start
    up to eight kernels for that. This one gives a thread to each segment, and then to each block:
 
-    segments    number of blocks   -> ends: of the blocks of each    (prefix sums)
-    blocks      segment, tiles     -> sort keys
-    blocks      rank of sort key   -> row of the list
-    splits      time               -> into how many splits keys are cut, if they may be
+       segments   number of blocks    -> where the blocks of each end (prefix sums)
+       blocks     segment, tiles      -> sort key
+       blocks     rank of sort key    -> row of the list
+       splits     time that they take -> number of splits, where keys may be cut
 
-   Calls with the same lengths, such as the layers of a step make, share one listing: it is traced once for all of them,
+   Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
    so that XLA finds the same kernel given the same arrays.
 
 2. In the prefill kernel there is a program for each multiprocessor. `WorkTiles` numbers the work tiles, and each program
@@ -139,8 +139,8 @@ class Blocking:
     causal: bool
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
-        """The least and the largest number of blocks, whatever the lengths. Rows after the last sequence may need blocks
-        of their own, and up to 7 rows of the sequence before may stand at the beginning of a block.
+        """The least and the largest number of blocks, whatever the lengths. Rows after the last sequence may need
+        blocks of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
         """
         segments = lengths.sequences + 1
         most = (self.num_rows + (ALIGNMENT - 1) * segments) // self.block_rows + segments

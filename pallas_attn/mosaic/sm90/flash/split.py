@@ -24,7 +24,7 @@ from pallas_attn.mosaic.block_scan import Lanes
 from pallas_attn.portable.merge import merge_states
 
 WORK_TILE_OVERHEAD = 2
-"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, with nothing to do meanwhile, and its end."""
+"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its end."""
 
 MERGE_OVERHEAD = 6
 """Cost of merging splits, in tiles. Both costs are reckoned from what a launch and a tile take, and not measured."""
