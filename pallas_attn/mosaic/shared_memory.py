@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ALIGNMENT = 1024
@@ -36,7 +37,7 @@ def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
     barriers, arrays = 0, _aligned(reduction_bytes)
     for scratch in jax.tree.leaves(scratch_types):
         if isinstance(scratch, plgpu.Barrier | plgpu.ClusterBarrier):
-            barriers += math.prod(scratch.num_barriers)
+            barriers += int(np.prod(scratch.num_barriers))
         elif scratch.memory_space == plgpu.MemorySpace.SMEM:
             arrays += _aligned(math.prod(scratch.shape) * jnp.dtype(scratch.dtype).itemsize)
     return arrays + BARRIER_BYTES * barriers
