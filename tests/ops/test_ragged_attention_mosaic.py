@@ -138,6 +138,14 @@ def test_widths_heads_and_configurations(config: FlashConfig, case: RaggedCase) 
     check(case, replace(MOSAIC, config=config))
 
 
+def test_tiles_that_do_not_fit_shared_memory_are_refused() -> None:
+    q, k = (jnp.zeros((64, 1, 256), jnp.bfloat16) for _ in range(2))
+    lens = jnp.asarray([0, 64], jnp.int32)
+    variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
+    with pytest.raises(NotImplementedError, match="2 stages of 192 keys for 2 consumers take 461.* at most 232448"):
+        harness.compiled(ragged_attention, variant)(q, k, k, lens, lens)
+
+
 def test_no_tokens_or_no_keys() -> None:
     inputs = Inputs.draw(replace(BASE, q_lens=(0,) * 4, kv_lens=(0,) * 4), harness.fresh_rng())
     arrays = inputs.arguments()

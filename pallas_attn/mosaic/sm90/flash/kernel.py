@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, shared_memory
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import tiles, wgmma
@@ -229,6 +229,12 @@ def flash_attention(
     static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
     programs = min(work_tiles, basics.multiprocessors())
     tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
+    scratch_types = (
+        FlashScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype),
+        *TileQueue.scratch_types(tile_counter),
+        front.scratch_types(),
+    )
+    _require_shared_memory(front, scratch_types)
     rows = splits.most * math.prod(shape)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, front, programs),
@@ -240,15 +246,22 @@ def flash_attention(
         grid_names=("program",),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
-        scratch_types=(
-            FlashScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype),
-            *TileQueue.scratch_types(tile_counter),
-            front.scratch_types(),
-        ),
+        scratch_types=scratch_types,
         compiler_params=front.compiler_params,
         kernel_name=front.kernel_name,
     )(basics.materialize(inputs), tile_counter)
     return splits.merge(out, lse, work.counts, shape, sinks, out_dtype)
+
+
+def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
+    """Raises NotImplementedError if a multiprocessor has too little shared memory for a program."""
+    static, reductions = front.static, front.compiler_params.reduction_scratch_bytes
+    if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
+        needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
+        raise NotImplementedError(
+            f"{static.stages} stages of {static.tile_keys} keys for {static.consumers} consumers take {needed} bytes of "
+            f"shared memory, expected at most {shared_memory.MULTIPROCESSOR_BYTES - shared_memory.SYSTEM_BYTES}"
+        )
 
 
 def _kernel(

@@ -16,8 +16,8 @@ block sees or against one of several splits of them (`sm90.flash.split`).
    Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
    so that XLA finds the same kernel given the same arrays.
 
-2. In the prefill kernel there is a program for each multiprocessor. `WorkTiles` numbers the work tiles, and each program
-   takes them from a `TileQueue` until none is left.
+2. In the prefill kernel there is a program for each multiprocessor. `WorkTiles` numbers the work tiles, and each
+   program takes them from a `TileQueue` until none is left.
 """
 
 from __future__ import annotations
