@@ -20,7 +20,7 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
-from pallas_attn.ops.write_kv.config import MosaicKey
+from pallas_attn.ops.write_kv.config import WriteKVKey
 from tests.aot.case import Case, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
@@ -122,7 +122,7 @@ def tuned() -> Iterator[tuple[str, Case]]:
     for file in folder.iterdir() if folder.is_dir() else ():
         device, _, kind = file.name.partition(".")
         for entry in json.loads(file.read_text()).get("kv_write/mosaic", ()) if kind == "json" else ():
-            key = MosaicKey(**entry["key"])
+            key = WriteKVKey(**entry["key"])
             tokens, style = key.entries // KV_HEADS, key.rotation
             options = {} if style == "none" else rope(tokens, key.head_dim, key.rotary_half, style=style)
             case = write(by_group[key.group_tokens], tokens, key.head_dim, device=device, **options)
