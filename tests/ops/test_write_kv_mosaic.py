@@ -17,9 +17,9 @@ from pallas_attn.ops.write_kv.config import WriteKVConfig, WriteKVKey, mosaic_co
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
 from tests.ops import harness
+from tests.ops import test_rope as rope_contract
 from tests.ops import test_write_kv as contract
 from tests.ops import test_write_kv_call as call_contract
-from tests.ops import test_rope as rope_contract
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 

@@ -1,4 +1,4 @@
-"""What can be turned in `paged_prefill`."""
+"""Settings of `paged_prefill`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
 @dataclasses.dataclass(frozen=True)
 class PagedPrefillKey:
-    """What the best sizes of the Mosaic kernel depend on.
+    """Facts of a call that the best sizes of the Mosaic kernel depend on.
 
     Attributes:
       head_dim: D.
       page_size: ps.
       cache_bytes: bytes of a cached value.
       token_scales: whether scales come with the tokens.
-      terms: 16-bit numbers a query is made of.
-      capped: whether scores are.
+      terms: 16-bit numbers whose sum a query is.
+      capped: whether there is a soft cap.
     """
 
     head_dim: int
@@ -56,8 +56,8 @@ def mosaic_config(key: PagedPrefillKey) -> FlashConfig:
 
 def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer. Only one consumer where heads are widest and what is widened leaves no shared memory, or a
-    soft cap no registers, for two.
+    those of the producer. One consumer for the widest heads of 8-bit caches, where staging buffers leave too little
+    shared memory for two, or a soft cap too few registers.
     """
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4

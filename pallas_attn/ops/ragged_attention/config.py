@@ -1,4 +1,4 @@
-"""What can be turned in `ragged_attention`."""
+"""Settings of `ragged_attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, ti
 
 
 def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation, for this many packed queries and sequences."""
+    """Tile and group sizes of the portable implementation, by the number of packed queries and of sequences."""
 
     def heuristic() -> XlaConfig:
         tile = tile_queries(num_tokens, num_sequences)
@@ -22,7 +22,7 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAttentionKey:
-    """What the best sizes of the Mosaic kernel depend on.
+    """Facts of a call that the best sizes of the Mosaic kernel depend on.
 
     Attributes:
       key_dim, value_dim: Dk and Dv.
@@ -35,7 +35,7 @@ class RaggedAttentionKey:
 
 
 LONG = 512
-"""Queries, of which a block of three consumers leaves few places empty."""
+"""Queries of a sequence from which on blocks of three consumers leave few rows empty."""
 
 
 def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
@@ -44,22 +44,22 @@ def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
 
 
 def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
-    """The largest tile whose scores, probabilities and output fit the registers of two consumers; a third one where
-    heads are narrow.
+    """The largest tile whose scores, probabilities and output fit the registers of two consumers, or of three if heads
+    are narrow.
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
     return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 
 
 CACHE_BYTES = 32 * 2**20
-"""Of keys and values, at most, that programs which run at a time are meant to share in an L2 cache of 50 MB."""
+"""Bytes of keys and values that programs which run at the same time share, at most, in an L2 cache of 50 MB."""
 
 
 def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
-    """Query heads whose blocks alternate: all of so many KV heads that keys and values fit the L2 cache.
+    """Number of query heads whose blocks alternate: those of as many KV heads as fit the L2 cache.
 
     Args:
-      kv_bytes: of the keys and values of one KV head.
+      kv_bytes: bytes of the keys and values of one KV head.
     """
     most = max(1, CACHE_BYTES // kv_bytes)
     kv_heads = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= most)

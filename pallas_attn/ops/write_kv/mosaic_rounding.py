@@ -87,7 +87,7 @@ class Divisor(NamedTuple):
 
 
 class Arithmetic[T](NamedTuple):
-    """Operations that quotients are made of: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
+    """Operations that a quotient takes: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
 
     multiply: Callable[[T, T], T]
     fma: Callable[[T, T, T], T]
@@ -112,9 +112,9 @@ def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> 
 def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) -> T:
     """x / y of float32, correctly rounded, from `refined_reciprocal`.
 
-    The first correction brings the error of the product below a unit in the last place. Then the remainder is exact, and
-    the second correction rounds as division does (Markstein again). The division instruction does the same where nothing
-    can overflow, but first has to check that. Signs are such that -0 stays -0.
+    The first correction brings the error of the product below a unit in the last place. Then the remainder is exact,
+    and the second correction rounds as division does (Markstein again). The division instruction does the same where
+    nothing can overflow, but first has to check that. Signs are such that -0 stays -0.
     """
     multiply, fma, negate = arithmetic
     quotient, step = multiply(x, reciprocal), negate(reciprocal)

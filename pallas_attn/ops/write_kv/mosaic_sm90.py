@@ -9,10 +9,10 @@ quantised, and load and store them without shared memory (`mosaic.row_layout`):
 
 Neox style rotates columns that are half a head apart, so the halves are loaded separately and one thread has both.
 
-Where groups of tokens share a scale, the tokens of a group may be anywhere in the call. A first kernel therefore records
-for every slot which token writes it. These records are never cleared: a record counts if the token that it names does
-have that slot. So a program can tell which of its tokens lead their groups: the first of the group that the call writes.
-For each leader it takes the whole group, tokens of the call and earlier ones alike:
+Where groups of tokens share a scale, the tokens of a group may be anywhere in the call. A first kernel therefore
+records for every slot which token writes it. These records are never cleared: one counts if the token that it names
+does have that slot. So a program can tell which of its tokens lead their groups, that is, are the first of their group
+that the call writes. For each leader it takes the whole group, tokens of the call and earlier ones alike:
 
     token t leads     ->  its group, n rows:  0 1 2 | 3 4 5 6 | 7 ...
                                               cached  from k    left as they are
@@ -135,8 +135,8 @@ class WriteKVInputs(NamedTuple):
 
 
 class KVPool(NamedTuple):
-    """The arrays that are written: k, v [N, Hkv, ps, D] and dynamic scales [N, Hkv, g] or None; in the kernel references
-    to their rows, [N·Hkv·ps, D], and [N·Hkv·g].
+    """Arrays that are written: k, v [N, Hkv, ps, D] and dynamic scales [N, Hkv, g] or None; in the kernel references to
+    their rows, [N·Hkv·ps, D], and [N·Hkv·g].
     """
 
     k: Any
@@ -197,7 +197,7 @@ class WriteKVStatic:
         if values > limit:
             raise NotImplementedError(
                 f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in "
-                f"segments of {key.unit}, are {values}"
+                f"stretches of {key.unit}, are {values}"
             )
         return WriteKVStatic(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
@@ -255,7 +255,9 @@ class WriteKVStatic:
         page, offset = lax.div(slot, like(slot, self.page_size)), lax.rem(slot, like(slot, self.page_size))
         return (page * self.num_kv_heads + head) * self.page_size + offset
 
-    def norm_and_rotate(self, values: list[jax.Array], x: WriteKVInputs, norm: Ref | None, token: jax.Array) -> list[jax.Array]:
+    def norm_and_rotate(
+        self, values: list[jax.Array], x: WriteKVInputs, norm: Ref | None, token: jax.Array
+    ) -> list[jax.Array]:
         """Apply `portable.rope.apply_rope` to rows that belong to these tokens."""
         values = [segment.astype(jnp.float32) for segment in values]
         if norm is not None and not self.norm_after:
@@ -267,7 +269,7 @@ class WriteKVStatic:
 
 
 def _kernel(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref | None, *memory: Ref) -> None:
-    """Programs for k and v come first, then those for q. `memory` holds the rotated q, if any, and the leaders of groups."""
+    """Run a program for k and v, or for q. `memory` holds the rotated q, if there is one, and the leaders of groups."""
     program = lax.axis_index("program")
 
     @pl.when(program < static.kv_programs)
@@ -307,7 +309,8 @@ def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, progra
     slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_slots_given - 1))
     exists = entry < static.entries
     row = _index_or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
-    entry, token = _index_or_none(exists, entry), _index_or_none(exists, token)  # whether or not they have a slot: no need to wait
+    # Tokens without a slot are loaded, too: so loads need not wait for slots.
+    entry, token = _index_or_none(exists, entry), _index_or_none(exists, token)
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
         k = static.norm_and_rotate(k, x, x.k_norm, token)
@@ -377,14 +380,18 @@ def _record_kernel(static: WriteKVStatic, slots: Ref, writers: Ref) -> None:
     layout.put(writers, _index_or_none(there, slot), place)
 
 
-def _writer(static: WriteKVStatic, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any) -> jax.Array:
+def _writer(
+    static: WriteKVStatic, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any
+) -> jax.Array:
     """Index in the call's `slots` of each given slot, all in the pool; -1 if the call does not write it."""
     place = layout.take(writers, slot, registers)
     inside = jnp.clip(place, 0, static.num_slots_given - 1)
     return _index_or_none((place == inside) & (layout.take(slots, inside, registers) == slot), place)
 
 
-def _write_groups(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leaders: Ref, program: Any) -> None:
+def _write_groups(
+    static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leaders: Ref, program: Any
+) -> None:
     """Write the groups that some tokens of one head lead."""
     head = lax.rem(program, static.num_kv_heads)
     first_token = lax.div(program, static.num_kv_heads) * static.scan_tokens
@@ -447,7 +454,9 @@ def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers:
     load_v = functools.partial(tile.load, x.v, entry)
     k, early_v = tile.load(x.k, entry), load_v() if static.few_values else None
     if x.cos is not None:
-        k = static.norm_and_rotate(k, x, x.k_norm, _index_or_none(new, lax.div(entry, like(entry, static.num_kv_heads))))
+        k = static.norm_and_rotate(
+            k, x, x.k_norm, _index_or_none(new, lax.div(entry, like(entry, static.num_kv_heads)))
+        )
     group = ScaleGroup(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
     _requantise_group(tile, group, pool.k, pool.k_scale, k)
     _requantise_group(tile, group, pool.v, pool.v_scale, early_v or load_v())

@@ -259,8 +259,8 @@ def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
     if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
         needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
         raise NotImplementedError(
-            f"{static.stages} stages of {static.tile_keys} keys for {static.consumers} consumers take {needed} bytes of "
-            f"shared memory, expected at most {shared_memory.MULTIPROCESSOR_BYTES - shared_memory.SYSTEM_BYTES}"
+            f"{static.stages} stages of {static.tile_keys} keys for {static.consumers} consumers take {needed} bytes "
+            f"of shared memory, expected at most {shared_memory.MULTIPROCESSOR_BYTES - shared_memory.SYSTEM_BYTES}"
         )
 
 
