@@ -35,6 +35,7 @@ from pallas_attn.mosaic.sm90.flash.kernel import (
     FlashScratch,
     FlashStatic,
     Producer,
+    ScoreTransform,
     flash_attention,
     pad_rows,
     ring_slot,
@@ -556,17 +557,18 @@ class PagedTile(NamedTuple):
     # Consumer
 
     def attend(self, consumer: Consumer, kv_tile: Any, out: Ref, lse: Ref) -> None:
-        staged = self.scratch.staged
-        scales = CacheScales(
-            self.front.scales, self.x.k_scale, self.x.v_scale, None if staged is None else staged.token_scales
-        )
+        staged, scales = self.scratch.staged, None
+        if staged is not None:
+            scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
         query = self.queries(consumer.number)
         position, row = query + self.position_offset, self.output_row(query, consumer.number)
         if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.
             position, row = lax.optimization_barrier((position, row))
-        transform = scales.transform(functools.partial(self.mask, position, kv_tile), self.kv_head, kv_tile)
+        mask = functools.partial(self.mask, position, kv_tile)
+        transform = ScoreTransform(mask) if scales is None else scales.transform(mask, self.kv_head, kv_tile)
         o, m, l = consumer.attend(kv_tile, self.kv_tiles, transform)  # noqa: E741
-        store_rows(out, lse, row, (scales.apply_to_output(o, self.kv_head), m, l), self.sinks(row))
+        o = o if scales is None else scales.apply_to_output(o, self.kv_head)
+        store_rows(out, lse, row, (o, m, l), self.sinks(row))
 
     def mask(self, position: jax.Array, kv_tile: Any, i: Any, s: jax.Array) -> jax.Array:
         """Masks the scores of the i-th tile, number kv_tile + i of the rings, for rows at these positions."""
