@@ -20,7 +20,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn import tuning
 from pallas_attn.mosaic import basics, refusals
@@ -28,52 +28,25 @@ from pallas_attn.mosaic.sm90.decode import attend
 from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
 from pallas_attn.mosaic.sm90.decode_memory import Inputs, Static
 from pallas_attn.mosaic.sm90.query_packing import OUTPUT_BYTES, Columns
-from pallas_attn.ops.plan_decode import plan_decode
-from pallas_attn.portable.visibility import real_queries
-from pallas_attn.types import DecodePlan, PagedLatent
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.types import DecodePlan
 
 
-def decode(
-    q_latent: Float[Array, "B Q Hq L"],
-    q_rope: Float[Array, "B Q Hq R"],
-    cache: PagedLatent,
-    block_tables: Int32[Array, "B P"],
-    kv_lens: Int32[Array, "B"],
-    *,
-    q_lens: Int32[Array, "B"] | None,
-    sm_scale: float,
-    draft_mask: Bool[Array, "B Q Q"] | None,
-    plan: DecodePlan | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """As `mla_decode`, output and LSE.
-
-    Raises:
-      NotImplementedError: not on Hopper, or dtypes, widths, pages or draft masks the kernel does not take.
-    """
-    _refuse(q_latent, q_rope, cache, draft_mask, out_dtype)
-    columns, settings = _sizes(q_latent, q_rope, cache, out_dtype)
-    if plan is None:
-        plan = plan_decode(
-            kv_lens,
-            q_lens=real_queries(q_lens, kv_lens, q_latent.shape[1]),
-            page_size=cache.page_size,
-            num_q_heads=q_latent.shape[2],
-            num_kv_heads=1,
-            num_programs=settings.programs_per_multiprocessor * basics.multiprocessors(),
-        )
+def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    """As `mla_decode`, output and LSE."""
+    columns, settings = _sizes(call)
     inputs = Inputs(
-        q=tuple(columns.pack(q).reshape(1, -1, columns.width, q.shape[-1]) for q in (q_latent, q_rope)),
-        k=cache.pages,
+        q=tuple(columns.pack(q).reshape(1, -1, columns.width, q.shape[-1]) for q in (call.q_latent, call.q_rope)),
+        k=call.cache.pages,
         v=None,
         k_scale=None,
         v_scale=None,
-        block_tables=block_tables,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        q_lens=call.q_lens,
         plan=plan,
         window=None,
-        drafts=None if draft_mask is None else columns.drafts(draft_mask),
+        drafts=None if call.draft_mask is None else columns.drafts(call.draft_mask),
         sinks=None,
     )
     static = Static(
@@ -81,71 +54,53 @@ def decode(
         raw_queries=False,
         tokens=settings.tile_tokens,
         stages=settings.stages,
-        page_size=cache.page_size,
+        page_size=call.page_size,
         num_kv_heads=1,
-        score_scale=sm_scale,
+        score_scale=call.sm_scale,
         soft_cap=None,
         window=None,
         scales=None,
     )
-    return attend(inputs, static, jax.ShapeDtypeStruct(q_latent.shape, out_dtype), name="mla_decode")
+    return attend(inputs, static, jax.ShapeDtypeStruct(call.q_latent.shape, call.output_dtype), name="mla_decode")
 
 
-def decode_programs(
-    q_latent: Array | jax.ShapeDtypeStruct,
-    q_rope: Array | jax.ShapeDtypeStruct,
-    cache: PagedLatent,
-    *,
-    out_dtype: jax.typing.DTypeLike,
-) -> int:
+def num_programs(call: MlaDecodeCall) -> int:
     """Programs that a plan for such calls should have.
 
     Raises:
-      NotImplementedError: as `decode`.
+      NotImplementedError: not on Hopper, or dtypes, widths, pages or draft masks the kernel does not take.
     """
-    _refuse(q_latent, q_rope, cache, None, out_dtype)
-    _, settings = _sizes(q_latent, q_rope, cache, out_dtype)
+    _refuse(call)
+    _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 
 
-def _sizes(
-    q_latent: Array | jax.ShapeDtypeStruct,
-    q_rope: Array | jax.ShapeDtypeStruct,
-    cache: PagedLatent,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Columns, MosaicConfig]:
-    num_queries, num_heads, latent_dim = q_latent.shape[1:]
-    columns = Columns(num_heads, num_queries, max_columns(out_dtype))
+def _sizes(call: MlaDecodeCall) -> tuple[Columns, MosaicConfig]:
+    columns = Columns(call.num_heads, call.num_queries, max_columns(call.output_dtype))
     key = ColumnsKey(
-        latent_dim=latent_dim,
-        rope_dim=q_rope.shape[-1],
+        latent_dim=call.latent_dim,
+        rope_dim=call.rope_dim,
         columns=columns.width,
-        out_bytes=jnp.dtype(out_dtype).itemsize,
-        page_size=cache.page_size,
+        out_bytes=call.output_dtype.itemsize,
+        page_size=call.page_size,
     )
     return columns, columns_config(key)
 
 
-def _refuse(
-    q_latent: Array | jax.ShapeDtypeStruct,
-    q_rope: Array | jax.ShapeDtypeStruct,
-    cache: PagedLatent,
-    draft_mask: Array | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> None:
+def _refuse(call: MlaDecodeCall) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    basics.require_hopper()
-    num_queries, num_heads, latent_dim = q_latent.shape[1:]
-    refusals.require_dtypes(q_latent, cache.pages)
-    refusals.require_page_size(cache.page_size)
+    basics.require_capability((9, 0))
+    latent_dim, num_heads, most = call.latent_dim, call.num_heads, max_columns(call.output_dtype)
+    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    refusals.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
-    if q_rope.shape[-1] not in (32, 64):
-        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {q_rope.shape[-1]}")
-    if num_heads > max_columns(out_dtype):
-        raise NotImplementedError(f"takes at most {max_columns(out_dtype)} query heads, got {num_heads}")
-    if draft_mask is not None:
-        refusals.require_draft_bits(num_queries)
+    if call.rope_dim not in (32, 64):
+        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
+    if num_heads > most:
+        raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
+    if call.draft_mask is not None:
+        refusals.require_draft_bits(call.num_queries)
 
 
 # --- what can be turned

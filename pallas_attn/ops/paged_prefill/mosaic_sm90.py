@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
@@ -51,9 +51,10 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
 )
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
 from pallas_attn.portable.visibility import PageWalk
-from pallas_attn.types import HeadWindow, PagedKV, ScaleLayout
+from pallas_attn.types import HeadWindow, ScaleLayout
 
 FULL_TILE = -1
 """Published in place of the present pages of a tile: all of them are, and all rows of the block see all tokens."""
@@ -83,56 +84,42 @@ class PrefillInputs(NamedTuple):
     sinks: Any
 
 
-def paged_prefill(
-    q: Float[Array, "T Hq D"],
-    kv: PagedKV,
-    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    kv_lens: Int32[Array, "S"],
-    *,
-    sm_scale: float,
-    window: int | HeadWindow | None,
-    sinks: Float[Array, "Hq"] | None,
-    soft_cap: float | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    _refuse(q, kv, soft_cap)
-    (num_tokens, num_heads, head_dim), page_size = q.shape, kv.page_size
-    if not num_tokens:
-        return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
-    terms, query_scale = dequantise.plain_query_terms(q[None], kv)
-    front = PagedFrontEnd.of(
-        q, kv, len(terms), num_tokens // kv_lens.shape[0], sm_scale / query_scale, soft_cap, window
-    )
-    blocking = Blocking(num_tokens, front.block_queries, front.static.tile_keys, causal=True)
-    head_window = window if isinstance(window, HeadWindow) else None
-    lengths = SequenceLengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
-    most_tiles = front.most_tiles(block_tables.shape[-1] * page_size)
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    kv, shape = call.kv, call.q.shape[:2]
+    _refuse(call)
+    if not call.num_tokens:
+        return call.without_tokens()
+    terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
+    front = PagedFrontEnd.of(call, len(terms), score_scale=call.scale / query_scale)
+    blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, causal=True)
+    head_window = call.window if isinstance(call.window, HeadWindow) else None
+    lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
+    most_tiles = front.most_tiles(call.block_tables.shape[-1] * call.page_size)
     splits = KvSplits.of(heads=front.num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
-    pool_rows = page_size // front.tokens_per_smem_row, head_dim * front.tokens_per_smem_row
+    pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
     inputs = PrefillInputs(
         q=tuple(pad_rows(term[0], front.block_queries) for term in terms),
         k=kv.k.reshape(-1, *pool_rows),
         v=kv.v.reshape(-1, *pool_rows),
         k_scale=None if front.scales == "channel" else _flat(kv.k_scale),
         v_scale=_flat(kv.v_scale),
-        block_tables=block_tables,
+        block_tables=call.block_tables,
         blocks=work.blocks,
         counts=work.counts,
         window=head_window,
-        sinks=sinks if splits.most == 1 else None,
+        sinks=call.sinks if splits.most == 1 else None,
     )
-    return flash_attention(front, inputs, work, splits, shape=(num_tokens, num_heads), sinks=sinks, out_dtype=out_dtype)
+    return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
 
 
-def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV, soft_cap: float | None) -> None:
+def _refuse(call: PagedPrefillCall) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    basics.require_hopper()
-    refusals.require_dtypes(q, kv.k)
-    refusals.require_head_dim(q.shape[2])
-    refusals.require_page_size(kv.page_size)
-    refusals.require_soft_cap(soft_cap)
+    basics.require_capability((9, 0))
+    refusals.require_dtypes(call.q, call.kv.k)
+    refusals.require_head_dim(call.head_dim)
+    refusals.require_page_size(call.page_size)
+    refusals.require_soft_cap(call.soft_cap)
 
 
 def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
@@ -184,37 +171,29 @@ class PagedFrontEnd:
     compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
     @staticmethod
-    def of(
-        q: Float[Array, "T Hq D"],
-        kv: PagedKV,
-        terms: int,
-        queries: int,
-        score_scale: float,
-        soft_cap: float | None,
-        window: int | HeadWindow | None,
-    ) -> PagedFrontEnd:
+    def of(call: PagedPrefillCall, terms: int, score_scale: float) -> PagedFrontEnd:
         """Chooses the settings of a call.
 
         Args:
           terms: 16-bit numbers whose sum a query is.
-          queries: queries of a sequence, on average.
           score_scale: multiplies q kᵀ.
         """
-        num_kv_heads, page_size, head_dim = kv.k.shape[1:]
-        scales, group = dequantise.scale_layout(kv), q.shape[1] // num_kv_heads
+        kv, head_dim, page_size = call.kv, call.head_dim, call.page_size
+        scales = dequantise.scale_layout(kv)
         key = config.PagedPrefillKey(
             head_dim,
             page_size,
             kv.k.dtype.itemsize,
             token_scales=isinstance(scales, int),
             terms=terms,
-            capped=soft_cap is not None,
+            capped=call.soft_cap is not None,
         )
         settings = config.mosaic_config(key)
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
-        packing = config.packing(group, queries, QUERIES * settings.consumers)
+        queries = call.num_tokens // call.num_sequences
+        packing = config.packing(call.group, queries, QUERIES * settings.consumers)
         static = FlashStatic(
             head_dim,
             head_dim,
@@ -223,21 +202,21 @@ class PagedFrontEnd:
             settings.consumers,
             copies=max(1, settings.tile_keys // page_size),
             score_scale=score_scale,
-            soft_cap=soft_cap,
+            soft_cap=call.soft_cap,
             query_terms=terms,
             query_copies=packing.slots // math.gcd(packing.slots, settings.consumers),
             dequantizes=scales is not None,
         )
         return PagedFrontEnd(
             static,
-            num_tokens=q.shape[0],
+            num_tokens=call.num_tokens,
             block_queries=static.block_rows // packing.slots,
             block_heads=packing.heads,
             head_stride=packing.slots // static.query_copies,
-            group=group,
-            num_kv_heads=num_kv_heads,
+            group=call.group,
+            num_kv_heads=call.num_kv_heads,
             page_size=page_size,
-            window=window if isinstance(window, int) else None,
+            window=call.window if isinstance(call.window, int) else None,
             cache_dtype=kv.k.dtype,
             scales=scales,
             tokens_per_smem_row=dequantise.tokens_per_smem_row(kv),

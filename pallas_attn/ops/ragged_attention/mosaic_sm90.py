@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
@@ -42,6 +42,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
 )
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.ops.ragged_attention import config
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
 """Widths of keys and values."""
@@ -62,49 +63,37 @@ class RaggedInputs(NamedTuple):
     counts: Any
 
 
-def ragged_attention(
-    q: Float[Array, "T Hq Dk"],
-    k: Float[Array, "U Hkv Dk"],
-    v: Float[Array, "U Hkv Dv"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    cu_kv_lens: Int32[Array, "S_plus_1"],
-    *,
-    causal: bool,
-    sm_scale: float,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    _refuse(q, k, v)
-    (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = q.shape, v.shape
+def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    _refuse(call)
+    (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
     if not num_tokens or not num_keys:
-        out = jnp.zeros((num_tokens, num_heads, value_dim), out_dtype)
-        return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
-    queries = num_tokens // (cu_q_lens.shape[0] - 1)
+        return call.without_keys()
+    queries = num_tokens // call.num_sequences
     settings = config.mosaic_config(config.RaggedAttentionKey(key_dim, value_dim, long=queries >= config.LONG))
     static = FlashStatic(
-        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
+        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=call.scale
     )
-    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, causal)
-    lengths = SequenceLengths(cu_q_lens, cu_kv_lens)
+    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal)
+    lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = -(-num_keys // static.tile_keys)
     splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
-    q = pad_rows(q, QUERIES)
-    k, v = (pad_rows(x, static.tile_keys) for x in (k, v))
+    q = pad_rows(call.q, QUERIES)
+    k, v = (pad_rows(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = (k[:, 0].size + v[:, 0].size) * k.dtype.itemsize
-    front = RaggedFrontEnd(
-        static, num_tokens, num_heads, config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes), causal
-    )
-    inputs = RaggedInputs(q, k, v, work.blocks, work.counts)
-    return flash_attention(front, inputs, work, splits, shape=(num_tokens, num_heads), sinks=None, out_dtype=out_dtype)
+    l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal)
+    inputs, shape = RaggedInputs(q, k, v, work.blocks, work.counts), (num_tokens, num_heads)
+    return flash_attention(front, inputs, work, splits, shape=shape, sinks=None, out_dtype=call.output_dtype)
 
 
-def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
+def _refuse(call: RaggedAttentionCall) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    basics.require_hopper()
-    refusals.require_dtypes(q, k)
-    if (q.shape[2], v.shape[2]) not in HEADS:
+    basics.require_capability((9, 0))
+    refusals.require_dtypes(call.q, call.k)
+    if (call.q.shape[2], call.v.shape[2]) not in HEADS:
         widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
-        raise NotImplementedError(f"takes keys and values of width {widths}, got {q.shape[2]}/{v.shape[2]}")
+        raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,11 +41,12 @@ from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.row_copy import like
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.sm90.dequantise import scale_layout
+from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.ops.write_kv.config import WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile
 from pallas_attn.ops.write_kv.mosaic_rounding import Divisor, divide
 from pallas_attn.portable.quantise import amax_scale, held_scale
-from pallas_attn.types import PagedKV, Rope, ScaleLayout
+from pallas_attn.types import PagedKV, ScaleLayout
 
 FEW_VALUES = 32
 """Values of k in a thread, of a row or of a group's rows, up to which there are registers for as many of v."""
@@ -54,18 +55,9 @@ MANY_VALUES = 64
 """Values of k in a thread, up to which v is taken after k; accesses have to be of 8 values then, to save addresses."""
 
 
-def write_kv(
-    kv: PagedKV,
-    k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
-    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
-    *,
-    rope: Rope | None,
-    q: Float[Array, "T Hq D"] | None,
-) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
-    basics.require_hopper()
-    static = WriteKVStatic.of(kv, slots, rope, 0 if q is None else q.shape[0] * q.shape[1])
-    x, arrays = WriteKVInputs.of(kv, k, v, slots, rope, q), KVPool.of(kv)
+def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    basics.require_capability((9, 0))
+    static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
     writers = _record_writers(static, x.slots) if static.grouped else None
     pool = KVPool(
         k=basics.alias_in_place(flat(arrays.k)),
@@ -86,7 +78,7 @@ def write_kv(
         for name, ref in pool._asdict().items()
         if ref is not None
     }
-    return dataclasses.replace(kv, **written), None if q is None else rotated[0].reshape(q.shape)
+    return dataclasses.replace(call.kv, **written), None if call.q is None else rotated[0].reshape(call.q.shape)
 
 
 def flat(a: Array) -> Array:
@@ -118,13 +110,14 @@ class WriteKVInputs(NamedTuple):
     v_scale: Any
 
     @staticmethod
-    def of(kv: PagedKV, k: Array, v: Array, slots: Array, rope: Rope | None, q: Array | None) -> WriteKVInputs:
+    def of(call: WriteKVCall) -> WriteKVInputs:
+        kv, rope = call.kv, call.rope
         static = scale_layout(kv) in ("head", "channel")
         return WriteKVInputs(
-            q=None if q is None else flat(q),
-            k=flat(k),
-            v=flat(v),
-            slots=slots.reshape(-1),
+            q=None if call.q is None else flat(call.q),
+            k=flat(call.k),
+            v=flat(call.v),
+            slots=call.slots.reshape(-1),
             cos=None if rope is None else rope.cos,
             sin=None if rope is None else rope.sin,
             q_norm=None if rope is None or rope.q_norm is None else rope.q_norm[None],
@@ -180,7 +173,8 @@ class WriteKVStatic:
     scan_tokens: int
 
     @staticmethod
-    def of(kv: PagedKV, slots: Array, rope: Rope | None, q_rows: int) -> WriteKVStatic:
+    def of(call: WriteKVCall) -> WriteKVStatic:
+        kv, slots, rope, q = call.kv, call.slots, call.rope, call.q
         num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
         rows = num_pages * num_kv_heads * page_size
         refusals.require_int32_rows(rows)
@@ -207,7 +201,7 @@ class WriteKVStatic:
             page_size=page_size,
             num_slots=rows if slots.ndim == 2 else num_pages * page_size,
             head_slots=slots.ndim == 2,
-            q_rows=q_rows,
+            q_rows=0 if q is None else q.shape[0] * q.shape[1],
             scales=scales,
             norm_after=rope is not None and rope.norm_order == "after_rope",
             norm_eps=0.0 if rope is None else rope.norm_eps,
