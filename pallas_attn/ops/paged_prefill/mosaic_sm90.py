@@ -85,7 +85,7 @@ class PrefillInputs(NamedTuple):
 
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    kv, shape = call.kv, call.q.shape[:2]
+    kv = call.kv
     _refuse(call)
     if not call.num_tokens:
         return call.without_tokens()
@@ -110,6 +110,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
         window=head_window,
         sinks=call.sinks if splits.most == 1 else None,
     )
+    shape = call.num_tokens, front.num_q_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
 
 
