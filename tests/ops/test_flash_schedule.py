@@ -1,5 +1,5 @@
-"""How kernels of `sm90.flash.kernel` share out their work: blocks that hold every row once, the most work first. (That
-every piece is done shows in their results, of which the interpreter fills what nobody writes with NaN.)
+"""Scheduling of the prefill kernel: blocks hold every query row once, the most work first, and splits every tile once.
+(That every work tile is done shows in the kernels' results: the interpreter fills rows that are not written with NaN.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
-    """All of its threads begin with as many, a multiple of 8. A consumer waits for ever for what nobody gives back."""
+    """All threads of a program begin with equally many, a multiple of 8. A consumer that asks for more hangs."""
     of_consumer, of_producer = registers[consumers]
     warpgroups = consumers + 1
     at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
@@ -58,7 +58,7 @@ def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(regist
 
 
 class Case(NamedTuple):
-    """SequenceLengths of sequences, and where keys are not in pages."""
+    """Lengths of sequences, and whether their keys are packed or in pages."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     @staticmethod
     def draw(rng: np.random.Generator, tokens: int, sequences: int, *, packed_keys: bool = True) -> Case:
-        """Some sequences have no queries, and some no keys; rows may follow the last one."""
+        """Draw lengths: some sequences have no queries, some no keys, and rows may follow the last sequence."""
         q_lens = rng.multinomial(rng.integers(tokens + 1), rng.dirichlet([0.5] * sequences))
         kv_lens = rng.integers(0, 1000, sequences) * (rng.random(sequences) < 0.8)
         return Case(q_lens, kv_lens, packed_keys)
@@ -79,7 +79,7 @@ class Case(NamedTuple):
         return SequenceLengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
 
     def blocks(self, blocking: Blocking) -> list[QueryBlock]:
-        """What is to be listed, worked out one by one."""
+        """The blocks that should be listed, worked out one by one."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
@@ -111,7 +111,7 @@ def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of keys that follow one another, and of pages, for the few queries of many heads that fill a block."""
+    """Check packed keys, and pages with blocks of few queries, as many heads in a block have."""
     rng, blocking = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
@@ -150,7 +150,7 @@ def test_many_blocks(tokens: int, sequences: int) -> None:
 
 
 def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """As layers of a step make them: only then XLA sees that they list the same blocks. Not so for other lengths."""
+    """The layers of a step share one list: XLA sees that they do only if it is traced once. Other lengths share the code."""
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
@@ -198,7 +198,7 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the head which sees most."""
+    """The widest window of all heads decides."""
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
     splits = KvSplits(most=16, heads=8, most_tiles=260, programs=132)
     with running(mode, capsys):
