@@ -150,7 +150,7 @@ def test_many_blocks(tokens: int, sequences: int) -> None:
 
 
 def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """The layers of a step share one list: XLA sees that they do only if it is traced once. Other lengths share the code."""
+    """Layers of a step share one list, as XLA sees if it is traced once. Calls of other lengths have another."""
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
