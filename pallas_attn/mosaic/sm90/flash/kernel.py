@@ -20,8 +20,7 @@ Barriers, for n consumers:
 
     barrier                    arrivals           who waits
     q_landed                   the copies         consumers, before the first product of a block
-    q_free                     n consumers        producer, before the queries of its next block, for which there is
-                                                  one place
+    q_free                     n consumers        producer, before the queries of its next block go to the same buffer
     k_landed[slot]             the copies         consumers, before S
     k_free[slot]               n consumers        producer, before it fills the slot again
     v_landed, v_free           as for keys        as for keys
@@ -30,8 +29,8 @@ Barriers, for n consumers:
                                before it
     next_tile_landed[slot]     the producer       consumers, before their next work tile (`TileQueue`)
 
-No wait can last. All warpgroups go through the same work tiles and tiles of keys. The producer waits for slots that
-every consumer frees one product after it used them, and for the place of the queries, which is free after the last
+The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for slots
+that every consumer frees one product after it used them, and for the buffer of the queries, which is free after the last
 product of the block before, for which it has brought everything. A consumer waits for tiles that the producer brings in
 the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it is waits
 for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the last
@@ -357,8 +356,8 @@ class Producer:
                 plgpu.barrier_arrive(scratch.v_landed.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries, at once for the program's first block. Later ones wait for the place
-        of the queries before, which is free after the first tiles of keys may come.
+        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the queries
+        before them are, which are needed longer than the slots that the block's first tiles of keys go to.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
