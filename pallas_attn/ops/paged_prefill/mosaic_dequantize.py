@@ -19,11 +19,11 @@ Barriers, beside those of `sm90.flash.kernel`:
     staged.landed[0], [1]        the copies of a tile  producer, before it dequantizes keys, values
     k_landed[slot], v_landed     the producer          consumers
 
-This cannot deadlock either: the producer waits for copies it started itself, one tile of keys and one of values at a time, and
-brings keys and values to the rings in the order in which it copies 16-bit tiles there. Token scales are written over
-those of `stages` + 1 tiles before, once all consumers have multiplied the keys of the tile after that one, and so have
-read them. Before a tile is copied over another in a staging buffer, all threads are done reading that: committing what
-they wrote to the tensor cores makes sure of it.
+This cannot deadlock either: the producer waits for copies it started itself, one tile of keys and one of values at a
+time, and brings keys and values to the rings in the order in which it copies 16-bit tiles there. Token scales are
+written over those of `stages` + 1 tiles before, once all consumers have multiplied the keys of the tile after that one,
+and so have read them. Before a tile is copied over another in a staging buffer, all threads are done reading that:
+committing what they wrote to the tensor cores makes sure of it.
 """
 
 from __future__ import annotations

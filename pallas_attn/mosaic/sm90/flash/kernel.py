@@ -29,12 +29,12 @@ Barriers, for n consumers:
                                before it
     next_tile_landed[slot]     the producer       consumers, before their next work tile (`TileQueue`)
 
-The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for slots
-that every consumer frees one product after it used them, and for the buffer of the queries, which is free after the last
-product of the block before, for which it has brought everything. A consumer waits for tiles that the producer brings in
-the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it is waits
-for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the last
-consumer begins the round, and the first one ends it.
+The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
+slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
+the last product of the block before, for which it has brought everything. A consumer waits for tiles that the producer
+brings in the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it
+is waits for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the
+last consumer begins the round, and the first one ends it.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ class Producer:
                 plgpu.barrier_arrive(scratch.v_landed.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the queries
-        before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
+        queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
