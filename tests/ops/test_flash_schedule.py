@@ -21,10 +21,10 @@ from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90.flash import kernel, schedule
 from pallas_attn.mosaic.sm90.flash.schedule import (
     Blocking,
+    FlashWorkTile,
     QueryBlock,
     SequenceLengths,
     WorkList,
-    WorkTile,
     list_blocks,
 )
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
@@ -214,7 +214,7 @@ def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[st
 def test_splits_have_every_tile_once(tiles: int, splits: int) -> None:
     walked = []
     for split in range(splits):
-        work = WorkTile(QueryBlock(*[0] * 7), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
+        work = FlashWorkTile(QueryBlock(*[0] * 7), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
         first, count = map(int, work.kv_range(jnp.int32(tiles)))
         assert count >= 1
         walked += range(first, first + count)

@@ -43,9 +43,9 @@ from pallas_attn.mosaic.sm90.flash.kernel import (
 )
 from pallas_attn.mosaic.sm90.flash.schedule import (
     Blocking,
+    FlashWorkTile,
     QueryBlock,
     SequenceLengths,
-    WorkTile,
     align_down,
     list_blocks,
 )
@@ -258,7 +258,7 @@ class PagedFrontEnd:
             else None,
         )
 
-    def tile(self, x: PrefillInputs, scratch: PrefillScratch, work: WorkTile) -> PagedTile:
+    def tile(self, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
         return PagedTile.of(self, x, scratch, work)
 
 
@@ -276,7 +276,7 @@ class PagedTile(NamedTuple):
     front: PagedFrontEnd
     x: PrefillInputs
     scratch: PrefillScratch
-    work: WorkTile
+    work: FlashWorkTile
     kv_head: Any
     position_offset: Any
     first: Any
@@ -288,7 +288,7 @@ class PagedTile(NamedTuple):
     kv_tiles: Any
 
     @staticmethod
-    def of(front: PagedFrontEnd, x: PrefillInputs, scratch: PrefillScratch, work: WorkTile) -> PagedTile:
+    def of(front: PagedFrontEnd, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
         block, kv_head = work.block, lax.div(work.head * front.block_heads, front.group)
         tile_keys = front.static.tile_keys
         offset = block.end_key - block.end_row

@@ -34,9 +34,9 @@ from pallas_attn.mosaic.sm90.flash.kernel import (
 )
 from pallas_attn.mosaic.sm90.flash.schedule import (
     Blocking,
+    FlashWorkTile,
     QueryBlock,
     SequenceLengths,
-    WorkTile,
     align_down,
     list_blocks,
 )
@@ -112,7 +112,7 @@ class RaggedFrontEnd:
     def scratch_types(self) -> None:
         """There is none of its own."""
 
-    def tile(self, x: RaggedInputs, scratch: None, work: WorkTile) -> RaggedTile:
+    def tile(self, x: RaggedInputs, scratch: None, work: FlashWorkTile) -> RaggedTile:
         return RaggedTile(self, x, work, *work.kv_range(work.block.kv_tiles))
 
 
@@ -125,7 +125,7 @@ class RaggedTile(NamedTuple):
 
     front: RaggedFrontEnd
     x: RaggedInputs
-    work: WorkTile
+    work: FlashWorkTile
     first_tile: Any
     kv_tiles: Any
 

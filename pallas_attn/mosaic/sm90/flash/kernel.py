@@ -57,7 +57,7 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import tiles, wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
-from pallas_attn.mosaic.sm90.flash.schedule import TileQueue, WorkList, WorkTile, WorkTiles
+from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.mosaic.sm90.mask import clear_rows
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, over_columns, over_tokens
@@ -205,7 +205,7 @@ class FrontEnd(Protocol):
     def scratch_types(self) -> Any:
         """Shared memory and barriers of its own; None for none."""
 
-    def tile(self, x: Any, scratch: Any, work: WorkTile) -> FrontTile:
+    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> FrontTile:
         """What a work tile is, for references to the operands and to its own scratch."""
 
 
@@ -285,7 +285,7 @@ def _kernel(
         plgpu.set_max_registers(static.registers[1], action="decrease")
         producer = Producer(static, scratch)
 
-        def load(again: Any, kv_tile: Any, work: WorkTile) -> Any:
+        def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
             tile = front.tile(x, front_scratch, work)
             tile.load(producer, again, kv_tile)
             return tile.kv_tiles
@@ -297,7 +297,7 @@ def _kernel(
         plgpu.set_max_registers(static.registers[0], action="increase")
         consumer = Consumer(static, scratch, warpgroup)
 
-        def attend(_: Any, kv_tile: Any, work: WorkTile) -> Any:
+        def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
             tile = front.tile(x, front_scratch, work)
             tile.attend(consumer, kv_tile, out, lse)
             return tile.kv_tiles

@@ -71,7 +71,7 @@ class QueryBlock(NamedTuple):
     kv_tiles: Any
 
 
-class WorkTile(NamedTuple):
+class FlashWorkTile(NamedTuple):
     """A block for one head, against all keys that it sees or one split of them.
 
     Attributes:
@@ -340,7 +340,7 @@ class WorkTiles(NamedTuple):
         num_blocks, num_splits = counts[0], counts[1] if counts.shape[0] > 1 else None
         return WorkTiles(blocks, num_blocks, num_splits, num_heads, l2_head_group, queue)
 
-    def produce(self, work: Callable[[Any, Any, WorkTile], Any]) -> tuple[Any, Any]:
+    def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
         """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
         for each, which returns how many tiles of keys it took.
 
@@ -349,7 +349,7 @@ class WorkTiles(NamedTuple):
         """
         return self._each(work, TileQueue.fetch)
 
-    def consume(self, work: Callable[[Any, Any, WorkTile], Any]) -> None:
+    def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
         self._each(work, TileQueue.receive)
 
@@ -362,7 +362,7 @@ class WorkTiles(NamedTuple):
             row, head = divide(rest, self.l2_head_group)
             row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
             block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
-            return work(again, kv_tile, WorkTile(block, group * self.l2_head_group + head, split, self.num_splits))
+            return work(again, kv_tile, FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits))
 
         def number(i: Any, before: Any) -> Any:
             """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
