@@ -73,7 +73,7 @@ class GatherLatentInputs(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """Where rows of the result come from; each an int32 [rows].
+    """Sources of rows of the result; each an int32 [rows].
 
     Attributes:
       sequence: index of the sequence; S for rows of none.

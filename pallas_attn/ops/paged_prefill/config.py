@@ -66,10 +66,10 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
 
 
 class HeadPacking(NamedTuple):
-    """How heads of a group share a block.
+    """Heads of a group that share a block.
 
     Attributes:
-      heads: number of heads that do.
+      heads: number of heads in a block.
       slots: slots for them in the block, a power of two; those left over repeat the last head.
     """
 

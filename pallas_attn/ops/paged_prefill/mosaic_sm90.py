@@ -234,7 +234,7 @@ class PagedFrontEnd:
 
     @property
     def l2_head_group(self) -> int:
-        """Those of one KV head."""
+        """Groups of heads of one KV head."""
         return self.group // self.block_heads
 
     @property
@@ -317,7 +317,7 @@ class PagedTile(NamedTuple):
         return self.walk.entry(self.first_tile + i) * self.static.tile_keys
 
     def tile_meta(self, kv_tile: Any) -> Ref:
-        """What is published of the tile of this number in the rings."""
+        """Position and pages that are published of tile number `kv_tile` of the rings."""
         return self.scratch.tile_meta.at[ring_slot(kv_tile, self.static.stages + 1)]
 
     # Rows of the block: queries of one head after another
@@ -499,7 +499,7 @@ class PagedTile(NamedTuple):
         return (1 << self.static.copies) - 1
 
     def is_whole(self, i: Any, pages: list[Any]) -> Any:
-        """Whether some row, of this block or another, sees every token of the i-th tile."""
+        """True if every token of the i-th tile is seen by some row, of this block or another."""
         start = self.first_position(i)
         end = start + self.static.tile_keys
         whole = (self.present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
@@ -508,7 +508,7 @@ class PagedTile(NamedTuple):
         return whole
 
     def live_mask(self, i: Any, pages: list[Any], token: jax.Array) -> jax.Array:
-        """Which tokens [n] of the i-th tile some row sees, of this block or another."""
+        """Mask [n] of the tokens of the i-th tile that some row sees, of this block or another."""
         position = self.first_position(i) + token
         present = lax.shift_right_logical(
             ROWS.filled(self.present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)

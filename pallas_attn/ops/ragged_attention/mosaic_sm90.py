@@ -146,7 +146,7 @@ class RaggedTile(NamedTuple):
         start_key = align_down(block.first_key) + self.first_tile * static.tile_keys
 
         def rows(i: Any) -> Any:
-            """Where the copies of the i-th tile begin: earlier for one that reaches beyond the last key."""
+            """First row that is copied of the i-th tile; less than its own if it reaches beyond the last key."""
             return pl.multiple_of(jnp.minimum(start_key + i * static.tile_keys, num_keys - static.tile_keys), ALIGNMENT)
 
         def keys(i: Any) -> None:

@@ -13,7 +13,7 @@ type Rotation = Literal["none", "neox", "interleaved"]
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVConfig:
-    """How the Mosaic kernel shares its work among threads and programs.
+    """Shares of the Mosaic kernel's work that threads and programs take.
 
     Attributes:
       row_threads: threads that share a token of a head, if it has columns for so many.

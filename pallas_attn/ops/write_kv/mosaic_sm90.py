@@ -145,7 +145,7 @@ class KVPool(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVStatic:
-    """What a kernel is compiled for, beside shapes and dtypes.
+    """Compile-time facts of a kernel, beside shapes and dtypes.
 
     Attributes:
       few_values: whether there are registers for k and v at once.
@@ -215,7 +215,7 @@ class WriteKVStatic:
 
     @property
     def grouped(self) -> bool:
-        """Whether groups have more tokens than one."""
+        """True if groups have more than one token."""
         return self.group_tokens > 1
 
     @property

@@ -1,3 +1,3 @@
-"""The prefill kernel for Hopper. In reading order: schedule (which work there is, and who does it), kernel (how it is
-done), split (keys cut into parts, and merged), config (settings).
+"""The prefill kernel for Hopper. In reading order: schedule (list of work, and how programs take it), kernel (launch,
+producer, consumers, output), split (keys cut into parts, and their merge), config (settings).
 """

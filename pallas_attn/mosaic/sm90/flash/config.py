@@ -13,7 +13,7 @@ ALIGNMENT = 8
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig:
-    """How a program works.
+    """Sizes that a program works with.
 
     Attributes:
       tile_keys: keys of a tile.

@@ -83,7 +83,7 @@ ROWS = ResultRows(threads=4, vector=2)
 
 @dataclasses.dataclass(frozen=True)
 class FlashStatic:
-    """What the kernel is compiled for, beside dtypes and the front end.
+    """Compile-time facts of the kernel, beside dtypes and the front end.
 
     Attributes:
       tile_keys: keys of a tile.
@@ -181,10 +181,10 @@ class FrontTile(Protocol):
 
 
 class FrontEnd(Protocol):
-    """What an operation brings to the kernel, beside its operands.
+    """Part of the kernel that is an operation's own.
 
     Attributes:
-      static: what the kernel is compiled for.
+      static: compile-time facts of the kernel.
       kernel_name: shown by profilers.
       num_heads: heads, or groups of heads that share a block, that blocks are done for.
       l2_head_group: see `WorkTiles`.
@@ -206,7 +206,7 @@ class FrontEnd(Protocol):
         """Shared memory and barriers of its own; None for none."""
 
     def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> FrontTile:
-        """What a work tile is, for references to the operands and to its own scratch."""
+        """Turn a work tile into the operation's, given references to the operands and to its own scratch."""
 
 
 def flash_attention(
@@ -410,7 +410,7 @@ class ValueScales(NamedTuple):
 
 
 class ScoreTransform(NamedTuple):
-    """What the rows of a block make of the scores of its i-th tile.
+    """Mask and scales for the scores of a block's i-th tile.
 
     Attributes:
       mask: mask(i, scores) puts -inf where a row does not see a key.
@@ -560,7 +560,7 @@ class Scores(NamedTuple):
     inverse: Any = None
 
     def update_max(self, m: Any) -> Any:
-        """What scores are relative to from this tile on, after m for earlier tiles."""
+        """The m of `SoftmaxState` from this tile on, given that of earlier tiles."""
         highest = self.s.max(axis=1) * self.scale
         return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 

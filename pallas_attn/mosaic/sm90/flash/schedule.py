@@ -124,7 +124,7 @@ class SequenceLengths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """How query rows are cut into blocks.
+    """Sizes of the blocks that query rows are cut into.
 
     Attributes:
       num_rows: number of query rows.

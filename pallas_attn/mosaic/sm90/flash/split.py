@@ -32,7 +32,7 @@ MERGE_OVERHEAD = 6
 
 @dataclasses.dataclass(frozen=True)
 class KvSplits:
-    """How the keys of blocks may be cut.
+    """Limits within which keys of blocks may be cut.
 
     Attributes:
       most: splits that there is room for; 1 if keys are not cut.
