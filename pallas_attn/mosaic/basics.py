@@ -72,22 +72,22 @@ def first_warp(start_copies: Callable[[], None]) -> None:
         pl.when(warp == 0)(start_copies)
 
 
-def unsliced[Tree](x: Tree) -> Tree:
-    """Arrays as a kernel's operands: in memory of their own.
+def materialize[Tree](x: Tree) -> Tree:
+    """Give each array memory of its own, as operands of a kernel need it.
 
     Where operands are slices of an array, or a scan slices them or stacks results, XLA (as of jax 0.11) has a kernel
-    read from and write to the whole. Kernels refuse slices that do not begin at a multiple of 256 bytes, when they run;
-    and of a kernel that changes arrays in place it forgets that results were to be in the place of operands: what the
-    kernel leaves alone is lost. Barriers are what it does not look through.
+    read from and write to the whole array. A kernel raises at run time on a slice that does not begin at a multiple of
+    256 bytes. And where a kernel changes arrays in place, XLA drops the aliasing of operands and results, so that
+    elements which the kernel does not write are lost. XLA does not fuse slices across an optimization barrier.
     """
     return lax.optimization_barrier(x)
 
 
-def changeable(x: jax.Array) -> Ref:
-    """A reference through which a kernel changes an array in place: the array itself where it is donated."""
-    return jax.new_ref(unsliced(x))
+def alias_in_place(x: jax.Array) -> Ref:
+    """Make a reference through which a kernel changes an array in place; no copy is made of a donated array."""
+    return jax.new_ref(materialize(x))
 
 
-def frozen(ref: Ref) -> jax.Array:
-    """What a `changeable` array has become."""
-    return unsliced(jax.freeze(ref))
+def read_back(ref: Ref) -> jax.Array:
+    """Read the array behind a reference of `alias_in_place`, once the kernels that change it were called."""
+    return materialize(jax.freeze(ref))

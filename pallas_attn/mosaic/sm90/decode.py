@@ -85,7 +85,7 @@ def _launch(x: Inputs, static: Static, out_type: jax.ShapeDtypeStruct, name: str
             reduction_scratch_bytes=reduction_bytes(columns.width),
         ),
         kernel_name=name,
-    )(basics.unsliced(x))
+    )(basics.materialize(x))
 
 
 def _kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *memory: Ref) -> None:

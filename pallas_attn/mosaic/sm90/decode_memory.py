@@ -91,7 +91,7 @@ class Inputs(NamedTuple):
     Attributes:
       q: for each part of a key [terms, blocks·rows, width, columns of the part]; queries are the sum of their terms. Or
         one of [B, Q, Hq, D] (`Static.raw_queries`).
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_in_row`). A v of None: the first
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`). A v of None: the first
         part of a key is the value, too.
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       window: a `HeadWindow` or None.

@@ -30,9 +30,6 @@ NOWHERE = 2**30
 SCALES_AT_ONCE = 4
 """Copies begin at multiples of 16 bytes and are as long."""
 
-SMALLEST_SCALE = 1e-26
-"""What a smaller scale of values counts as: its reciprocal enters a sum, which must not overflow."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -100,7 +97,7 @@ class Piece:
         state = state._replace(l=tiles.filled(0.0, static.shape, TILE))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if static.scales is not None:
-            acc = self.scaled(dequantise.in_order(acc))
+            acc = self.scaled(dequantise.restore_channel_order(acc))
         real = basics.load(self.limits(0), PER_COLUMN) >= 0
         return State(
             jnp.where(real, m, -jnp.inf),
@@ -268,7 +265,7 @@ class Piece:
         if self.static.scales is None:
             clear_rows(v, alive, self.x.row_bytes)
         else:
-            dequantise.clear(v, self.x.value_dim, alive)
+            dequantise.clear_tokens(v, self.x.value_dim, alive)
             plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(alive, v_scale, 1.0)
@@ -295,7 +292,7 @@ class Piece:
         s, v_scale = lax.cond(self.sees_all(base), lambda *x: x, hide, s, v_scale)
         if v_scale is not None:
             # Into the probability, which is rounded to 16 bits: no more than 1 then either.
-            v_scale = jnp.maximum(v_scale, SMALLEST_SCALE)
+            v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
         highest = jnp.maximum(m, s.max(axis=0))
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -340,7 +337,7 @@ class Piece:
             parts = zip(mem.k, queries, strict=True)
             s = tiles.multiply([(k.at[slot], term) for k, terms in parts for term in terms])
         else:
-            s = dequantise.multiply_widened(mem.k[0].at[slot], queries[0])
+            s = dequantise.multiply_dequantised(mem.k[0].at[slot], queries[0])
         s *= static.score_scale * self.x.k_scale[self.head] if static.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, static.shape)

@@ -9,7 +9,7 @@ ours, so channels end up in an order of their own:
   wgmma expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order; the queries are brought into the
   same one before the kernel (`query_terms`).
 - Values [tokens, channels], transposed: rows r and r + 8 of 16 of the product are channels 2r and 2r + 1. The
-  accumulator keeps that order until a piece is done (`in_order`).
+  accumulator keeps that order until a piece is done (`restore_channel_order`).
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ float16 1024 + b + 128.
 """
 
 
+SMALLEST_SCALE = 1e-26
+"""Smaller scales of values count as this one: the reciprocal enters a sum, which must not overflow."""
+
+
 # --- before the kernel
 
 
@@ -91,8 +95,8 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """`plain_query_terms`; over an 8-bit cache with channels in the order in which `multiply_widened` meets those of
-    keys.
+    """`plain_query_terms`; over an 8-bit cache with channels in the order in which `multiply_dequantised` meets those
+    of keys.
     """
     terms, scale = plain_query_terms(q, kv)
     return (terms if kv.k_scale is None else [as_keys(term) for term in terms]), scale
@@ -118,15 +122,15 @@ def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Ar
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
-def tokens_in_row(kv: PagedKV) -> int:
-    """How many tokens of a cache are beside one another in the rows of tiles."""
+def tokens_per_smem_row(kv: PagedKV) -> int:
+    """Tokens that share one row of a tile in shared memory."""
     return 1 if kv.k_scale is None else max(1, ROW_BYTES // kv.k.shape[-1])
 
 
 # --- in the kernel
 
 
-def multiply_widened(a: Ref, bs: Sequence[Ref]) -> jax.Array:
+def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
     """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit tile a of [M, K] and float16 bs [N, K], all in shared memory;
     the columns of bs are in the order of `as_keys`.
 
@@ -160,7 +164,7 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
     return _load_columns(tile, channels)
 
 
-def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
+def clear_tokens(tile: Ref, channels: int, alive: jax.Array) -> None:
     """Makes an 8-bit tile of [tokens, channels] 0 where alive [tokens], in layout PER_TOKEN, is not true."""
     if interpreted():
         numbers = jnp.where(alive[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
@@ -181,7 +185,7 @@ def clear(tile: Ref, channels: int, alive: jax.Array) -> None:
     write_zeros(tile, jnp.where(alive, 1, 0))
 
 
-def widen(tile: Ref, wide: Ref) -> None:
+def dequantise_tile(tile: Ref, wide: Ref) -> None:
     """Writes an 8-bit tile of [tokens, channels] to a float16 one, which wgmma reads: a chunk of 16 at a time.
 
     Neighbouring threads take neighbouring tokens: so eight of them meet all banks of shared memory, in either tile.
@@ -211,7 +215,7 @@ def widen(tile: Ref, wide: Ref) -> None:
     convert(tile, wide)
 
 
-def in_order(product: jax.Array) -> jax.Array:
+def restore_channel_order(product: jax.Array) -> jax.Array:
     """Brings the rows of a product from the order of `as_values` to their own."""
     rows, columns = product.shape
     if interpreted():

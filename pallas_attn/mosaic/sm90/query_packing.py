@@ -256,7 +256,7 @@ def merge_pieces(
     parts = head_dim // MERGE_ROWS
     narrow = columns.narrowed(parts * columns.blocks * rows)
     width = narrow.width
-    refs = basics.changeable(out), basics.changeable(lse)
+    refs = basics.alias_in_place(out), basics.alias_in_place(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns, narrow),
         grid=(merge_programs(parts * narrow.blocks * rows),),
@@ -267,8 +267,8 @@ def merge_pieces(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
-    )(*refs, *basics.unsliced((partials, plan, sinks)))
-    return basics.frozen(refs[0]), basics.frozen(refs[1])
+    )(*refs, *basics.materialize((partials, plan, sinks)))
+    return basics.read_back(refs[0]), basics.read_back(refs[1])
 
 
 def _merge_kernel(

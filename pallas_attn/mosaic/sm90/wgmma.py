@@ -96,13 +96,13 @@ def finish(product: jax.Array, *, under_way: int) -> jax.Array:
     return wait(product)
 
 
-HEADROOM = 8
-"""log2 of how large probabilities may be: while they are no larger, what scores are relative to need not grow, nor what
-was added up before shrink. They are floats: large ones are as good as small ones.
+RESCALE_THRESHOLD_LOG2 = 8
+"""log2 of the largest unnormalised probability that leaves the running maximum, and so the accumulator, as it is. A
+float is as precise at 2**8 as at 1, so rescaling may wait until a maximum exceeds the old one by more.
 """
 
 
-def shrink(
+def rescale_accumulator(
     totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
     """Totals [64, n] times 2**(before - after) [64], once they are finished; as they are where a warp's rows need none
@@ -125,7 +125,7 @@ def shrink(
         totals = [total.to_layout(ACCUMULATOR) for total in totals]
         sums = [register for total in totals for register in total.registers.flat]
         rows = [vector.extract(register, [], [0]) for x in (before, after) for register in x.registers.flat]
-        text = _shrinking(len(sums), "" if finished else "wgmma.wait_group.sync.aligned 0; ")
+        text = _rescale_assembly(len(sums), "" if finished else "wgmma.wait_group.sync.aligned 0; ")
         constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
         registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
         results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
@@ -134,7 +134,7 @@ def shrink(
     return multiply(*totals, before, after)
 
 
-def _shrinking(count: int, wait: str) -> str:
+def _rescale_assembly(count: int, wait: str) -> str:
     """Assembly for so many registers of sums, of which pairs are of a thread's two rows in turn."""
     before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
     factors = "".join(

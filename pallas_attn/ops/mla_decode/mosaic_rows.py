@@ -161,4 +161,4 @@ def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[
         scratch_types=Memory.types(x, static),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_decode_rows",
-    )(basics.unsliced(x))
+    )(basics.materialize(x))

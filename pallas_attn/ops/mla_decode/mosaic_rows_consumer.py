@@ -16,7 +16,7 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import tiles
 from pallas_attn.mosaic.sm90.mask import clear_rows
 from pallas_attn.mosaic.sm90.tiles import over_columns, over_tokens
-from pallas_attn.mosaic.sm90.wgmma import HEADROOM, finish, partial_sums, shrink
+from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, finish, partial_sums, rescale_accumulator
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     BY_ALL,
     BY_NONE,
@@ -41,7 +41,7 @@ class State(NamedTuple):
     """Attention of a block's rows over some latents, as one of the two warpgroups has it.
 
     Attributes:
-      m: [ROWS], what scores are relative to, times log2 e: at most HEADROOM below the largest so far.
+      m: [ROWS], what scores are relative to, times log2 e: at most RESCALE_THRESHOLD_LOG2 below the largest so far.
       l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
       acc: [ROWS, columns], all latents times those weights, in its own columns.
     """
@@ -118,14 +118,14 @@ class Consumer:
         m, p, p16 = self.probabilities(piece, pair, mine, state.m, s, whole)
         leave(p16, self.p(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
         plgpu.barrier_arrive(mem.ready.at[0])
-        acc, l = shrink((state.acc, state.l), state.m, m)  # noqa: E741
+        acc, l = rescale_accumulator((state.acc, state.l), state.m, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
         l = l + partial_sums(p)  # noqa: E741
         acc = finish(acc, under_way=0)
         self.release(mine)
         plgpu.barrier_wait(mem.ready.at[1])
         m_both = basics.load(mem.stats.at[1], PER_ROW)
-        acc, l = shrink((acc, l), m, m_both)  # noqa: E741
+        acc, l = rescale_accumulator((acc, l), m, m_both)  # noqa: E741
         self.clear_unseen(piece, pair, 1, other)
         acc = self.start_values(self.p(other, 1), other, acc)
         acc = finish(acc, under_way=0)
@@ -147,7 +147,7 @@ class Consumer:
         whole = self.is_whole(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = basics.load(mem.stats.at[0], PER_ROW)
-        acc, l = shrink((state.acc, state.l), state.m, m_first)  # noqa: E741
+        acc, l = rescale_accumulator((state.acc, state.l), state.m, m_first)  # noqa: E741
         self.clear_unseen(piece, pair, 0, other)
         acc = self.start_values(self.p(other, 0), other, acc)
         s = finish(s, under_way=1)
@@ -156,7 +156,7 @@ class Consumer:
         acc = finish(acc, under_way=0)
         self.release(other)
         plgpu.barrier_arrive(mem.ready.at[1])
-        acc, l = shrink((acc, l), m_first, m)  # noqa: E741
+        acc, l = rescale_accumulator((acc, l), m_first, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
         l = l + partial_sums(p)  # noqa: E741
         acc = finish(acc, under_way=0)
@@ -177,7 +177,7 @@ class Consumer:
         s = lax.cond(whole, lambda s: s, hide, s)
         scale = self.static.sm_scale * LOG2E
         highest = s.max(axis=1) * scale
-        m = jnp.where(highest > m + HEADROOM, highest, m)
+        m = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
         p = jnp.exp2(s * scale - over_tokens(m, s.shape))
         return m, p, p.astype(self.mem.k.left.dtype)
 

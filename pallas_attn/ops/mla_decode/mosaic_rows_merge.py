@@ -52,7 +52,7 @@ def merge_pieces(
     columns = MOST_COLUMNS
     while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
         columns //= 2  # to keep them all busy
-    refs = basics.changeable(out), basics.changeable(lse)
+    refs = basics.alias_in_place(out), basics.alias_in_place(lse)
     plgpu.kernel(
         functools.partial(_kernel, columns),
         grid=(merge_programs(latent_dim // columns * blocks * batch),),
@@ -63,8 +63,8 @@ def merge_pieces(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_rows",
-    )(*refs, *basics.unsliced((partials, plan)))
-    return basics.frozen(refs[0]), basics.frozen(refs[1])
+    )(*refs, *basics.materialize((partials, plan)))
+    return basics.read_back(refs[0]), basics.read_back(refs[1])
 
 
 def _kernel(

@@ -36,7 +36,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     columns, settings = _sizes(call)
     scales = dequantise.scale_layout(kv)
     terms, query_scale = dequantise.query_terms(q, kv)
-    beside = dequantise.tokens_in_row(kv)
+    beside = dequantise.tokens_per_smem_row(kv)
     rows = -1, page_size // beside, head_dim * beside
     raw_queries = config.takes_raw_queries(kv.k.dtype.itemsize, columns.width) and not columns.packs_freely
     packed = None if raw_queries else [columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]

@@ -151,7 +151,11 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
-    )(basics.unsliced(Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)))
+    )(
+        basics.materialize(
+            Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
+        )
+    )
     return DecodePlan(
         **outputs._asdict(),
         made_for=call.made_for,

@@ -1,0 +1,53 @@
+"""Shared memory of a Mosaic GPU kernel, computed from the scratch types that the kernel is given.
+
+Heuristics that choose how many tiles a program holds, and how many programs share a multiprocessor, ask here. The
+numbers are those that Mosaic GPU reserves: `tests/aot` compares them with its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ALIGNMENT = 1024
+"""Each array begins at a multiple of so many bytes."""
+
+BARRIER_BYTES = 8
+
+MULTIPROCESSOR_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor, on Hopper and on data-center Blackwell alike."""
+
+SYSTEM_BYTES = 1024
+"""Part of that which the driver takes for each thread block on it."""
+
+
+def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
+    """Shared memory [bytes] of a thread block of a kernel.
+
+    Args:
+      scratch_types: pytree of `plgpu.SMEM`, `plgpu.RefUnion`, `plgpu.Barrier` and `plgpu.ClusterBarrier`, as passed to
+        `plgpu.kernel`. Memory of other kinds takes no shared memory.
+      reduction_bytes: `plgpu.CompilerParams.reduction_scratch_bytes` if the kernel reduces arrays, else 0.
+    """
+    barriers, arrays = 0, _aligned(reduction_bytes)
+    for scratch in jax.tree.leaves(scratch_types):
+        if isinstance(scratch, plgpu.Barrier | plgpu.ClusterBarrier):
+            barriers += int(np.prod(scratch.num_barriers))
+        elif scratch.memory_space == plgpu.MemorySpace.SMEM:
+            arrays += _aligned(math.prod(scratch.shape) * jnp.dtype(scratch.dtype).itemsize)
+    return arrays + BARRIER_BYTES * barriers
+
+
+def fits(scratch_types: Any, blocks: int, *, reduction_bytes: int = 0) -> bool:
+    """Whether a multiprocessor has shared memory for so many thread blocks of a kernel; arguments as `block_bytes`."""
+    block = block_bytes(scratch_types, reduction_bytes=reduction_bytes) + SYSTEM_BYTES
+    return blocks * block <= MULTIPROCESSOR_BYTES
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
