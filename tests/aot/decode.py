@@ -17,8 +17,8 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.sm90.query_packing import Columns
-from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns, mosaic_config
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config
 from tests.aot.case import Case, Tile, shape
 from tests.aot.plans import plan_shapes
 
@@ -71,12 +71,12 @@ class Configuration:
         return 2 if self.cache.endswith("-channel") else 1
 
     @property
-    def key(self) -> MosaicKey:
+    def key(self) -> PagedDecodeKey:
         """What its sizes are looked up by."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
-        return MosaicKey(*sizes, self.page_size)
+        return PagedDecodeKey(*sizes, self.page_size)
 
     def paged_kv(self, num_pages: int = BATCH * PAGES) -> PagedKV:
         dtype, scales = CACHES[self.cache]
@@ -154,12 +154,12 @@ def configurations() -> list[Configuration]:
 CONFIGURATIONS = configurations()
 
 
-def tunings() -> dict[str, list[MosaicKey]]:
+def tunings() -> dict[str, list[PagedDecodeKey]]:
     """Of each device that has packaged tunings: what it has sizes for."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
-    return {device: [MosaicKey(**entry["key"]) for entry in found] for device, found in entries.items()}
+    return {device: [PagedDecodeKey(**entry["key"]) for entry in found] for device, found in entries.items()}
 
 
 def tuned() -> Iterator[tuple[str, Configuration]]:
@@ -189,7 +189,7 @@ def sinks(columns: int) -> dict[str, Any]:
 
 def blocks() -> Case:
     """12 heads of 8 queries take two programs."""
-    columns = Columns(group=12, queries=8, limit=max_columns(128, 2))
+    columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
 

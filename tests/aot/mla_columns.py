@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatent, latent_cache_spec
-from pallas_attn.ops.mla_decode.mosaic_columns import ColumnsKey, columns_config, decode, max_columns
+from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config
+from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode
 from tests.aot.case import Case, Tile, shape
 from tests.aot.plans import plan_shapes
 
@@ -47,10 +48,10 @@ class Configuration:
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
 
     @property
-    def key(self) -> ColumnsKey:
+    def key(self) -> SwapAbKey:
         """What its sizes are looked up by."""
         out_bytes = jnp.dtype(self.out).itemsize
-        return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
+        return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132, batch: int = BATCH) -> Any:
         return plan_shapes(self.page_size, 1, num_programs, mode, batch)
@@ -84,7 +85,7 @@ class Configuration:
 
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         call = functools.partial(decode, sm_scale=0.1, out_dtype=self.out)
-        blocks = columns_config(self.key).programs_per_multiprocessor
+        blocks = swap_ab_config(self.key).programs_per_multiprocessor
         arguments = arguments or self.arguments()
         return Case(call, arguments, cache="cache", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
-from pallas_attn.mosaic.sm90 import query_packing
-from pallas_attn.mosaic.sm90.decode_config import MosaicConfig
+from pallas_attn.mosaic.sm90 import split_states
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.ops import plan_decode as plan_module
-from pallas_attn.ops.mla_decode import mosaic_columns
+from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from tests.ops import harness
 from tests.ops.harness import Variant
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5
 """Of plans; another number would be another compilation."""
 
@@ -100,7 +100,7 @@ def compiled(out_dtype: str) -> harness.Jitted:
     @jax.jit
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
-            return mosaic_columns.decode(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
+            return mosaic_swap_ab.decode(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
 
     return decode
 
@@ -169,7 +169,7 @@ def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a tile that does not hold a row's output at once."""
-    monkeypatch.setattr(query_packing, "OUTPUT_BYTES", 4096)
+    monkeypatch.setattr(split_states, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     plan = plan_for(inputs.case, inputs.case.kv_lens, PROGRAMS)
     got = call(inputs.case, inputs.arguments() | {"plan": plan}, "float32")
@@ -211,9 +211,9 @@ def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         planned.append(num_programs)
         return plan_decode(*args, num_programs=num_programs, **kwargs)
 
-    monkeypatch.setattr(mosaic_columns, "plan_decode", plan)
+    monkeypatch.setattr(mosaic_swap_ab, "plan_decode", plan)
     arguments = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw(BASE).arguments()))
     static = {"sm_scale": SM_SCALE, "draft_mask": None, "plan": None, "out_dtype": "bfloat16"}
-    jax.eval_shape(functools.partial(mosaic_columns.decode, **static), q_lens=arguments["kv_lens"], **arguments)
+    jax.eval_shape(functools.partial(mosaic_swap_ab.decode, **static), q_lens=arguments["kv_lens"], **arguments)
     named = {name: arguments[name] for name in ("q_latent", "q_rope", "cache")}
-    assert planned == [mosaic_columns.decode_programs(**named, out_dtype="bfloat16")]
+    assert planned == [mosaic_swap_ab.decode_programs(**named, out_dtype="bfloat16")]

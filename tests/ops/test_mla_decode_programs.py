@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
+import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
 from pallas_attn import DecodePlan, dispatch, mla_decode, mla_decode_programs, plan_decode
 from pallas_attn.mosaic import basics
 from tests.ops import harness
@@ -38,7 +38,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         numbers.append(num_programs)
         return plan_decode(*args, num_programs=num_programs, **kwargs)
 
-    for part in (mosaic_sm90, mosaic_columns):
+    for part in (mosaic_sm90, mosaic_swap_ab):
         monkeypatch.setattr(part, "plan_decode", plan)
     monkeypatch.setattr(basics, "multiprocessors", lambda: MULTIPROCESSORS)
     with harness.interpreting(capsys):

@@ -23,18 +23,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product, over_tokens
-
-ROW_BYTES = 128
-"""Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE, add_product, operand_ref, over_tokens
 
 DEPTH = 16
 """What one instruction sums over, of numbers of 16 bits."""
-
-
-def operand(row_bytes: int = ROW_BYTES) -> Any:
-    """How a reference to 16-bit numbers lies, in rows of so many bytes."""
-    return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
 
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
@@ -53,7 +45,9 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
         plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
     )
 
-    @plgpu.inline_mgpu(arg_types=(operand(), TILE, operand(), TILE, *[operand()] * len(qs)), return_type=results)
+    @plgpu.inline_mgpu(
+        arg_types=(operand_ref(), TILE, operand_ref(), TILE, *[operand_ref()] * len(qs)), return_type=results
+    )
     def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
         p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()

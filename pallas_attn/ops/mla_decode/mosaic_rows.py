@@ -59,9 +59,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.split_states import Partials, blocks_of, keep
+from pallas_attn.mosaic.sm90.split_states import PartialStates, num_fragments, store_fragments
 from pallas_attn.mosaic.sm90.tiles import over_tokens
-from pallas_attn.mosaic.tile_scheduler import num_states
+from pallas_attn.mosaic.tile_scheduler import num_partial_states
 from pallas_attn.ops.mla_decode.mosaic_rows_consumer import Consumer, State
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS, SUMS, Inputs, Memory, Piece, Static
 from pallas_attn.ops.mla_decode.mosaic_rows_merge import log_sum, normalised
@@ -75,7 +75,7 @@ class Results(NamedTuple):
 
     out: Any
     lse: Any
-    partials: Partials
+    partials: PartialStates
 
 
 def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> None:
@@ -110,16 +110,16 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
     def _keep() -> None:
         consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
-        number = partials.number(block, results.lse.shape[0], piece.number)
-        blocks = pl.ds(blocks_of(ROWS * half * static.widths[0]), blocks_of(ROWS * static.widths[half]))
+        number = partials.index(block, results.lse.shape[0], piece.number)
+        blocks = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
         acc = jnp.where(over_tokens(real, state.acc.shape), state.acc, 0.0)
-        keep(acc, partials.acc.at[number, blocks])
+        store_fragments(acc, partials.acc.at[number, blocks])
         if half == 0:
             partials.stats[number, 0] = m * (1 / LOG2E)
             partials.stats[number, 1] = l
 
 
-def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *memory: Ref) -> None:
+def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: PartialStates, *memory: Ref) -> None:
     """The roles of the three warpgroups."""
     results = Results(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
@@ -140,17 +140,17 @@ def kernel(static: Static, x: Inputs, out: Ref, lse: Ref, partials: Partials, *m
     lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
 
 
-def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[Any, Any, Partials]:
+def decode(x: Inputs, static: Static, out_dtype: jax.typing.DTypeLike) -> tuple[Any, Any, PartialStates]:
     """Runs the kernel: output and LSE of rows in one piece, and partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, num_programs = rows // ROWS, x.plan.program_place.shape[0] - 1
-    states = blocks * num_states(x.plan, batch, x.block_tables.shape[1])
+    states = blocks * num_partial_states(x.plan, batch, x.block_tables.shape[1])
     return plgpu.kernel(
         functools.partial(kernel, static),
         out_type=Results(
             jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
             jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
-            Partials.types(states, ROWS, latent_dim),
+            PartialStates.types(states, ROWS, latent_dim),
         ),
         grid=(num_programs, blocks // static.cluster),
         grid_names=("program", "blocks"),

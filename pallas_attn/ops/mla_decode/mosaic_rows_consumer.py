@@ -14,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.mask import clear_rows
-from pallas_attn.mosaic.sm90.tiles import over_columns, over_tokens
+from pallas_attn.mosaic.sm90.tiles import clear_rows, over_columns, over_tokens
 from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, finish, partial_sums, rescale_accumulator
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import (
     BY_ALL,

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.sm90 import tiles
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN
-from pallas_attn.mosaic.tile_scheduler import Span, for_each_span
+from pallas_attn.mosaic.tile_scheduler import WorkTile, for_each_work_tile
 from pallas_attn.types import DecodePlan
 
 ROWS = 64
@@ -243,9 +243,9 @@ class Piece(NamedTuple):
 def for_each_piece(static: Static, plan: DecodePlan, work: Callable[[Piece], None]) -> None:
     """Works off the pieces of this program."""
 
-    def step(span: Span, pair: Any) -> Any:
-        piece = Piece(span.row, span.start, span.stop, span.number, span.is_all, pair)
+    def step(span: WorkTile, pair: Any) -> Any:
+        piece = Piece(span.row, span.start, span.stop, span.split, span.is_whole_row, pair)
         work(piece)
         return pair + piece.num_pairs(static)
 
-    for_each_span(plan, step, jnp.int32(0))
+    for_each_work_tile(plan, step, jnp.int32(0))

@@ -14,8 +14,14 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.query_packing import State
-from pallas_attn.mosaic.sm90.split_states import BLOCK_COLUMNS, Arrivals, Partials, blocks_of, kept
+from pallas_attn.mosaic.sm90.split_states import (
+    FRAGMENT_COLUMNS,
+    AttentionState,
+    PartialLoader,
+    PartialStates,
+    load_fragments,
+    num_fragments,
+)
 from pallas_attn.mosaic.sm90.tiles import over_tokens
 from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import PER_ROW, ROWS
@@ -41,7 +47,7 @@ def log_sum(m: Any, l: Any) -> Any:  # noqa: E741
 def merge_pieces(
     out: Float[Array, "B rows L"],
     lse: Float[Array, "blocks B ROWS"],
-    partials: Partials,
+    partials: PartialStates,
     plan: DecodePlan,
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
     """Finishes the sequences that `out` and `lse` still lack, in place: those of several pieces and those of none.
@@ -50,7 +56,7 @@ def merge_pieces(
     """
     (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
     columns = MOST_COLUMNS
-    while columns > BLOCK_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
+    while columns > FRAGMENT_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
         columns //= 2  # to keep them all busy
     refs = basics.alias_in_place(out), basics.alias_in_place(lse)
     plgpu.kernel(
@@ -58,7 +64,7 @@ def merge_pieces(
         grid=(merge_programs(latent_dim // columns * blocks * batch),),
         grid_names=("program",),
         scratch_types=[
-            Arrivals.types(partials, blocks * batch, ROWS, blocks_of(ROWS * columns)),
+            PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
             plgpu.SMEM((ROWS, columns), out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -68,20 +74,20 @@ def merge_pieces(
 
 
 def _kernel(
-    columns: int, out: Ref, lse: Ref, partials: Partials, plan: DecodePlan, arrivals: Arrivals, tile: Ref
+    columns: int, out: Ref, lse: Ref, partials: PartialStates, plan: DecodePlan, arrivals: PartialLoader, tile: Ref
 ) -> None:
     """Some columns of the latent of blocks of rows, one after the other."""
-    blocks, parts, here = lse.shape[0], out.shape[2] // columns, blocks_of(ROWS * columns)
+    blocks, parts, here = lse.shape[0], out.shape[2] // columns, num_fragments(ROWS * columns)
 
-    def add(stats: Ref, acc: Ref, merged: State) -> State:
+    def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
         m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
-        return merged.merge(State(m, l, kept(acc, (ROWS, columns))), over_tokens)
+        return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns))), over_tokens)
 
     def merge(place: Any, number: Any) -> None:
         block, part = lax.div(number, parts), lax.rem(number, parts)
         row, first_piece = plan.row[place], plan.piece_offsets[place]
-        first, count = partials.number(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
-        empty = State(
+        first, count = partials.index(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
+        empty = AttentionState(
             tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS, columns), tiles.TILE),

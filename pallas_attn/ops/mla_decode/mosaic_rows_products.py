@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import nvvm
 
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.sm90 import wgmma
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, operand_ref
 from pallas_attn.mosaic.sm90.wgmma import ACCUMULATOR
 
 
@@ -33,7 +33,7 @@ def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax
         product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # there, threads have read what copies are about to overwrite
         return product if total is None else total + product
-    refs, more = (wgmma.operand(row_bytes),) * 2, () if total is None else (total,)
+    refs, more = (operand_ref(row_bytes),) * 2, () if total is None else (total,)
     shape = plgpu.ShapeDtypeStruct((q.shape[0], k.shape[0]), jnp.float32, layout=TILE)
 
     @plgpu.inline_mgpu(arg_types=(*refs, *[TILE] * len(more)), return_type=shape)
@@ -58,7 +58,7 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
         product = jnp.dot(p if in_registers else p[...], v[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
         return total + product
-    refs = wgmma.operand(row_bytes)
+    refs = operand_ref(row_bytes)
     arg_types = TILE if in_registers else refs, refs, TILE
 
     @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
@@ -92,7 +92,7 @@ def leave(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> No
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu(arg_types=(TILE, wgmma.operand(row_bytes), PER_TOKEN, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(row_bytes), PER_TOKEN, plgpu.RefType()))
     def write(_: Any, p: Any, to: ir.Value, m: Any, stats: ir.Value) -> None:
         p.store_tiled(to, swizzle=row_bytes)
         m.store_untiled(stats, optimized=False)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-import pallas_attn.ops.mla_decode.mosaic_columns as mosaic_columns
 import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
+import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
@@ -33,7 +33,7 @@ def mla_decode(
     plan: DecodePlan | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    decode = mosaic_columns.decode if _are_few(q_latent, out_dtype) else _decode_rows
+    decode = mosaic_swap_ab.decode if _are_few(q_latent, out_dtype) else _decode_rows
     return decode(
         q_latent,
         q_rope,
@@ -56,14 +56,14 @@ def decode_programs(
     out_dtype: jax.typing.DTypeLike,
 ) -> int:
     if _are_few(q_latent, out_dtype):
-        return mosaic_columns.decode_programs(q_latent, q_rope, cache, out_dtype=out_dtype)
+        return mosaic_swap_ab.decode_programs(q_latent, q_rope, cache, out_dtype=out_dtype)
     _refuse(q_latent, q_rope, cache)
     return _row_programs(q_latent)
 
 
 def _are_few(q_latent: Array | jax.ShapeDtypeStruct, out_dtype: jax.typing.DTypeLike) -> bool:
     """Whether a sequence's query rows are columns of tiles, not rows."""
-    return q_latent.shape[1] * q_latent.shape[2] <= mosaic_columns.max_columns(out_dtype)
+    return q_latent.shape[1] * q_latent.shape[2] <= config.max_columns(out_dtype)
 
 
 def _row_programs(q_latent: Array | jax.ShapeDtypeStruct) -> int:
@@ -88,7 +88,7 @@ def _decode_rows(
     _refuse(q_latent, q_rope, cache)
     batch, num_queries, num_heads, latent_dim = q_latent.shape
     page_size, rows = cache.page_size, num_queries * num_heads
-    settings = config.mosaic_config(latent_dim, q_rope.shape[-1], page_size)
+    settings = config.seesaw_config(latent_dim, q_rope.shape[-1], page_size)
     blocks = -(-rows // ROWS)
     if plan is None:
         plan = plan_decode(

@@ -1,14 +1,14 @@
 """`paged_decode` on Hopper (H100, H200).
 
-Programs work off pieces, consecutive pages of a KV head of a sequence (`sm90.decode`). All query rows of that head
-are taken together, as columns of tiles, and a tile of 64 or 128 tokens as its rows:
+The kernel is `sm90.decode`. All query rows of a KV head of a sequence are the columns of a tile, 64 or 128 tokens its
+rows:
 
     S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
 
-so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are read from
-where they landed, those of 8-bit caches by way of registers, where they become 16 bits (`sm90.dequantise`); only P
-goes back to shared memory. Scales that are the same for all tokens go into the scores or the finished sums, those of
-tokens multiply a row of S, and go into P by way of the exponent.
+so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are multiplied
+where they landed, or from registers for 8-bit caches, where they become 16 bits (`sm90.dequantise`); only P goes back
+to shared memory. Scales that are the same for all tokens multiply the scores or the finished sums. Scales of tokens
+multiply a row of S, and P by way of the exponent.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.sm90 import dequantise
-from pallas_attn.mosaic.sm90.decode import attend
-from pallas_attn.mosaic.sm90.decode_memory import Inputs, Static
-from pallas_attn.mosaic.sm90.decode_pages import SCALES_AT_ONCE
-from pallas_attn.mosaic.sm90.query_packing import Columns
+from pallas_attn.mosaic.sm90.decode import (
+    SCALES_PER_COPY,
+    DecodeInputs,
+    DecodeStatic,
+    DecodeTile,
+    decode_attention,
+)
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.plan_decode import plan_decode
 from pallas_attn.portable.visibility import real_queries
@@ -48,7 +53,7 @@ def paged_decode(
     _refuse(q, kv, draft_mask, limit)
     refusals.require_soft_cap(soft_cap)
     (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
-    columns, settings = _sizes(q, kv, out_dtype, limit)
+    packing, settings = _sizes(q, kv, out_dtype, limit)
     scales = dequantise.scale_layout(kv)
     terms, query_scale = dequantise.query_terms(q, kv)
     if plan is None:
@@ -61,12 +66,23 @@ def paged_decode(
             num_kv_heads=num_kv_heads,
             num_programs=settings.programs_per_multiprocessor * basics.multiprocessors(),
         )
-    beside = dequantise.tokens_per_smem_row(kv)
-    rows = -1, page_size // beside, head_dim * beside
-    raw_queries = config.takes_raw_queries(kv.k.dtype.itemsize, columns.width) and not columns.packs_freely
-    packed = None if raw_queries else [columns.pack(term).reshape(-1, columns.width, head_dim) for term in terms]
-    inputs = Inputs(
-        q=(q if packed is None else jnp.stack(packed),),
+    tile = DecodeTile(
+        packing=packing,
+        tokens=settings.tile_tokens,
+        page_size=page_size,
+        key_dims=(head_dim,),
+        has_values=True,
+        terms=len(terms),
+        packs_queries=config.packs_queries(kv.k.dtype.itemsize, packing.width) and not packing.packs_freely,
+        scales=scales,
+        q_dtype=terms[0].dtype,
+        cache_dtype=kv.k.dtype,
+        out_dtype=out_dtype,
+    )
+    packed = [] if tile.packs_queries else [packing.pack(term).reshape(-1, packing.width, head_dim) for term in terms]
+    rows = -1, tile.rows(page_size), head_dim * tile.tokens_per_row
+    inputs = DecodeInputs(
+        q=(q if tile.packs_queries else jnp.stack(packed),),
         k=kv.k.reshape(rows),
         v=kv.v.reshape(rows),
         k_scale=None if scales == "channel" else _one_axis(kv.k_scale),
@@ -76,22 +92,18 @@ def paged_decode(
         q_lens=q_lens,
         plan=plan,
         window=window if isinstance(window, HeadWindow) else None,
-        drafts=None if draft_mask is None else columns.drafts(draft_mask),
-        sinks=None if sinks is None else columns.per_head(sinks),
+        drafts=None if draft_mask is None else packing.drafts(draft_mask),
+        sinks=None if sinks is None else packing.per_head(sinks),
     )
-    static = Static(
-        columns=columns,
-        raw_queries=raw_queries,
-        tokens=settings.tile_tokens,
+    static = DecodeStatic(
+        tile=tile,
         stages=settings.stages,
-        page_size=page_size,
         num_kv_heads=num_kv_heads,
         score_scale=sm_scale / query_scale,
         soft_cap=soft_cap,
         window=window if isinstance(window, int) else None,
-        scales=scales,
     )
-    return attend(inputs, static, jax.ShapeDtypeStruct(q.shape, out_dtype), name="paged_decode")
+    return decode_attention(inputs, static, q.shape, name="paged_decode")
 
 
 def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
@@ -103,38 +115,38 @@ def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: 
 
 def _sizes(
     q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike, limit: int
-) -> tuple[Columns, config.MosaicConfig]:
+) -> tuple[QueryPacking, DecodeConfig]:
     num_kv_heads, page_size, head_dim = kv.k.shape[1:]
     cache_bytes, scales = kv.k.dtype.itemsize, dequantise.scale_layout(kv)
-    columns = Columns(q.shape[2] // num_kv_heads, q.shape[1], limit)
-    key = config.MosaicKey(
+    packing = QueryPacking(q.shape[2] // num_kv_heads, q.shape[1], limit)
+    key = config.PagedDecodeKey(
         head_dim=head_dim,
         cache_bytes=cache_bytes,
         token_scales=isinstance(scales, int),
-        columns=columns.width,
+        columns=packing.width,
         terms=2 if scales == "channel" else 1,
         out_bytes=jnp.dtype(out_dtype).itemsize,
         page_size=page_size,
     )
-    return columns, config.mosaic_config(key)
+    return packing, config.mosaic_config(key)
 
 
 def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None, limit: int) -> None:
-    """Raises NotImplementedError for what the kernel does not take."""
+    """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_hopper()
     refusals.require_dtypes(q, kv.k)
     refusals.require_head_dim(q.shape[3])
     refusals.require_page_size(kv.page_size)
     num_queries, group = q.shape[1], q.shape[2] // kv.k.shape[1]
-    if group > limit and Columns(group, 1, limit).block_heads < limit // 2:
+    if group > limit and QueryPacking(group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
     if draft_mask is not None:
         refusals.require_draft_bits(num_queries)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Scales that come with the tokens, as the kernel copies them: some of one array, never past its end."""
+    """Flatten scales that come with the tokens, padded so that no copy of the kernel reads past their end."""
     if scale is None or scale.ndim != 3:
         return scale
     scale = scale.reshape(-1)
-    return jnp.pad(scale, (0, -scale.size % SCALES_AT_ONCE)) if scale.size % SCALES_AT_ONCE else scale
+    return jnp.pad(scale, (0, -scale.size % SCALES_PER_COPY)) if scale.size % SCALES_PER_COPY else scale

@@ -57,7 +57,7 @@ def paged_prefill(
     (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
     if not num_tokens:
         return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
-    scales, beside = dequantise.scale_layout(kv), dequantise.tokens_per_smem_row(kv)
+    scales, beside = dequantise.scale_layout(kv), dequantise.tokens_per_smem_row(kv.k.dtype, head_dim)
     terms, query_scale = dequantise.plain_query_terms(q[None], kv)
     group = num_heads // num_kv_heads
     static, packing = _static(kv, len(terms), sm_scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])

@@ -48,8 +48,7 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import tiles, wgmma
 from pallas_attn.mosaic.sm90.flash.config import QUERIES
-from pallas_attn.mosaic.sm90.mask import clear_rows
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, over_columns, over_tokens
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 WIDENING_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
