@@ -4,15 +4,13 @@ from pallas_attn.convert import from_nhd as from_nhd
 from pallas_attn.convert import join_kv as join_kv
 from pallas_attn.convert import split_kv as split_kv
 from pallas_attn.convert import to_nhd as to_nhd
-from pallas_attn.dispatch import Capability as Capability
+from pallas_attn.device import Capability as Capability
+from pallas_attn.device import capability as capability
 from pallas_attn.dispatch import Explanation as Explanation
-from pallas_attn.dispatch import capability as capability
 from pallas_attn.explain import explain as explain
 from pallas_attn.ops.gather_latent import gather_latent as gather_latent
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
-from pallas_attn.ops.mla_decode import mla_decode_programs as mla_decode_programs
 from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
-from pallas_attn.ops.paged_decode import decode_programs as decode_programs
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill as paged_prefill
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
@@ -32,6 +30,7 @@ from pallas_attn.types import DecodePlan as DecodePlan
 from pallas_attn.types import HeadWindow as HeadWindow
 from pallas_attn.types import PagedKV as PagedKV
 from pallas_attn.types import PagedLatent as PagedLatent
+from pallas_attn.types import PlanKey as PlanKey
 from pallas_attn.types import Rope as Rope
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec

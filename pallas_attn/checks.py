@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn.types import PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent
+from pallas_attn.types import FULL, PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, Rope
 
 MAY_BE_EMPTY = ("T", "U")
 """Symbols of shapes that may be 0: a step may have no token to prefill or to write."""
@@ -76,6 +77,11 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"q: its {num_q_heads} heads must be a multiple of the {num_kv_heads} KV heads")
 
 
+def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
+    """Checks tables of page ids [rows, P] or of row ids [rows, Hkv, P], binding P."""
+    dims.check("block_tables", block_tables, f"{rows} P" if block_tables.ndim == 2 else f"{rows} Hkv P", INT)
+
+
 def check_kv(kv: PagedKV, dims: Dims) -> None:
     """Checks a K/V cache, binding N, Hkv, ps and D."""
     dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
@@ -109,6 +115,24 @@ def check_latent(cache: PagedLatent, dims: Dims) -> None:
         raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {dims['LR']}")
 
 
+def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
+    """Checks rotation and norms against the T and D already bound, binding half."""
+    dims.check("rope.cos", rope.cos, "T half", F32)
+    dims.check("rope.sin", rope.sin, "T half", F32)
+    if 2 * dims["half"] > dims["D"]:
+        raise ValueError(f"rope.cos: expected at most D/2 = {dims['D'] // 2} columns, got {dims['half']}")
+    if rope.q_norm is not None and not has_q:
+        raise ValueError("rope.q_norm: expected None without q, there is nothing to norm")
+    for name, norm in (("rope.q_norm", rope.q_norm), ("rope.k_norm", rope.k_norm)):
+        if norm is not None:
+            dims.check(name, norm, "D", PLAIN)
+    if rope.style not in ("neox", "interleaved"):
+        raise ValueError(f"rope.style: expected 'neox' or 'interleaved', got {rope.style!r}")
+    if rope.norm_order not in ("before_rope", "after_rope"):
+        raise ValueError(f"rope.norm_order: expected 'before_rope' or 'after_rope', got {rope.norm_order!r}")
+    check_positive("rope.norm_eps", rope.norm_eps)
+
+
 def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
     """Checks an int window or a HeadWindow of one entry a KV head, whose values on the device stay unseen."""
     if isinstance(window, HeadWindow):
@@ -129,9 +153,19 @@ def check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name}: expected a positive finite number, got {value!r}")
 
 
-def check_plan(plan: DecodePlan, *, rows: int, page_size: int) -> None:
-    """Raises ValueError unless the plan was made for this many (sequence, KV head) rows and this page size."""
-    if plan.num_pages.shape != (rows,):
-        raise ValueError(f"plan: expected one of B·Hkv = {rows} rows, got {plan.num_pages.shape[0]} rows")
-    if plan.page_size != page_size:
-        raise ValueError(f"plan: expected one for pages of {page_size} tokens, got one for {plan.page_size}")
+def check_plan(plan: DecodePlan, call: PlanKey) -> None:
+    """Raises ValueError unless the plan was made for such a call."""
+    for field in dataclasses.fields(PlanKey):
+        made_for, wanted = (getattr(key, field.name) for key in (plan.made_for, call))
+        if made_for != wanted:
+            raise ValueError(
+                f"plan: was made for {field.name} = {made_for!r}, this call has {field.name} = {wanted!r}; "
+                "plan_decode makes one from the arrays and options of the call itself"
+            )
+
+
+def window_key(window: int | HeadWindow | None) -> int | str | None:
+    """A window as a `PlanKey` has it."""
+    if isinstance(window, HeadWindow):
+        return "per head"
+    return None if window == FULL else window

@@ -3,20 +3,27 @@
 An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
 So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
 that could drift from the first.
+
+`MODULES` is the one list of them. Another backend, or one for another architecture, is a file beside the others in
+`ops/<operation>/` with a function of the operation's name that takes its call object, and an entry here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import device
+from pallas_attn.device import Architecture
 from pallas_attn.types import Implementation
 
 NAMES = ("mosaic", "triton", "xla", "reference")
@@ -25,40 +32,29 @@ NAMES = ("mosaic", "triton", "xla", "reference")
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
 """Names the default (comma-separated names are tried in order) where a call says None. Read when a call is traced."""
 
-type Loader = Callable[[], Callable[..., Any]]
-"""Imports one implementation and returns its function; called only once that implementation is to be tried."""
+type Modules = Mapping[tuple[str, Architecture | None], str]
+"""(implementation, architecture or None for any) to a module of the operation's package."""
+
+_ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
+_ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
+
+MODULES: dict[str, Modules] = {
+    "paged_decode": {**_ON_SM90, **_ANYWHERE},
+    "paged_prefill": {**_ON_SM90, **_ANYWHERE},
+    "mla_decode": {**_ON_SM90, **_ANYWHERE},
+    "ragged_attention": {**_ON_SM90, **_ANYWHERE},
+    "plan_decode": {**_ON_SM90, ("xla", None): "xla"},
+    "write_kv": {**_ON_SM90, **_ANYWHERE},
+    "write_latent": {**_ON_SM90, **_ANYWHERE},
+    "gather_latent": {**_ON_SM90, **_ANYWHERE},
+}
+"""By operation, which modules implement it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Capability:
-    """What a call is compiled for.
+class Call(Protocol):
+    """A validated call: a frozen pytree of the operation's arguments."""
 
-    Attributes:
-      platform: "cpu", "gpu", "tpu", ...
-      compute_capability: (9, 0) on an H200; None where there is none.
-    """
-
-    platform: str
-    compute_capability: tuple[int, int] | None
-
-
-def capability() -> Capability:
-    """The capability of the mesh in use, else of the default device, else of the default backend.
-
-    A card that is not attached, only described, has to be the default device: of a mesh's devices no more than their
-    kind is known while a call is traced. Arrays committed elsewhere are not seen here: name the implementation for
-    those.
-    """
-    device = jax.config.jax_default_device
-    if device is None or isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and described.device_kind != device.device_kind:
-        device = next((d for d in jax.devices() if d.device_kind == described.device_kind), described)
-    version = str(getattr(device, "compute_capability", "") or "")
-    major, _, minor = version.partition(".")
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    return Capability(platform, (int(major), int(minor or 0)) if major.isdigit() else None)
+    op: ClassVar[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +65,11 @@ class Explanation:
       op: name of the operation.
       chosen: name of the implementation that would run, None if every candidate refuses.
       refused: candidate name to the reason it would not run, in the order they were tried.
+
+    Example:
+      >>> print(pallas_attn.Explanation("paged_decode", "xla", {"mosaic": "needs a GPU"}))
+      paged_decode: xla
+        not mosaic: needs a GPU
     """
 
     op: str
@@ -80,7 +81,13 @@ class Explanation:
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused.items()])
 
 
-def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implementation) -> list[str]:
+def implementations(op: str) -> tuple[str, ...]:
+    """Names of an operation's implementations, best first."""
+    held = {name for name, _ in MODULES[op]}
+    return tuple(name for name in NAMES if name in held)
+
+
+def candidates(op: str, implementation: Implementation) -> list[str]:
     """Names to try, in order.
 
     Raises:
@@ -90,7 +97,7 @@ def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implement
     if implementation is None and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, [name.strip() for name in named.split(",")]
     if implementation is None:
-        return [name for name in NAMES if name in loaders and name != "reference"]
+        return [name for name in implementations(op) if name != "reference"]
     names = [implementation] if isinstance(implementation, str) else list(implementation)
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
@@ -98,52 +105,71 @@ def candidates(op: str, loaders: Mapping[str, Loader], implementation: Implement
     return names
 
 
-def _load(op: str, loaders: Mapping[str, Loader], name: str) -> Callable[..., Any]:
-    if name not in loaders:
-        raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(loaders)}")
+def load(op: str, name: str) -> ModuleType:
+    """Imports the module of an implementation that is for the card of the call being traced.
+
+    Raises:
+      NotImplementedError: the operation has none of this name, or none for this card, or it cannot be imported.
+    """
+    if name not in implementations(op):
+        raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
+    module = MODULES[op].get((name, None))
+    if module is None:
+        here = device.current()
+        here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
+        module = MODULES[op][name, here.capability]
     try:
-        return loaders[name]()
+        return importlib.import_module(f"pallas_attn.ops.{op}.{module}")
     except ModuleNotFoundError as missing:  # its file, or an optional dependency of it
         raise NotImplementedError(f"{op}'s {name!r} implementation cannot be imported: {missing}") from missing
 
 
-def run(op: str, loaders: Mapping[str, Loader], implementation: Implementation, *args: Any, **kwargs: Any) -> Any:
-    """Runs `op` with the first candidate that supports the call.
+def choose[Result](op: str, implementation: Implementation, attempt: Callable[[str, ModuleType], Result]) -> Result:
+    """What `attempt(name, module)` returns for the first candidate that supports the call.
 
     Args:
-      op: name of the operation; also the `jax.named_scope` it runs under.
-      loaders: implementation name to its loader.
+      op: name of the operation.
       implementation: as the user gave it.
-      args, kwargs: of the implementation, which gets jax arrays for those of numpy.
+      attempt: raises NotImplementedError for a candidate that does not support the call.
 
     Raises:
       ValueError: an implementation name that does not exist.
       NotImplementedError: the one implementation named does not support the call.
       ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
     """
-    names = candidates(op, loaders, implementation)
-    args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs))
-    refusals = []
-    with jax.named_scope(op):
-        for name in names:
-            try:
-                return _load(op, loaders, name)(*args, **kwargs)
-            except NotImplementedError as refusal:
-                refusals.append(refusal)
+    names, refusals = candidates(op, implementation), []
+    for name in names:
+        try:
+            return attempt(name, load(op, name))
+        except NotImplementedError as refusal:
+            refusals.append(refusal)
     if len(refusals) == 1:
         raise refusals[0]
     raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
 
 
+def run(call: Call, implementation: Implementation) -> Any:
+    """Runs a call with the first candidate that supports it, under a `jax.named_scope` of the operation's name.
+
+    Implementations get jax arrays for those of numpy. Raises as `choose` does.
+    """
+    call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
+    with jax.named_scope(call.op):
+        return choose(call.op, implementation, lambda _, module: getattr(module, call.op)(call))
+
+
 def explain(
     op: str,
     function: Callable[..., Any],
-    loaders: Mapping[str, Loader],
+    chooser: str,
     implementation: Implementation,
     *args: Any,
     **kwargs: Any,
 ) -> Explanation:
     """What `function`, the public face of `op`, would choose; found by tracing it with each candidate, running none.
+
+    Args:
+      chooser: the operation whose implementations are the candidates; for all but compositions it is `op`.
 
     Raises:
       ValueError: what the call itself would raise.
@@ -155,7 +181,7 @@ def explain(
         args, kwargs = rebuild(arrays)
         return function(*args, **kwargs, implementation=name)
 
-    for name in candidates(op, loaders, implementation):
+    for name in candidates(chooser, implementation):
         try:
             jax.eval_shape(functools.partial(call, name), arrays)
         except NotImplementedError as refusal:

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from pallas_attn import dispatch
 from pallas_attn.dispatch import Explanation
-from pallas_attn.ops import (
-    gather_latent,
-    mla_decode,
-    mla_prefill,
-    paged_decode,
-    paged_prefill,
-    plan_decode,
-    ragged_attention,
-    write_kv,
-    write_latent,
-)
 from pallas_attn.types import Implementation
 
-_OPS = {
-    "paged_decode": (paged_decode.paged_decode, paged_decode.IMPLEMENTATIONS),
-    "paged_prefill": (paged_prefill.paged_prefill, paged_prefill.IMPLEMENTATIONS),
-    "mla_decode": (mla_decode.mla_decode, mla_decode.IMPLEMENTATIONS),
-    "ragged_attention": (ragged_attention.ragged_attention, ragged_attention.IMPLEMENTATIONS),
-    "mla_prefill": (mla_prefill.mla_prefill, ragged_attention.IMPLEMENTATIONS),
-    "plan_decode": (plan_decode.plan_decode, plan_decode.IMPLEMENTATIONS),
-    "write_kv": (write_kv.write_kv, write_kv.IMPLEMENTATIONS),
-    "write_latent": (write_latent.write_latent, write_latent.IMPLEMENTATIONS),
-    "gather_latent": (gather_latent.gather_latent, gather_latent.IMPLEMENTATIONS),
-}
+CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {"mla_prefill": "ragged_attention"}
+"""By operation, the one whose implementations are its candidates: itself or, for a composition, its main part."""
 
 
 def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs: Any) -> Explanation:
     """Which implementation would run `op` with these arguments here, and why those tried before it would not.
-
-    >>> print(pallas_attn.explain("paged_decode", q, kv, block_tables, kv_lens))
 
     Args:
       op: name of an operation, such as "paged_decode".
@@ -44,8 +23,15 @@ def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs
 
     Raises:
       ValueError: no such operation, or arguments the operation itself would refuse.
+
+    Example:
+      >>> q = k = v = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)
+      >>> offsets = jax.ShapeDtypeStruct((2,), jnp.int32)
+      >>> print(pallas_attn.explain("ragged_attention", q, k, v, offsets, offsets))
+      ragged_attention: xla
+        not mosaic: needs a GPU of compute capability 9.0 (H100, H200), this is cpu
     """
-    if op not in _OPS:
-        raise ValueError(f"op: expected one of {', '.join(_OPS)}, got {op!r}")
-    function, loaders = _OPS[op]
-    return dispatch.explain(op, function, loaders, implementation, *args, **kwargs)
+    if op not in CANDIDATES_OF:
+        raise ValueError(f"op: expected one of {', '.join(CANDIDATES_OF)}, got {op!r}")
+    function = getattr(importlib.import_module(f"pallas_attn.ops.{op}"), op)
+    return dispatch.explain(op, function, CANDIDATES_OF[op], implementation, *args, **kwargs)

@@ -14,19 +14,17 @@ from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
-import jax
+from pallas_attn import device
 
 
 def device_name() -> str:
-    """The default device's kind as a file name, such as "nvidia_h200" or "cpu"."""
-    device = jax.config.jax_default_device
-    kind = device if isinstance(device, str) else (device or jax.local_devices()[0]).device_kind
-    return kind.lower().replace(" ", "_").replace("/", "_")
+    """The card that a call is traced for, as a file name such as "nvidia_h200" or "cpu"."""
+    return device.current().file_name
 
 
 @functools.cache
-def _tuned(device: str) -> Mapping[str, list[dict[str, Any]]]:
-    file = resources.files("pallas_attn") / "tuned" / f"{device}.json"
+def _tuned(name: str) -> Mapping[str, list[dict[str, Any]]]:
+    file = resources.files("pallas_attn") / "tuned" / f"{name}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
@@ -53,7 +51,7 @@ def deciding(decide: Decide) -> Iterator[None]:
 def lookup[Config](
     op: str, key: Mapping[str, Any], make: Callable[..., Config], heuristic: Callable[[], Config]
 ) -> Config:
-    """The configuration for a call of `op` on the default device.
+    """The configuration for a call of `op` on the card that it is traced for.
 
     Args:
       op: operation and implementation, such as "paged_decode/xla".

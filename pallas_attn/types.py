@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +205,40 @@ class HeadWindow:
     sink_tokens: Int32[Array, "Hkv"]
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanKey:
+    """The static facts of a decode call that its plan depends on.
+
+    Lengths, and the values of a `HeadWindow`, are data on the device, which nothing can compare while a call is traced:
+    that they are those of the call remains the caller's promise.
+
+    Attributes:
+      op: "paged_decode" or "mla_decode".
+      batch: B.
+      num_queries: Q.
+      num_q_heads, num_kv_heads: Hq and Hkv; 1 KV head for latents.
+      page_size: ps.
+      table_pages: P.
+      window: an int, "per head" for a `HeadWindow`, or None where nothing is hidden.
+      q_lens: whether the call has them.
+
+    Example:
+      >>> key = pallas_attn.PlanKey("mla_decode", 2, 1, 16, 1, 64, 8, window=None, q_lens=False)
+      >>> key.num_q_heads
+      16
+    """
+
+    op: str
+    batch: int
+    num_queries: int
+    num_q_heads: int
+    num_kv_heads: int
+    page_size: int
+    table_pages: int
+    window: int | str | None
+    q_lens: bool
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
@@ -227,8 +261,17 @@ class DecodePlan:
       piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
       program_place, program_page: int32 [num_programs + 1].
       program_piece: int32 [num_programs + 1], number of each program's first piece.
-      page_size: ps the plan counts in.
+      made_for: the calls that may follow the plan; others refuse it.
+      implementation: which one of the operation follows it, such as "mosaic_sm90"; "xla" and "reference" follow none.
       piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
+
+    Example:
+      >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
+      >>> pages = jax.ShapeDtypeStruct((6, 2, 16, 8), jnp.float32)
+      >>> kv = pallas_attn.PagedKV(pages, pages)
+      >>> plan = pallas_attn.plan_decode(q, kv, table, jnp.array([40, 7], jnp.int32), num_programs=3)
+      >>> plan.made_for.num_kv_heads, plan.made_for.page_size, plan.num_pages.tolist()
+      (2, 16, [3, 3, 1, 1])
     """
 
     row: Int32[Array, "rows"]
@@ -241,7 +284,8 @@ class DecodePlan:
     program_place: Int32[Array, "programs_plus_1"]
     program_page: Int32[Array, "programs_plus_1"]
     program_piece: Int32[Array, "programs_plus_1"]
-    page_size: int = dataclasses.field(metadata={"static": True})
+    made_for: PlanKey = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(metadata={"static": True})
     piece_pages: int = dataclasses.field(metadata={"static": True})
 
 
@@ -270,10 +314,19 @@ class Rope:
     norm_eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 
 
+def _as_json(static_fields: tuple[Any, ...]) -> bytes:
+    return json.dumps(static_fields, default=dataclasses.asdict).encode()
+
+
+def _from_json(text: bytes) -> tuple[Any, ...]:
+    """The static fields of a type; the one field that is an object is the key of a plan."""
+    return tuple(PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text))
+
+
 for _type in (PagedKV, PagedLatent, HeadWindow, DecodePlan, Rope):  # so that calls that take them can be exported
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"pallas_attn.{_type.__name__}",
-        serialize_auxdata=lambda static_fields: json.dumps(static_fields).encode(),
-        deserialize_auxdata=lambda text: tuple(json.loads(text)),
+        serialize_auxdata=_as_json,
+        deserialize_auxdata=_from_json,
     )

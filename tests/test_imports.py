@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
-IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b)(\w+)$")
-"""Any module in the folder of an operation but its configuration."""
+IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b)(\w+)$")
+"""Any module in the folder of an operation but its configuration and its call object."""
 
 
 # --- reading
@@ -71,8 +71,9 @@ def public_names(package: str) -> frozenset[str]:
 type Found = Iterator[tuple[int, str]]
 
 
-def types_and_checks_stand_below(module: str, imports: list[Import]) -> Found:
-    allowed = {"pallas_attn.types": (), "pallas_attn.checks": ("pallas_attn.types",)}.get(module)
+def types_device_and_checks_stand_below(module: str, imports: list[Import]) -> Found:
+    below = {"pallas_attn.types": (), "pallas_attn.device": (), "pallas_attn.checks": ("pallas_attn.types",)}
+    allowed = below.get(module)
     for i in imports:
         if allowed is not None and OURS.match(i.module) and not i.reaches(*allowed):
             yield i.line, f"imports {i.target}, above it"
@@ -82,12 +83,13 @@ def references_need_only_the_oracle(module: str, imports: list[Import]) -> Found
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.reference", module):
         return
     for i in imports:
-        if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.portable"):
-            yield i.line, f"imports {i.target}; a reference has types and portable"
+        own_call = f"{module.removesuffix('reference')}call"
+        if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.portable", own_call):
+            yield i.line, f"imports {i.target}; a reference has its call, types and portable"
 
 
 def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
-    """Only the operation's own `__init__` imports one, and only within functions; parts of one import one another."""
+    """None is imported by name: `dispatch` finds them in its table. Parts of one import one another."""
     if module.startswith("tests."):
         return
     for i in imports:
@@ -95,10 +97,7 @@ def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
             match = IMPLEMENTATION.fullmatch(target)
             if not match or not is_module(target) or are_parts_of_one(module, target):
                 continue
-            if module != f"pallas_attn.ops.{match[1]}":
-                yield i.line, f"imports the implementation {target}"
-            elif not i.in_function:
-                yield i.line, f"imports {target} when it is itself imported"
+            yield i.line, f"imports the implementation {target}"
 
 
 def are_parts_of_one(module: str, other: str) -> bool:
@@ -111,6 +110,17 @@ def is_module(target: str) -> bool:
     """Whether a dotted name is a module; what an operation's package defines itself is not."""
     path = ROOT / target.replace(".", "/")
     return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def calls_stand_below(module: str, imports: list[Import]) -> Found:
+    """A call object knows shapes and their validation, and is there before any operation is."""
+    if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
+        return
+    for i in imports:
+        if OURS.match(i.module) and not i.reaches(
+            "pallas_attn.types", "pallas_attn.checks", "pallas_attn.portable.schedule"
+        ):
+            yield i.line, f"imports {i.target}; a call has types and checks"
 
 
 def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
@@ -196,9 +206,10 @@ def torch_is_for_writing_goldens(module: str, imports: list[Import]) -> Found:
 
 
 IMPORT_RULES = (
-    types_and_checks_stand_below,
+    types_device_and_checks_stand_below,
     references_need_only_the_oracle,
     implementations_stand_alone,
+    calls_stand_below,
     configurations_belong_to_their_operation,
     operations_do_not_know_the_cache_management,
     host_side_is_plain_python,
@@ -265,6 +276,7 @@ OP = "pallas_attn.ops.paged_decode"
 
 BAD = [
     ("pallas_attn.types", "from pallas_attn import dispatch"),
+    ("pallas_attn.device", "from pallas_attn import tuning"),
     ("pallas_attn.types", "import pallas_attn.checks"),
     ("pallas_attn.checks", "from pallas_attn.portable import merge"),
     ("pallas_attn.checks", "from pallas_attn import tuning"),
@@ -283,7 +295,10 @@ BAD = [
     (OP, "from pallas_attn.ops.paged_decode import xla"),
     (OP, "from pallas_attn.ops.paged_decode.xla import paged_decode"),
     (OP, "if True:\n    import pallas_attn.ops.paged_decode.xla"),
-    (OP, "def f():\n    from pallas_attn.ops.mla_decode import xla"),
+    (OP, "def f():\n    from pallas_attn.ops.paged_decode import xla"),
+    (REFERENCE, "from pallas_attn.ops.mla_decode.call import MlaDecodeCall"),
+    (f"{OP}.call", "from pallas_attn import dispatch"),
+    (f"{OP}.call", "from pallas_attn.ops.mla_decode.call import MlaDecodeCall"),
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import xla"),
     ("pallas_attn.ops.mla_prefill", "def f():\n    from pallas_attn.ops.ragged_attention import xla"),
     ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention.reference import ragged_attention"),
@@ -334,12 +349,15 @@ GOOD = [
     ("pallas_attn.types", "import jax\nfrom collections.abc import Sequence"),
     ("pallas_attn.checks", "from pallas_attn.types import QMAX"),
     (REFERENCE, "from pallas_attn.portable import oracle\nfrom pallas_attn.types import PagedKV"),
+    (REFERENCE, "from pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
+    (f"{OP}.call", "from pallas_attn import checks\nfrom pallas_attn.types import PagedKV"),
     (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
     (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
     ("pallas_attn.mosaic.sm90.decode", "from pallas_attn.mosaic import basics"),
-    (OP, "from pallas_attn import checks\ndef f():\n    from pallas_attn.ops.paged_decode import xla"),
+    (OP, "from pallas_attn import dispatch\nfrom pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
+    ("pallas_attn.ops.plan_decode", "from pallas_attn.ops.mla_decode.call import MlaDecodeCall"),
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),
-    ("pallas_attn.explain", "from pallas_attn.ops.ragged_attention import IMPLEMENTATIONS"),
+    ("pallas_attn.explain", "import pallas_attn.ops.ragged_attention"),
     ("pallas_attn.cache.prefix_cache", "from pallas_attn.cache.errors import CacheError\nimport numpy"),
     ("models.engine.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
     ("models.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),

@@ -25,7 +25,6 @@ from pallas_attn import (
     HeadWindow,
     PagedKV,
     Rope,
-    decode_programs,
     paged_decode,
     paged_prefill,
     plan_decode,
@@ -41,7 +40,7 @@ class GQAStep:
     Attributes:
       metadata: where its tokens belong.
       tables: where the group keeps them.
-      plan: how programs share the decode rows' pages; None where nothing follows plans.
+      plan: how programs share the decode rows' pages; None without decode rows.
       window: what the group's heads see.
     """
 
@@ -78,25 +77,18 @@ def plan_step(
     steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
     if not metadata.num_decode:
         return tuple(steps)
-    return tuple(dataclasses.replace(step, plan=_plan(config, settings, step, q, cache)) for step in steps)
-
-
-def _plan(
-    config: GQAConfig, settings: AttentionSettings, step: GQAStep, q: jax.ShapeDtypeStruct, cache: PagedKV
-) -> DecodePlan | None:
-    """Of a group's decode rows; None where nothing would follow it."""
-    num_programs = decode_programs(q, cache, implementation=settings.implementation)
-    if num_programs == 1:
-        return None
-    return plan_decode(
-        step.metadata.decode_kv_lens,
-        window=step.window_argument(),
-        page_size=cache.page_size,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        num_programs=num_programs,
-        implementation=settings.implementation,
+    plans = (
+        plan_decode(
+            q,
+            cache,
+            step.tables.decode_block_tables,
+            metadata.decode_kv_lens,
+            window=step.window_argument(),
+            implementation=settings.implementation,
+        )
+        for step in steps
     )
+    return tuple(dataclasses.replace(step, plan=plan) for step, plan in zip(steps, plans, strict=True))
 
 
 class GQA(nnx.Module):

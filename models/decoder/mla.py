@@ -27,7 +27,6 @@ from pallas_attn import (
     DecodePlan,
     PagedLatent,
     mla_decode,
-    mla_decode_programs,
     mla_prefill,
     plan_decode,
     write_latent,
@@ -66,7 +65,7 @@ class Rows:
       tokens: which ones of the packed step.
       block_tables: [T, P], page ids.
       kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
-      plan: how programs share their pages; None where nothing follows plans.
+      plan: how programs share their pages; None until it is made.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -155,17 +154,8 @@ def plan_rows(
             jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.dtype(dtype))
             for width in (config.kv_lora_rank, config.qk_rope_head_dim)
         )
-        implementation = settings.implementation
-        num_programs = mla_decode_programs(q_latent, q_rope, cache, implementation=implementation)
-        if num_programs == 1:
-            return part
         plan = plan_decode(
-            part.kv_lens,
-            page_size=cache.page_size,
-            num_q_heads=heads,
-            num_kv_heads=1,
-            num_programs=num_programs,
-            implementation=implementation,
+            (q_latent, q_rope), cache, part.block_tables, part.kv_lens, implementation=settings.implementation
         )
         return dataclasses.replace(part, plan=plan)
 

@@ -9,51 +9,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as jax_config  # the mode a kernel is traced in has no public name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import dispatch
+from pallas_attn import device
+from pallas_attn.mosaic import faster_lowering
 from pallas_attn.mosaic.assembler import require_sound_assembler
 
-HOPPER = (9, 0)
-
 LOG2E = math.log2(math.e)
-
 """exp(x) is exp2(LOG2E · x), which the hardware has."""
 
 Ref = Any
-
 """A reference to global or shared memory."""
 
 
 def interpreted() -> bool:
     """Whether a kernel traced now runs interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
-    return isinstance(jax_config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+    return device.interpreted()
 
 
-def require_hopper() -> None:
-    """Raises NotImplementedError unless kernels run interpreted, or are compiled for compute capability 9.0 by an
-    assembler that does not break them.
+def require_capability(architecture: device.Architecture) -> None:
+    """Raises NotImplementedError unless kernels of this architecture run interpreted, or are compiled for such a card
+    by an assembler that does not break them.
     """
-    if interpreted():
-        return
-    here = dispatch.capability()
-    if here.platform != "gpu" or here.compute_capability != HOPPER:
-        version = "" if here.compute_capability is None else f" {'.'.join(map(str, here.compute_capability))}"
-        raise NotImplementedError(
-            f"needs a GPU of compute capability 9.0 (H100, H200), this is {here.platform}{version}"
-        )
-    require_sound_assembler()
+    here = device.current()
+    here.require(architecture)
+    if not here.interpreted:
+        require_sound_assembler()
+        faster_lowering.apply()
 
 
 def multiprocessors() -> int:
-    """Of the device a kernel is traced for; few in the interpreter, where programs run one after the other."""
-    if interpreted():
-        return 2
-    device = jax.config.jax_default_device
-    device = jax.local_devices()[0] if device is None or isinstance(device, str) else device
-    return device.core_count
+    """Multiprocessors of the card that a kernel is traced for.
+
+    Raises:
+      NotImplementedError: the card does not tell how many it has.
+    """
+    here = device.current()
+    if here.multiprocessors is None:
+        raise NotImplementedError(f"needs to know how many multiprocessors there are, and {here.name} does not tell")
+    return here.multiprocessors
 
 
 def unknown_zero() -> Any:

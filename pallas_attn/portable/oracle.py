@@ -53,7 +53,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
-    """Softmax attention of DESIGN's section on semantics, in float32: output (0 for an empty row) and LSE (-inf)."""
+    """Softmax attention in float32: output (0 for an empty row) and LSE (-inf)."""
     batch, num_queries, num_heads, _ = q.shape
     num_kv_heads = k.shape[1]
     q = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, q.shape[-1])
@@ -63,14 +63,15 @@ def attention(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
     # Not exp(scores - lse): where scores are large, the LSE is rounded by more than exp can take.
-    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # [B, Hkv, G, Q, 1]
-    shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+    # Not by the maximum: XLA's on a CPU may pass over NaN.
+    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)  # [B, Hkv, G, Q, 1]
+    shift = jnp.where(empty, 0.0, jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    lse = jnp.where(highest == -jnp.inf, -jnp.inf, shift + jnp.log(total))
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
     if sinks is not None:
         total = total + jnp.exp(sinks.reshape(1, num_kv_heads, -1, 1, 1) - shift)
-    weights = jnp.where(visible & (highest != -jnp.inf), weights / total, 0.0)
+    weights = jnp.where(visible & ~empty, weights / total, 0.0)
     v = jnp.where(visible.any(axis=(2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 · NaN is NaN
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
     out = out.reshape(batch, num_queries, num_heads, v.shape[-1])

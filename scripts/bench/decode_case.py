@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, plan_decode
+from pallas_attn import FULL, HeadWindow, PagedKV
 from scripts.bench.pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
 from scripts.bench.shapes import Decode
 
@@ -90,22 +90,6 @@ class DecodeCase:
     def pool_sizes(self) -> dict[str, int]:
         s = self.shape
         return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
-
-    def plan(self, num_programs: int) -> DecodePlan:
-        s = self.shape
-        make = functools.partial(
-            plan_decode,
-            page_size=s.page_size,
-            num_q_heads=s.q_heads,
-            num_kv_heads=s.kv_heads,
-            num_programs=num_programs,
-        )
-        q_lens = jnp.full((s.batch,), s.queries, jnp.int32)
-        if isinstance(window := self.window, HeadWindow):
-            return jax.jit(lambda lens, q_lens, window: make(lens, q_lens=q_lens, window=window))(
-                jnp.asarray(self.lens), q_lens, window
-            )
-        return jax.jit(functools.partial(make, window=window))(jnp.asarray(self.lens), q_lens=q_lens)
 
     @property
     def table_pages(self) -> int:

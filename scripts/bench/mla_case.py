@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import DecodePlan, PagedLatent, plan_decode
+from pallas_attn import PagedLatent
 from scripts.bench.pools import CACHES, Pools, at_least, calls_of, random_values, tables
 from scripts.bench.shapes import MlaDecode
 
@@ -74,14 +74,6 @@ class MlaCase:
     def pool_sizes(self) -> dict[str, int]:
         s = self.shape
         return {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
-
-    def plan(self, num_programs: int) -> DecodePlan:
-        s = self.shape
-        make = functools.partial(
-            plan_decode, page_size=s.page_size, num_q_heads=s.heads, num_kv_heads=1, num_programs=num_programs
-        )
-        q_lens = jnp.full((s.batch,), s.queries, jnp.int32)
-        return jax.jit(lambda lens, q_lens: make(lens, q_lens=q_lens))(jnp.asarray(self.lens), q_lens)
 
 
 @dataclasses.dataclass(frozen=True)

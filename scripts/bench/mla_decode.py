@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from pallas_attn import mla_decode, mla_decode_programs
+import jax
+
+from pallas_attn import mla_decode, plan_decode
 from scripts.bench import shapes
 from scripts.bench.case import Bench, by_name
 from scripts.bench.mla_case import MlaCase, MlaInputs, inputs
@@ -23,10 +25,15 @@ def ours(implementation: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopw
         return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
 
     shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
-    q_latent, q_rope = (arrays.owns[0][name] for name in ("q_latent", "q_rope"))
-    num_programs = mla_decode_programs(q_latent, q_rope, arrays.cache, implementation=implementation)
-    if num_programs > 1:
-        shared["plan"] = case.plan(num_programs)
+    shared["plan"] = jax.jit(
+        lambda shared, own: plan_decode(
+            (own["q_latent"], own["q_rope"]),
+            shared["cache"],
+            own["block_tables"],
+            shared["kv_lens"],
+            implementation=implementation,
+        )
+    )(shared, arrays.owns[0])
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
 
 

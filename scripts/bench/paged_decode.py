@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from pallas_attn import HeadWindow, paged_decode
+from pallas_attn import HeadWindow, paged_decode, plan_decode
 from scripts.bench import shapes
-from scripts.bench.case import Bench, by_name, noting_configs
+from scripts.bench.case import Bench, by_name
 from scripts.bench.decode_case import DecodeCase, DecodeInputs, inputs
-from scripts.bench.device import multiprocessors
 from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode
 from scripts.bench.pools import CACHES, chain_of
 from scripts.bench.shapes import Decode
@@ -33,10 +32,16 @@ def ours(implementation: str, case: DecodeCase, arrays: DecodeInputs, stopwatch:
     if case.shape.learned_sinks:
         shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
     owns = [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
-    with noting_configs() as noted:
-        jax.eval_shape(call, None, shared, owns[0])
-    if config := noted.get("paged_decode/mosaic"):
-        shared["plan"] = case.plan(config.programs_per_multiprocessor * multiprocessors())
+    shared["plan"] = jax.jit(
+        lambda shared, own: plan_decode(
+            **own,
+            cache=shared["kv"],
+            kv_lens=shared["kv_lens"],
+            window=shared.get("window", width),
+            soft_cap=case.shape.soft_cap,
+            implementation=implementation,
+        )
+    )(shared, owns[0])
     return stopwatch.chain(call, chain_of(implementation, owns), shared=shared)
 
 

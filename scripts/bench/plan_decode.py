@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import FULL, HeadWindow, plan_decode
+from pallas_attn import FULL, HeadWindow, PagedKV, plan_decode
 from scripts.bench.case import Bench, by_name
 from scripts.bench.device import multiprocessors
 from scripts.bench.pools import MAX_CALLS, Pools
 from scripts.bench.timing import Stopwatch, Timing
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
+HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +63,18 @@ def ours(implementation: str, case: PlanCase, lens: list[Array], stopwatch: Stop
         width, sinks = np.where(is_windowed, 1024, FULL), np.where(is_windowed, 128, 0)
         window = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
 
+    q = jax.ShapeDtypeStruct((case.batch, 1, case.kv_heads, HEAD_DIM), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((case.batch, case.kv_heads, case.page_size, HEAD_DIM), jnp.bfloat16)
+    kv: Any = PagedKV(pages, pages)  # pyrefly: ignore[bad-argument-type]
+    block_tables = jax.ShapeDtypeStruct((case.batch, case.context // case.page_size), jnp.int32)
+
     def call(_: None, window: Any, lens: Array) -> tuple[None, Any]:
         return None, plan_decode(
+            q,
+            kv,
+            block_tables,
             lens,
             window=window,
-            page_size=case.page_size,
-            num_q_heads=case.kv_heads,
-            num_kv_heads=case.kv_heads,
             num_programs=PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(),
             implementation=implementation,
         )

@@ -20,7 +20,7 @@ from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config
 from tests.aot.case import Case, Tile, shape
-from tests.aot.plans import plan_shapes
+from tests.aot.plans import fitted, plan_shapes
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -122,7 +122,7 @@ class Configuration:
 
         with on_device:
             blocks = mosaic_config(self.key).programs_per_multiprocessor
-        arguments = arguments or self.arguments()
+        arguments = fitted(arguments or self.arguments(), static.get("window"))
         return Case(call, arguments, cache="kv", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
 
 

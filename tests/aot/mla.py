@@ -18,6 +18,7 @@ from pallas_attn import PagedLatent, tuning
 from tests.aot import mla_columns
 from tests.aot.case import Case, Tile, shape
 from tests.aot.mla_columns import BATCH, TOKENS, WIDTHS
+from tests.aot.plans import fitted
 
 ROWS = 64
 """Query rows of a program."""
@@ -79,7 +80,7 @@ class Configuration:
             with mock.patch.object(tuning, "device_name", return_value=device):
                 return mla_decode(**arguments, out_dtype=self.out)
 
-        return Case(call, arguments or self.arguments(), cache="cache", temporaries=160 * 2**20, tile=self.tile)
+        return Case(call, fitted(arguments or self.arguments()), cache="cache", temporaries=160 * 2**20, tile=self.tile)
 
 
 # --- configurations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatent, latent_cache_spec
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config
-from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode
+from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
+from pallas_attn.ops.plan_decode import plan_of
 from tests.aot.case import Case, Tile, shape
-from tests.aot.plans import plan_shapes
+from tests.aot.plans import fitted, plan_shapes
 
 BATCH, PAGES, TOKENS = 32, 256, 64
 WIDTHS = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
@@ -84,10 +85,13 @@ class Configuration:
         return Tile(keys * jnp.dtype(self.dtype).itemsize, (keys + values) * self.columns)
 
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
-        call = functools.partial(decode, sm_scale=0.1, out_dtype=self.out)
+        def decode_columns(**arguments: Any) -> Any:
+            call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
+            return decode(call, plan_of(call, "mosaic_sm90", num_programs(call)))
+
         blocks = swap_ab_config(self.key).programs_per_multiprocessor
-        arguments = arguments or self.arguments()
-        return Case(call, arguments, cache="cache", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
+        arguments = fitted(arguments or self.arguments())
+        return Case(decode_columns, arguments, cache="cache", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
 
 
 def configurations() -> Iterator[Configuration]:

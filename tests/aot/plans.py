@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn import HeadWindow
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, PlanKey
 from tests.aot.case import Case, shape
 
-KV_HEADS, PAGE_SIZE, PROGRAMS = 8, 64, 396
+KV_HEADS, PAGE_SIZE, PAGES, PROGRAMS = 8, 64, 256, 396
 type Mode = Literal["balanced", "fixed"]
+
+
+def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> dict[str, Any]:
+    """Shapes of the decode call that is planned."""
+    pages = shape(1, kv_heads, page_size, 64)
+    return {
+        "q": shape(batch, 1, kv_heads, 64),
+        "cache": PagedKV(pages, pages),  # pyrefly: ignore[bad-argument-type]
+        "block_tables": shape(batch, PAGES, dtype=jnp.int32),
+        "kv_lens": shape(batch, dtype=jnp.int32),
+    }
 
 
 @functools.cache  # every case of decode has a plan, and importing them is part of every start
 def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int) -> Any:
-    """Of a plan for so many sequences."""
-    sizes = {"page_size": page_size, "num_q_heads": kv_heads, "num_kv_heads": kv_heads, "num_programs": num_programs}
-    make = functools.partial(pallas_attn.plan_decode, **sizes, mode=mode)
-    return jax.eval_shape(make, shape(batch, dtype=jnp.int32))
+    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call."""
+    make = functools.partial(pallas_attn.plan_decode, num_programs=num_programs, mode=mode, implementation="xla")
+    return dataclasses.replace(jax.eval_shape(make, **step(batch, page_size, kv_heads)), implementation="mosaic_sm90")
 
 
-def plan(batch: int, mode: Any = "balanced", *, windows: bool = False, drafts: bool = False) -> Case:
-    arguments: dict[str, Any] = {"kv_lens": shape(batch, dtype=jnp.int32)}
+def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:
+    """The arguments of a decode call, its plan as if it had been made for just that call."""
+    plan = arguments.get("plan")
+    if not isinstance(plan, DecodePlan):
+        return dict(arguments)
+    latent = "q_latent" in arguments
+    batch, num_queries, num_q_heads, _ = arguments["q_latent" if latent else "q"].shape
+    made_for = PlanKey(
+        op="mla_decode" if latent else "paged_decode",
+        batch=batch,
+        num_queries=num_queries,
+        num_q_heads=num_q_heads,
+        num_kv_heads=1 if latent else arguments["kv"].k.shape[1],
+        page_size=arguments["cache" if latent else "kv"].page_size,
+        table_pages=arguments["block_tables"].shape[-1],
+        window="per head" if arguments.get("window") is not None else window,
+        q_lens=arguments.get("q_lens") is not None,
+    )
+    return {**arguments, "plan": dataclasses.replace(plan, made_for=made_for)}
+
+
+def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: bool = False) -> Case:
+    arguments = step(batch)
     if drafts:
         arguments["q_lens"] = shape(batch, dtype=jnp.int32)
     if windows:
         per_head = shape(KV_HEADS, dtype=jnp.int32)
         arguments["window"] = HeadWindow(per_head, per_head)  # pyrefly: ignore[bad-argument-type]
-    call = functools.partial(
-        pallas_attn.plan_decode,
-        page_size=PAGE_SIZE,
-        num_q_heads=4 * KV_HEADS,
-        num_kv_heads=KV_HEADS,
-        num_programs=PROGRAMS,
-        mode=mode,
-        implementation="mosaic",
-    )
+    call = functools.partial(pallas_attn.plan_decode, num_programs=PROGRAMS, mode=mode, implementation="mosaic")
     return Case(call, arguments, tensor_cores=False, temporaries=1024)
 
 

@@ -166,18 +166,11 @@ def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPat
     planned_for = []
     right = gqa.plan_decode
 
-    def plan(kv_lens, *, window, **sizes):
+    def plan(q, cache, block_tables, kv_lens, *, window, implementation):
         planned_for.append(window)
-        assert sizes == {
-            "page_size": PAGE_SIZE,
-            "num_q_heads": 8,
-            "num_kv_heads": 2,
-            "num_programs": 6,
-            "implementation": None,
-        }
-        return right(kv_lens, window=window, **sizes)
+        assert (q.shape, cache.page_size, implementation) == ((1, 1, 8, TINY.head_dim), PAGE_SIZE, None)
+        return right(q, cache, block_tables, kv_lens, window=window, implementation=implementation)
 
-    monkeypatch.setattr(gqa, "decode_programs", lambda q, kv, implementation: 6)
     monkeypatch.setattr(gqa, "plan_decode", plan)
     model = random_model(dataclasses.replace(TINY, num_hidden_layers=6, windows=(5, HEADS, 5, None, HEADS, 5)))
     stepping, weights = split_model(model)

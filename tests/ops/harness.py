@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from jax import export
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import PAGE_NONE
+from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90.flash import split
 from pallas_attn.mosaic.sm90.flash.split import Cuts
@@ -36,6 +37,21 @@ type Jitted = jax.stages.Wrapped
 
 GARBAGE = 2_147_480_000
 """What table entries hold where no token is visible: read through, it is an address far outside any pool."""
+
+
+# --- plans
+
+
+def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
+    """A plan for the decode call of these arguments; `options` are `plan_decode`'s own."""
+    names = "q", "q_latent", "q_rope", "kv", "cache", "block_tables", "kv_lens", "q_lens", "window"
+    given: dict[str, Any] = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    given = {name: x if isinstance(x, int) else jax.tree.map(jnp.asarray, x) for name, x in given.items()}
+    if "kv" in given:
+        given["cache"] = given.pop("kv")
+    else:
+        given["q"] = given.pop("q_latent"), given.pop("q_rope")
+    return plan_decode(**given, **options)
 
 
 # --- implementations

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_attn.ops.write_kv import IMPLEMENTATIONS, write_kv
+from pallas_attn import dispatch, write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
 from tests.ops.harness import VARIANTS, Variant, compiled
 
@@ -23,7 +23,7 @@ PLAIN = ["bfloat16", "float16", "float32"]
 
 MOSAIC = Variant("mosaic")
 """Its kernels, which need a GPU; test_kv_write_mosaic.py has them interpreted."""
-PORTABLE = [VARIANTS[name] for name in IMPLEMENTATIONS if name != "mosaic"]
+PORTABLE = [VARIANTS[name] for name in dispatch.implementations("write_kv") if name != "mosaic"]
 RUNNABLE = PORTABLE + ([MOSAIC] if jax.default_backend() == "gpu" else [])
 
 each_variant = pytest.mark.parametrize(

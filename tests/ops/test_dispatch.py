@@ -1,5 +1,8 @@
 """Which implementation runs a call, in which order they are tried, and what is said where none can."""
 
+import dataclasses
+import functools
+import importlib
 import os
 import shutil
 import subprocess
@@ -7,17 +10,17 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import dispatch, explain, paged_decode, tuning
-from pallas_attn.ops import paged_decode as paged_decode_module
+from pallas_attn import PagedKV, device, dispatch, explain, paged_decode, tuning
 from tests.ops import harness
 from tests.ops.paged_case import Inputs, PagedCase
 
@@ -29,97 +32,172 @@ def no_default_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
 
 
-def works(name: str) -> Callable[[], Callable[..., Any]]:
-    return lambda: lambda *args, **kwargs: (name, args, kwargs)
+@dataclasses.dataclass(frozen=True)
+class FakeCall:
+    """A call of an operation that is not there."""
+
+    op: ClassVar[str] = "op"
 
 
-def refuses(reason: str) -> Callable[[], Callable[..., Any]]:
-    def implementation(*_: Any, **__: Any) -> Any:
+CALL = FakeCall()
+
+
+def works(name: str) -> Callable[..., Any]:
+    return lambda call: name
+
+
+def refuses(reason: str) -> Callable[..., Any]:
+    def implementation(call: Any) -> Any:
         raise NotImplementedError(reason)
 
-    return lambda: implementation
+    return implementation
 
 
-def must_not_load() -> Any:
+def must_not_load(call: Any) -> Any:
     raise AssertionError("loaded an implementation that was not to be tried")
 
 
-ALL = {name: works(name) for name in ("reference", "xla", "triton", "mosaic")}
+@pytest.fixture
+def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives operation "op" implementations: functions of a call by name."""
+
+    def register(**functions: Callable[..., Any]) -> None:
+        modules = {(name, None): f"fake_{name}" for name in functions}
+        monkeypatch.setitem(dispatch.MODULES, "op", modules)
+        for name, function in functions.items():
+            module = SimpleNamespace(op=function, __name__=f"fake_{name}")
+            monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
+        package = ModuleType("pallas_attn.ops.op")
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+
+    return register
+
+
+@pytest.fixture
+def all_names(implement: Callable[..., None]) -> None:
+    implement(**{name: works(name) for name in ("reference", "xla", "triton", "mosaic")})
+
+
+# --- the table
+
+
+@pytest.mark.parametrize("op", dispatch.MODULES)
+def test_the_table_names_what_is_there(op: str) -> None:
+    """Every entry is a module with a function of the operation's name, and every implementation file has an entry."""
+    folder = REPOSITORY / "pallas_attn" / "ops" / op
+    for module in dispatch.MODULES[op].values():
+        assert callable(getattr(importlib.import_module(f"pallas_attn.ops.{op}.{module}"), op))
+    files = {file.stem for file in folder.glob("*.py") if file.stem in dispatch.NAMES}
+    files |= {file.stem for file in folder.glob("*_sm[0-9]*.py")}
+    assert files == set(dispatch.MODULES[op].values())
+    assert folder.is_dir()
+
+
+def test_every_operation_is_in_the_table() -> None:
+    folders = {file.parent.name for file in (REPOSITORY / "pallas_attn" / "ops").glob("*/call.py")}
+    assert folders == set(dispatch.MODULES)
+
+
+def test_the_card_picks_the_architecture(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    implement(mosaic=works("sm90"), xla=works("xla"))
+    sm100 = SimpleNamespace(op=works("sm100"), __name__="fake_sm100")
+    monkeypatch.setitem(sys.modules, "pallas_attn.ops.op.fake_sm100", sm100)
+    modules = {("mosaic", (9, 0)): "fake_mosaic", ("mosaic", (10, 0)): "fake_sm100", ("xla", None): "fake_xla"}
+    monkeypatch.setitem(dispatch.MODULES, "op", modules)
+    for capability, runs in [((9, 0), "sm90"), ((10, 0), "sm100"), ((8, 0), "xla"), (None, "xla")]:
+        monkeypatch.setattr(device, "current", lambda capability=capability: device.Device("gpu", "a card", capability))
+        assert dispatch.run(CALL, None) == runs
+    with pytest.raises(
+        NotImplementedError,
+        match=r"needs a GPU of compute capability 9\.0 \(H100, H200\) or 10\.0 \(B200, GB200\), this is gpu",
+    ):
+        dispatch.run(CALL, "mosaic")
 
 
 # --- candidates
 
 
+@pytest.mark.usefixtures("all_names")
 def test_best_first_and_never_the_reference() -> None:
-    assert dispatch.candidates("op", ALL, None) == ["mosaic", "triton", "xla"]
-    assert dispatch.candidates("op", {"reference": ALL["reference"], "xla": ALL["xla"]}, None) == ["xla"]
+    assert dispatch.candidates("op", None) == ["mosaic", "triton", "xla"]
+    assert dispatch.implementations("op") == ("mosaic", "triton", "xla", "reference")
+
+
+def test_only_what_there_is(implement: Callable[..., None]) -> None:
+    implement(reference=works("reference"), xla=works("xla"))
+    assert dispatch.candidates("op", None) == ["xla"]
 
 
 @pytest.mark.parametrize(
     ("named", "names"), [("reference", ["reference"]), ("mosaic", ["mosaic"]), (("xla", "mosaic"), ["xla", "mosaic"])]
 )
-def test_names_are_taken_as_given(named: Any, names: list[str]) -> None:
-    assert dispatch.candidates("op", {"xla": ALL["xla"]}, named) == names
+def test_names_are_taken_as_given(implement: Callable[..., None], named: Any, names: list[str]) -> None:
+    implement(xla=works("xla"))
+    assert dispatch.candidates("op", named) == names
 
 
+@pytest.mark.usefixtures("all_names")
 @pytest.mark.parametrize("named", ["cuda", "", "XLA", [], ("xla", "cuda"), "xla,reference"])
 def test_unknown_names_are_an_error(named: Any) -> None:
     with pytest.raises(ValueError, match="implementation: expected None or names among mosaic, triton, xla, reference"):
-        dispatch.candidates("op", ALL, named)
+        dispatch.candidates("op", named)
 
 
+@pytest.mark.usefixtures("all_names")
 def test_environment_stands_in_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference, xla")
-    assert dispatch.candidates("op", ALL, None) == ["reference", "xla"]
-    assert dispatch.candidates("op", ALL, "mosaic") == ["mosaic"]
+    assert dispatch.candidates("op", None) == ["reference", "xla"]
+    assert dispatch.candidates("op", "mosaic") == ["mosaic"]
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "")
-    assert dispatch.candidates("op", ALL, None) == ["mosaic", "triton", "xla"]
+    assert dispatch.candidates("op", None) == ["mosaic", "triton", "xla"]
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(ValueError, match=f"{dispatch.ENVIRONMENT_VARIABLE}: expected .*, got .'fast'."):
-        dispatch.candidates("op", ALL, None)
+        dispatch.candidates("op", None)
 
 
 # --- running
 
 
-def test_the_first_that_supports_the_call_runs() -> None:
-    loaders = {"reference": must_not_load, "xla": works("xla"), "mosaic": refuses("no tensor cores")}
-    assert dispatch.run("op", loaders, None, 1, two=2) == ("xla", (1,), {"two": 2})
-    assert dispatch.run("op", loaders | {"mosaic": works("mosaic"), "xla": must_not_load}, None)[0] == "mosaic"
-    assert dispatch.run("op", loaders, ("triton", "mosaic", "xla", "reference"))[0] == "xla"
+def test_the_first_that_supports_the_call_runs(implement: Callable[..., None]) -> None:
+    implement(reference=must_not_load, xla=works("xla"), mosaic=refuses("no tensor cores"))
+    assert dispatch.run(CALL, None) == "xla"
+    assert dispatch.run(CALL, ("triton", "mosaic", "xla", "reference")) == "xla"
+    implement(reference=must_not_load, xla=must_not_load, mosaic=works("mosaic"))
+    assert dispatch.run(CALL, None) == "mosaic"
 
 
-def test_a_named_implementation_never_falls_back() -> None:
-    loaders = {"xla": must_not_load, "mosaic": refuses("head width 17")}
+def test_a_named_implementation_never_falls_back(implement: Callable[..., None]) -> None:
+    implement(xla=must_not_load, mosaic=refuses("head width 17"))
     with pytest.raises(NotImplementedError, match="head width 17"):
-        dispatch.run("op", loaders, "mosaic")
-    with pytest.raises(NotImplementedError, match="op has no 'triton' implementation; it has xla, mosaic"):
-        dispatch.run("op", loaders, "triton")
+        dispatch.run(CALL, "mosaic")
+    with pytest.raises(NotImplementedError, match="op has no 'triton' implementation; it has mosaic, xla"):
+        dispatch.run(CALL, "triton")
 
 
-def test_all_reasons_are_given() -> None:
-    loaders = {"xla": refuses("reason one"), "mosaic": refuses("reason two"), "reference": must_not_load}
+def test_all_reasons_are_given(implement: Callable[..., None]) -> None:
+    implement(xla=refuses("reason one"), mosaic=refuses("reason two"), reference=must_not_load)
     with pytest.raises(ExceptionGroup, match="op: no implementation among mosaic, xla supports this call") as failure:
-        dispatch.run("op", loaders, None)
+        dispatch.run(CALL, None)
     assert [str(reason) for reason in failure.value.exceptions] == ["reason two", "reason one"]
     assert all(isinstance(reason, NotImplementedError) for reason in failure.value.exceptions)
 
 
-def test_errors_are_not_reasons_to_go_on() -> None:
-    def broken() -> Any:
+def test_errors_are_not_reasons_to_go_on(implement: Callable[..., None]) -> None:
+    def broken(call: Any) -> Any:
         raise ValueError("you are wrong")
 
+    implement(mosaic=broken, xla=must_not_load)
     with pytest.raises(ValueError, match="you are wrong"):
-        dispatch.run("op", {"mosaic": lambda: lambda: broken(), "xla": must_not_load}, None)
+        dispatch.run(CALL, None)
 
 
-def test_what_cannot_be_imported_is_refused() -> None:
-    def load() -> Any:
-        raise ModuleNotFoundError("No module named 'jax_triton'")
-
-    assert dispatch.run("op", {"triton": load, "xla": works("xla")}, None)[0] == "xla"
-    with pytest.raises(NotImplementedError, match="op's 'triton' implementation cannot be imported: .*jax_triton"):
-        dispatch.run("op", {"triton": load, "xla": must_not_load}, "triton")
+def test_what_cannot_be_imported_is_refused(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    implement(triton=must_not_load, xla=works("xla"))
+    monkeypatch.delitem(sys.modules, "pallas_attn.ops.op.fake_triton")
+    assert dispatch.run(CALL, None) == "xla"
+    with pytest.raises(NotImplementedError, match="op's 'triton' implementation cannot be imported: .*fake_triton"):
+        dispatch.run(CALL, "triton")
 
 
 # --- through an operation
@@ -133,23 +211,19 @@ def arrays() -> dict[str, Any]:
 
 def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
     """The implementations that took a call (which is only traced)."""
-    names = []
+    names, load = [], dispatch.load
 
-    def recording(name: str, load: Any) -> Any:
-        def loader() -> Any:
-            function = load()
+    def recording(op: str, name: str) -> Any:
+        module = load(op, name)
 
-            def implementation(*args: Any, **kwargs: Any) -> Any:
-                result = function(*args, **kwargs)
-                names.append(name)
-                return result
+        def implementation(call: Any) -> Any:
+            result = getattr(module, op)(call)
+            names.append(name)
+            return result
 
-            return implementation
+        return SimpleNamespace(**{op: implementation})
 
-        return loader
-
-    loaders = {name: recording(name, load) for name, load in paged_decode_module.IMPLEMENTATIONS.items()}
-    with mock.patch.dict(paged_decode_module.IMPLEMENTATIONS, loaders):
+    with mock.patch.object(dispatch, "load", recording):
         jax.eval_shape(lambda: paged_decode(**arrays, **kwargs))
     return names
 
@@ -170,17 +244,30 @@ def test_arrays_of_numpy_are_taken(arrays: dict[str, Any], implementation: str, 
     harness.assert_same_bits(got, want)
 
 
-def test_a_new_implementation_goes_first_and_may_refuse(arrays: dict[str, Any]) -> None:
-    loaders = paged_decode_module.IMPLEMENTATIONS
-    with mock.patch.dict(loaders, {"mosaic": refuses("needs sm90")}):
-        assert ran(arrays) == ["xla"]
-        explanation = explain("paged_decode", **arrays)
-        assert (explanation.chosen, dict(explanation.refused)) == ("xla", {"mosaic": "needs sm90"})
-        assert str(explanation) == "paged_decode: xla\n  not mosaic: needs sm90"
-        with pytest.raises(NotImplementedError, match="needs sm90"):
-            paged_decode(**arrays, implementation="mosaic")
-    with mock.patch.dict(loaders, {"mosaic": loaders["reference"]}):
-        assert explain("paged_decode", **arrays).chosen == "mosaic"
+def test_a_new_implementation_goes_first_and_may_refuse(
+    arrays: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(dispatch.MODULES, "paged_decode", {("triton", None): "new", ("xla", None): "xla"})
+    new = SimpleNamespace(paged_decode=refuses("needs sm80"))
+    monkeypatch.setitem(sys.modules, "pallas_attn.ops.paged_decode.new", new)
+    assert ran(arrays) == ["xla"]
+    explanation = explain("paged_decode", **arrays)
+    assert (explanation.chosen, dict(explanation.refused)) == ("xla", {"triton": "needs sm80"})
+    assert str(explanation) == "paged_decode: xla\n  not triton: needs sm80"
+    with pytest.raises(NotImplementedError, match="needs sm80"):
+        paged_decode(**arrays, implementation="triton")
+    new.paged_decode = importlib.import_module("pallas_attn.ops.paged_decode.reference").paged_decode
+    assert explain("paged_decode", **arrays).chosen == "triton"
+
+
+def test_the_environment_beats_no_name_inside_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel plans for itself by Mosaic or XLA, whatever the default is: the planner has no reference."""
+    pages, ints = jnp.zeros((4, 1, 16, 64), jnp.bfloat16), jnp.ones((1, 4), jnp.int32)
+    call = functools.partial(paged_decode, implementation="mosaic")
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")
+    with plgpu.force_gpu_interpret_mode():
+        q = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
+        assert jax.eval_shape(call, q, PagedKV(pages, pages), ints, ints[:, 0]).shape == q.shape
 
 
 def test_explain_when_nothing_supports_a_call(arrays: dict[str, Any]) -> None:
@@ -202,26 +289,7 @@ def test_explain_refuses_what_the_call_would(arrays: dict[str, Any], unchecked_s
         explain("paged_decode", **arrays | {"kv_lens": jnp.zeros((3,), jnp.int32)})
 
 
-# --- what a call is compiled for
-
-
-def test_capability_of_the_default_device() -> None:
-    major, _, minor = getattr(jax.devices()[0], "compute_capability", "").partition(".")
-    here = dispatch.Capability(jax.devices()[0].platform, (int(major), int(minor)) if major else None)
-    assert dispatch.capability() == here
-    seen = []
-    with jax.default_device(jax.devices()[0]), jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        assert dispatch.capability() == here
-        jax.jit(lambda x: (seen.append(dispatch.capability()), x)[1])(1.0)
-    assert seen == [here]
-
-
-@pytest.mark.parametrize(("version", "pair"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("8", (8, 0)), ("gfx942", None)])
-def test_capability_of_a_gpu(version: str, pair: tuple[int, int] | None) -> None:
-    device = SimpleNamespace(platform="cuda", compute_capability=version, device_kind="NVIDIA H200")
-    with mock.patch("jax.local_devices", return_value=[device]):
-        assert dispatch.capability() == dispatch.Capability("gpu", pair)
-        assert tuning.device_name() == "nvidia_h200"
+# --- tuning
 
 
 def test_tuned_configurations_go_before_the_heuristic() -> None:
@@ -252,21 +320,14 @@ DELETIONS = """
             "write_kv": ((kv, q[:, :1], q[:, :1], ints(1)), {}),
             "write_latent": ((latent, q[0, :1], ints(1)), {}),
             "gather_latent": ((latent, q[0, :1], table, ints(0, 1), ints(2)), {"length": 4}),
-            "plan_decode": ((ints(1),), {"page_size": 4, "num_q_heads": 2, "num_kv_heads": 1, "num_programs": 3}),
+            "plan_decode": ((q[None], kv, table, ints(1)), {"num_programs": 3}),
         }
         args, kwargs = arguments[op]
         return jax.eval_shape(lambda: getattr(pallas_attn, op)(*args, **kwargs, implementation=implementation))
 
-    OPS = {
-        "decode_plan": "plan_decode",
-        "kv_write": "write_kv",
-        "latent_write": "write_latent",
-        "latent_gather": "gather_latent",
-    }
-
     def supports(pallas_attn, folder, implementation):
         try:
-            call(pallas_attn, OPS.get(folder, folder), implementation)
+            call(pallas_attn, folder, implementation)
         except NotImplementedError:
             return False
         return True
@@ -284,7 +345,6 @@ DELETIONS = """
 
     names = fresh_import().dispatch.NAMES
     files = [file for file in sorted(pathlib.Path("pallas_attn/ops").glob("*/*.py")) if name_of(file) in names]
-    files = [file for file in files if file.parent.name != "common"]
     for deleted in files:
         folder = deleted.parent.name
         others = {name_of(file) for file in files if file.parent == deleted.parent} - {name_of(deleted)}

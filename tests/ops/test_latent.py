@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PAGE_NONE, PagedLatent, gather_latent, write_latent
-from pallas_attn.ops.write_latent import IMPLEMENTATIONS
+from pallas_attn import PAGE_NONE, PagedLatent, dispatch, gather_latent, write_latent
 from tests.ops.harness import (
     GARBAGE,
     Variant,
@@ -25,7 +24,7 @@ from tests.ops.harness import (
 )
 
 # Both have the same implementations. Of Mosaic's, see test_latent_mosaic.py.
-PORTABLE = [name for name in IMPLEMENTATIONS if name != "mosaic"]
+PORTABLE = [name for name in dispatch.implementations("write_latent") if name != "mosaic"]
 every_variant = variants(PORTABLE)
 lean_variant = variants(name for name in PORTABLE if name != "reference")
 

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
+from pallas_attn import PAGE_NONE, DecodePlan
 from pallas_attn.mosaic.sm90 import split_states
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import mosaic_swap_ab
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.ops.plan_decode import plan_of
 from tests.ops import harness
 from tests.ops.harness import Variant
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
@@ -82,15 +84,10 @@ SHAPES = {
 def plan_for(
     case: MlaCase, kv_lens: Any, num_programs: int, mode: Literal["balanced", "fixed"] = "balanced"
 ) -> DecodePlan:
-    return plan_decode(
-        jnp.asarray(kv_lens),
-        q_lens=jnp.asarray(case.query_lens, jnp.int32),
-        page_size=case.page_size,
-        num_q_heads=case.heads,
-        num_kv_heads=1,
-        num_programs=num_programs,
-        mode=mode,
-    )
+    """A plan for the case's shapes and these lengths, for as many rows as queries are given of."""
+    arguments = draw(case).arguments() | {"kv_lens": np.asarray(kv_lens, np.int32)}
+    arguments["q_lens"] = np.array(case.query_lens, np.int32)
+    return harness.plan_for(arguments, num_programs=num_programs, mode=mode, implementation="mosaic")
 
 
 @functools.cache
@@ -100,7 +97,8 @@ def compiled(out_dtype: str) -> harness.Jitted:
     @jax.jit
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
-            return mosaic_swap_ab.decode(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
+            call = MlaDecodeCall(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
+            return mosaic_swap_ab.decode(call, plan_of(call, "mosaic_sm90", mosaic_swap_ab.num_programs(call)))
 
     return decode
 
@@ -201,19 +199,3 @@ REFUSED = {
 def test_refuses_in_words(case: MlaCase, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         call(case, draw(case).arguments())
-
-
-def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the kernel plans for itself, from shapes alone."""
-    planned = []
-
-    def plan(*args: Any, num_programs: int, **kwargs: Any) -> DecodePlan:
-        planned.append(num_programs)
-        return plan_decode(*args, num_programs=num_programs, **kwargs)
-
-    monkeypatch.setattr(mosaic_swap_ab, "plan_decode", plan)
-    arguments = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw(BASE).arguments()))
-    static = {"sm_scale": SM_SCALE, "draft_mask": None, "plan": None, "out_dtype": "bfloat16"}
-    jax.eval_shape(functools.partial(mosaic_swap_ab.decode, **static), q_lens=arguments["kv_lens"], **arguments)
-    named = {name: arguments[name] for name in ("q_latent", "q_rope", "cache")}
-    assert planned == [mosaic_swap_ab.decode_programs(**named, out_dtype="bfloat16")]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import explain, mla_decode, plan_decode
+from pallas_attn import explain, mla_decode
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode.config import SeesawConfig
 from tests.ops import harness
@@ -79,15 +79,8 @@ def call(arrays: dict[str, Any], variant: Variant = MOSAIC, **static: Any) -> tu
 
 
 def plan_for(case: MlaCase, kv_lens: Any, mode: Any, num_programs: int) -> Any:
-    return plan_decode(
-        jnp.asarray(kv_lens, jnp.int32),
-        q_lens=jnp.asarray(case.query_lens, jnp.int32),
-        page_size=case.page_size,
-        num_q_heads=case.heads,
-        num_kv_heads=1,
-        num_programs=num_programs,
-        mode=mode,
-    )
+    arguments = draw(case).arguments() | {"kv_lens": np.asarray(kv_lens, np.int32)}
+    return harness.plan_for(arguments, num_programs=num_programs, mode=mode, implementation="mosaic")
 
 
 def draw(case: MlaCase) -> Inputs:

@@ -1,4 +1,4 @@
-"""`mla_decode_programs` says what `mla_decode` plans for where it is given no plan, from shapes alone."""
+"""A plan for `mla_decode` is shared among as many programs as the kernel plans for itself, found from shapes alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
-import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
-from pallas_attn import DecodePlan, dispatch, mla_decode, mla_decode_programs, plan_decode
+from pallas_attn import DecodePlan, dispatch, mla_decode, plan_decode
 from pallas_attn.mosaic import basics
+from pallas_attn.ops.plan_decode import plan_of
 from tests.ops import harness
 from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 
@@ -25,8 +25,14 @@ def shapes(heads: int, queries: int = 1, dtype: str = "bfloat16") -> dict[str, A
     return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, arguments))
 
 
+def plan(arguments: dict[str, Any], **static: Any) -> DecodePlan:
+    queries = arguments["q_latent"], arguments["q_rope"]
+    of_lens = functools.partial(plan_decode, queries, arguments["cache"], arguments["block_tables"], **static)
+    return jax.eval_shape(of_lens, arguments["kv_lens"])
+
+
 def programs(arguments: dict[str, Any], **static: Any) -> int:
-    return mla_decode_programs(*(arguments[name] for name in ("q_latent", "q_rope", "cache")), **static)
+    return plan(arguments, **static).program_place.shape[0] - 1
 
 
 @pytest.fixture
@@ -34,12 +40,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Programs of the plans that kernels traced here make for themselves."""
     numbers: list[int] = []
 
-    def plan(*args: Any, num_programs: int, **kwargs: Any) -> DecodePlan:
+    def recording(call: Any, implementation: str, num_programs: int) -> DecodePlan:
         numbers.append(num_programs)
-        return plan_decode(*args, num_programs=num_programs, **kwargs)
+        return plan_of(call, implementation, num_programs)
 
-    for part in (mosaic_sm90, mosaic_swap_ab):
-        monkeypatch.setattr(part, "plan_decode", plan)
+    monkeypatch.setattr(mosaic_sm90, "plan_of", recording)
     monkeypatch.setattr(basics, "multiprocessors", lambda: MULTIPROCESSORS)
     with harness.interpreting(capsys):
         yield numbers
@@ -65,13 +70,19 @@ def test_as_many_as_the_kernel_plans_for_itself(
     assert expected is None or planned == [expected]
 
 
+def test_as_many_as_are_asked_for(planned: list[int]) -> None:
+    assert programs(shapes(64), num_programs=7) == 7
+
+
 def test_one_where_no_plan_is_followed(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     few = shapes(16)
     assert programs(few) >= MULTIPROCESSORS
+    assert plan(few).implementation == "mosaic_sm90"
     assert programs(few, implementation="xla") == programs(few, implementation="reference") == 1
     assert programs(shapes(16, dtype="float32")) == 1
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")
     assert programs(few) == 1
+    assert plan(few).implementation == "reference"
 
 
 def test_refuses_what_the_call_would(unchecked_shapes: None) -> None:

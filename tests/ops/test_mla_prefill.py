@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, mla_decode, mla_prefill, write_latent
-from pallas_attn.ops import gather_latent, ragged_attention
+from pallas_attn import PagedLatent, dispatch, mla_decode, mla_prefill, write_latent
 from tests.ops import harness, naive, transformations
 from tests.ops.harness import Variant
 
 # Of those that both operations have; with Mosaic's kernels, see test_mla_prefill_mosaic.py.
-PORTABLE = [name for name in ragged_attention.IMPLEMENTATIONS if name in gather_latent.IMPLEMENTATIONS]
-PORTABLE = [name for name in PORTABLE if name != "mosaic"]
+PORTABLE = [
+    name
+    for name in dispatch.implementations("ragged_attention")
+    if name in dispatch.implementations("gather_latent") and name != "mosaic"
+]
 every_variant = harness.variants(PORTABLE)
 bounded_variant = harness.variants(name for name in PORTABLE if name != "reference")
 

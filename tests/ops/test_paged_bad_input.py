@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import DecodePlan, HeadWindow, PagedKV, paged_decode, paged_prefill
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, PlanKey, paged_decode, paged_prefill
 
 B, Q, T, HQ, HKV, D, N, PS, P = 3, 2, 7, 4, 2, 16, 9, 8, 5
 
@@ -30,9 +30,11 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
     return PagedKV(of(N, HKV, PS, D, dtype=dtype), of(N, HKV, PS, D, dtype=dtype), scale, scale)
 
 
-def plan(rows: int = B * HKV, page_size: int = PS) -> DecodePlan:
-    of_rows, of_programs = ints(rows), ints(5)
-    return DecodePlan(*(of_rows,) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, page_size, 0)
+def plan(batch: int = B, page_size: int = PS, **call: Any) -> DecodePlan:
+    """A plan for `DECODE`, where nothing else is said."""
+    rows, of_programs = batch * HKV, ints(5)
+    made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, **{"window": None, "q_lens": False} | call)
+    return DecodePlan(*(ints(rows),) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, made_for, "xla", 0)
 
 
 KV = cache()
@@ -103,8 +105,8 @@ ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
     ("mask rank", {"draft_mask": of(Q, Q, dtype=bool)}, r"draft_mask: expected shape \[B=3, Q=2, Q=2\], got \[2, 2\]"),
     ("mask width", {"draft_mask": of(B, Q, 3, dtype=bool)}, r"draft_mask: expected shape .* got \[3, 2, 3\]"),
     ("mask dtype", {"draft_mask": ints(B, Q, Q)}, "draft_mask: expected dtype bool, got int32"),
-    ("plan rows", {"plan": plan(rows=B)}, "plan: expected one of B·Hkv = 6 rows, got 3 rows"),
-    ("plan pages", {"plan": plan(page_size=16)}, "plan: expected one for pages of 8 tokens, got one for 16"),
+    ("plan rows", {"plan": plan(batch=2)}, "plan: was made for batch = 2, this call has batch = 3"),
+    ("plan pages", {"plan": plan(page_size=16)}, "plan: was made for page_size = 16, this call has page_size = 8"),
 ]
 ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
     ("q rank", {"q": of(B, Q, HQ, D)}, r"q: expected shape \[T, Hq, D\], got \[3, 2, 4, 16\]"),
@@ -145,7 +147,11 @@ def test_right_arguments(op: Callable[..., Any], call: dict[str, Any], kv: Paged
     """What the tables above change was right before."""
     optional = {"kv": kv, "window": HeadWindow(ints(HKV), ints(HKV)), "sinks": of(HQ)}
     if op is paged_decode:
-        optional |= {"q_lens": ints(B), "draft_mask": of(B, Q, Q, dtype=bool), "plan": plan()}
+        optional |= {
+            "q_lens": ints(B),
+            "draft_mask": of(B, Q, Q, dtype=bool),
+            "plan": plan(window="per head", q_lens=True),
+        }
     static = {"sm_scale": 1.0, "soft_cap": 2.0, "out_dtype": jnp.float16, "implementation": ("mosaic", "xla")}
     out = jax.eval_shape(lambda arrays: op(**arrays, **static), call | optional)
     assert (out.shape, out.dtype) == (call["q"].shape, jnp.float16)

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, plan_decode
-from pallas_attn.ops.paged_decode import IMPLEMENTATIONS
+from pallas_attn import FULL, PagedKV, dispatch, kv_cache_spec, paged_decode
 from tests.ops import harness, transformations
 from tests.ops.harness import VARIANTS, Variant
 from tests.ops.paged_case import Inputs, PagedCase
 
-PORTABLE = [name for name in IMPLEMENTATIONS if name != "mosaic"]  # see test_paged_decode_mosaic.py
+PORTABLE = [
+    name for name in dispatch.implementations("paged_decode") if name != "mosaic"
+]  # see test_paged_decode_mosaic.py
 every_variant = harness.variants(PORTABLE)
 lean_variants = harness.variants(name for name in PORTABLE if name != "reference")  # which is dense
 
@@ -212,15 +213,8 @@ def test_a_row_does_not_depend_on_its_batch(variant: Variant) -> None:
         picked = {name: arrays[name][rows] for name in ("q", "block_tables", "kv_lens")}
         if alone:
             picked["kv_lens"] = np.where(np.arange(8) == 0, picked["kv_lens"], 0)
-        plan = plan_decode(
-            jnp.asarray(picked["kv_lens"]),
-            window=arrays["window"],
-            page_size=PS,
-            num_q_heads=case.q_heads,
-            num_kv_heads=case.kv_heads,
-            num_programs=4,
-            mode="fixed",
-        )
+        shown = arrays | picked | {"window": case.window or arrays["window"]}
+        plan = harness.plan_for(shown, num_programs=4, mode="fixed", implementation=variant.implementation)
         out, lse = call(variant, case, arrays | picked | {"plan": plan})
         return np.asarray(out), np.asarray(lse)
 
@@ -243,15 +237,8 @@ def test_a_row_does_not_depend_on_its_batch(variant: Variant) -> None:
 def test_a_plan_changes_no_meaning(variant: Variant, mode: Any) -> None:
     inputs = draw(SAMPLE)
     arrays = inputs.decode()
-    plan = plan_decode(
-        jnp.asarray(arrays["kv_lens"]),
-        window=arrays["window"],
-        page_size=PS,
-        num_q_heads=inputs.case.q_heads,
-        num_kv_heads=inputs.case.kv_heads,
-        num_programs=5,
-        mode=mode,
-    )
+    shown = arrays | {"window": inputs.case.window or arrays["window"]}
+    plan = harness.plan_for(shown, num_programs=5, mode=mode, implementation=variant.implementation)
     planned = call(variant, inputs.case, arrays | {"plan": plan})
     harness.assert_attention_close(planned, inputs.expected_decode(), variant.tolerance(inputs.case.dtype))
 

@@ -22,7 +22,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, PAGE_NONE, PagedKV, decode_programs, dispatch, explain, paged_decode, plan_decode
+from pallas_attn import FULL, PAGE_NONE, PagedKV, device, explain, paged_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
@@ -92,16 +92,8 @@ QUANTISED = {
 
 
 def plan_for(case: PagedCase, arrays: dict[str, Any], mode: Any, num_programs: int) -> Any:
-    return plan_decode(
-        jnp.asarray(arrays["kv_lens"]),
-        q_lens=jnp.asarray(case.query_lens, jnp.int32),
-        window=arrays["window"],
-        page_size=case.page_size,
-        num_q_heads=case.q_heads,
-        num_kv_heads=case.kv_heads,
-        num_programs=num_programs,
-        mode=mode,
-    )
+    window = {"window": case.window} if case.window is not None else {}
+    return harness.plan_for(arrays | window, num_programs=num_programs, mode=mode, implementation="mosaic")
 
 
 def call(case: PagedCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -317,15 +309,16 @@ def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the operation plans for itself, from shapes alone; one where nothing follows plans."""
     planned = []
 
-    def plan(*args: Any, num_programs: int, **kwargs: Any) -> Any:
+    def plan(call: Any, implementation: str, num_programs: int) -> Any:
         planned.append(num_programs)
-        return plan_decode(*args, num_programs=num_programs, **kwargs)
+        return plan_module.plan_of(call, implementation, num_programs)
 
-    monkeypatch.setattr(mosaic_sm90, "plan_decode", plan)
+    monkeypatch.setattr(mosaic_sm90, "plan_of", plan)
     narrow, wide = (arguments(draw(replace(SMALL, dtype=dtype))) for dtype in ("bfloat16", "float32"))
     jax.eval_shape(functools.partial(paged_decode, implementation="mosaic"), **narrow)
-    assert planned == [decode_programs(*jax.eval_shape(lambda: (narrow["q"], narrow["kv"])))]
-    assert decode_programs(wide["q"], wide["kv"]) == 1
+    plans = [jax.eval_shape(lambda x=x: harness.plan_for(x)) for x in (narrow, wide)]
+    assert [plan.implementation for plan in plans] == ["mosaic_sm90", "xla"]
+    assert [plan.program_place.shape[0] - 1 for plan in plans] == [*planned, 1]
 
 
 REFUSED = {
@@ -352,7 +345,7 @@ def test_refuses_in_words(case: PagedCase, reason: str) -> None:
 
 def refusal(monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None) -> str:
     """Of a device, by a kernel that is not interpreted."""
-    monkeypatch.setattr(dispatch, "capability", lambda: dispatch.Capability(platform, compute_capability))
+    monkeypatch.setattr(device, "current", lambda: device.Device(platform, "a card", compute_capability, 100))
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):
         return explain("paged_decode", **draw(BASE).decode()).refused["mosaic"]

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, paged_prefill
-from pallas_attn.ops.paged_prefill import IMPLEMENTATIONS
+from pallas_attn import FULL, PagedKV, dispatch, kv_cache_spec, paged_decode, paged_prefill
 from tests.ops import harness, transformations
 from tests.ops.harness import VARIANTS, Variant
 from tests.ops.paged_case import Inputs, PagedCase
 
-PORTABLE = [name for name in IMPLEMENTATIONS if name != "mosaic"]  # see test_paged_prefill_mosaic.py
+PORTABLE = [
+    name for name in dispatch.implementations("paged_prefill") if name != "mosaic"
+]  # see test_paged_prefill_mosaic.py
 every_variant = harness.variants(PORTABLE)
 lean_variants = harness.variants(name for name in PORTABLE if name != "reference")  # which is dense
 

@@ -13,17 +13,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, DecodePlan, HeadWindow, plan_decode
+from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, PagedLatent, mla_decode, paged_decode, plan_decode
 from pallas_attn.ops.plan_decode import FIXED_PIECE_TOKENS
 from pallas_attn.ops.plan_decode.config import heuristic_costs
 from pallas_attn.portable.schedule import UNEVENNESS
-from tests.ops import harness
+from tests.ops import harness, plan_case
 
 BATCH, KV_HEADS, PS = 6, 2, 16
 PIECE = FIXED_PIECE_TOKENS // PS
 OVERHEAD = heuristic_costs(PS).row_overhead_pages
 CUT = heuristic_costs(PS).cut_pages
+PAGES = jax.ShapeDtypeStruct((4, KV_HEADS, PS, 16), jnp.float32)
+SIZES: dict[str, Any] = {
+    "q": jax.ShapeDtypeStruct((BATCH, 1, 8, 16), jnp.float32),
+    "cache": PagedKV(PAGES, PAGES),  # pyrefly: ignore[bad-argument-type]
+    "block_tables": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32),
+}
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 
 
@@ -33,15 +40,14 @@ def planner(mode: str, num_programs: int, window: int | None = None, page_size: 
 
     @jax.jit
     def plan(kv_lens: jax.Array, q_lens: jax.Array | None, windows: HeadWindow | None) -> DecodePlan:
-        return plan_decode(
+        return plan_case.plan(
             kv_lens,
             q_lens=q_lens,
             window=window if windows is None else windows,
             page_size=page_size,
-            num_q_heads=4 * KV_HEADS,
             num_kv_heads=KV_HEADS,
             num_programs=num_programs,
-            mode=mode,  # pyrefly: ignore[bad-argument-type]
+            mode=mode,
         )
 
     return plan
@@ -143,7 +149,7 @@ def test_every_page_is_in_one_piece(mode: str, lens: list[int], num_programs: in
     plan = planner(mode, num_programs)(as_lens(lens), None, None)
     check(plan)
     np.testing.assert_array_equal(by_row(plan, plan.num_pages), np.repeat(-(-np.array(lens) // PS), KV_HEADS))
-    assert plan.page_size == PS
+    assert plan.made_for.page_size == PS
     assert plan.piece_pages == (PIECE if mode == "fixed" else 0)
 
 
@@ -329,12 +335,10 @@ def test_planned_inside_jit_without_a_retrace_or_the_host(mode: str) -> None:
     @chex.assert_max_traces(n=1)
     def step(kv_lens: jax.Array, q_lens: jax.Array, window: HeadWindow) -> DecodePlan:
         return plan_decode(
-            kv_lens,
+            **SIZES,
+            kv_lens=kv_lens,
             q_lens=q_lens,
             window=window,
-            page_size=PS,
-            num_q_heads=8,
-            num_kv_heads=KV_HEADS,
             num_programs=5,
             mode=mode,  # pyrefly: ignore[bad-argument-type]
         )
@@ -355,13 +359,8 @@ def test_under_vmap(mode: str) -> None:
         chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], plans), planner(mode, 5)(lens[i], None, None))
 
 
-GOOD: dict[str, Any] = {
-    "kv_lens": jnp.zeros((BATCH,), jnp.int32),
-    "page_size": PS,
-    "num_q_heads": 8,
-    "num_kv_heads": KV_HEADS,
-    "num_programs": 5,
-}
+GOOD: dict[str, Any] = {**SIZES, "kv_lens": jnp.zeros((BATCH,), jnp.int32)}
+QUERIES, LATENTS = jnp.zeros((BATCH, 1, 8, 16)), jnp.zeros((BATCH, 1, 8, 32))
 BAD = {
     "kv_lens of rank 2": ("kv_lens", {"kv_lens": jnp.zeros((BATCH, 1), jnp.int32)}),
     "float kv_lens": ("kv_lens", {"kv_lens": jnp.zeros((BATCH,))}),
@@ -373,11 +372,20 @@ BAD = {
         "window.window",
         {"window": HeadWindow(jnp.ones((3,), jnp.int32), jnp.zeros((3,), jnp.int32))},
     ),
-    "no pages": ("page_size", {"page_size": 0}),
     "no programs": ("num_programs", {"num_programs": 0}),
-    "heads that do not divide": ("num_q_heads", {"num_q_heads": 7}),
-    "no KV heads": ("num_kv_heads", {"num_kv_heads": 0}),
+    "heads that do not divide": ("q", {"q": jnp.zeros((BATCH, 1, 7, 16))}),
+    "a table of another batch": ("block_tables", {"block_tables": jnp.zeros((1, 4), jnp.int32)}),
     "an unknown mode": ("mode", {"mode": "fair"}),
+    "an unknown implementation": ("implementation", {"implementation": "cuda"}),
+    "one array with latents": ("q", {"cache": PagedLatent(jnp.zeros((4, PS, 48)))}),
+    "a window of latents": (
+        "window",
+        {"q": (LATENTS, QUERIES), "cache": PagedLatent(jnp.zeros((4, PS, 48))), "window": 3},
+    ),
+    "a soft cap of latents": (
+        "soft_cap",
+        {"q": (LATENTS, QUERIES), "cache": PagedLatent(jnp.zeros((4, PS, 48))), "soft_cap": 3.0},
+    ),
 }
 
 
@@ -387,3 +395,83 @@ def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
     plan_decode(**GOOD)
     with pytest.raises(ValueError, match=f"^{argument}:"):
         plan_decode(**(GOOD | change))
+
+
+# --- what a plan was made for
+
+STEP: dict[str, Any] = {
+    "q": jnp.ones((2, 2, 4, 8)),
+    "kv": PagedKV(jnp.ones((6, 2, 4, 8)), jnp.ones((6, 2, 4, 8))),
+    "block_tables": jnp.arange(6, dtype=jnp.int32).reshape(2, 3),
+    "kv_lens": jnp.array([9, 4], jnp.int32),
+    "q_lens": jnp.array([2, 1], jnp.int32),
+    "window": 5,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "batch": {name: STEP[name][:1] for name in ("q", "block_tables", "kv_lens", "q_lens")},
+    "num_queries": {"q": STEP["q"][:, :1]},
+    "num_q_heads": {"q": STEP["q"][:, :, :2]},
+    "num_kv_heads": {"kv": PagedKV(jnp.ones((6, 1, 4, 8)), jnp.ones((6, 1, 4, 8)))},
+    "page_size": {"kv": PagedKV(jnp.ones((6, 2, 2, 8)), jnp.ones((6, 2, 2, 8)))},
+    "table_pages": {"block_tables": STEP["block_tables"][:, :2]},
+    "window": {"window": 6},
+    "q_lens": {"q_lens": None},
+}
+OWN_WINDOWS = HeadWindow(jnp.array([5, 3], jnp.int32), jnp.array([0, 1], jnp.int32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(("field", "change"), OTHERS.items(), ids=OTHERS)
+def test_a_call_refuses_a_plan_made_for_another(field: str, change: dict[str, Any], implementation: str) -> None:
+    """Also where nothing follows plans, so that the mistake does not wait for a GPU."""
+    plan = harness.plan_for(STEP, implementation=implementation)
+    with pytest.raises(ValueError, match=f"^plan: was made for {field} = .*, this call has {field} = "):
+        paged_decode(**STEP | change, plan=plan, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "other"), [(5, None), (None, 5), (5, OWN_WINDOWS), (OWN_WINDOWS, 5), (OWN_WINDOWS, None)]
+)
+def test_windows_are_told_apart(made_for: Any, other: Any) -> None:
+    plan = harness.plan_for(STEP | {"window": made_for})
+    paged_decode(**STEP | {"window": made_for}, plan=plan)
+    with pytest.raises(ValueError, match="^plan: was made for window"):
+        paged_decode(**STEP | {"window": other}, plan=plan)
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    paged_decode(**STEP | {"window": None}, plan=harness.plan_for(STEP | {"window": FULL}))
+
+
+def test_a_plan_of_keys_and_values_is_not_one_of_latents() -> None:
+    latents = {"q_latent": LATENTS, "q_rope": QUERIES, "cache": PagedLatent(jnp.zeros((4, PS, 48)))}
+    latents |= {"block_tables": jnp.zeros((BATCH, 4), jnp.int32), "kv_lens": GOOD["kv_lens"]}
+    plan = harness.plan_for(latents)
+    mla_decode(**latents, sm_scale=1.0, plan=plan)
+    with pytest.raises(ValueError, match="^plan: was made for op = 'paged_decode', this call has op = 'mla_decode'"):
+        mla_decode(**latents, sm_scale=1.0, plan=harness.plan_for(STEP))
+    with pytest.raises(ValueError, match="^plan: was made for op = 'mla_decode'"):
+        paged_decode(**STEP, plan=plan)
+
+
+def test_layers_share_a_plan_whatever_their_scales_and_sinks() -> None:
+    plan = harness.plan_for(STEP)
+    for layer in ({"sm_scale": 0.1}, {"sinks": jnp.zeros(4)}, {"soft_cap": 3.0}, {"out_dtype": jnp.bfloat16}):
+        paged_decode(**STEP, **layer, plan=plan)
+
+
+def test_a_plan_for_another_implementation_is_refused_where_it_would_be_followed() -> None:
+    pages = jnp.zeros((4, 1, 16, 64), jnp.bfloat16)
+    step = {
+        "q": jnp.zeros((1, 1, 4, 64), jnp.bfloat16),
+        "kv": PagedKV(pages, pages),
+        "block_tables": jnp.zeros((1, 4), jnp.int32),
+        "kv_lens": jnp.ones((1,), jnp.int32),
+    }
+    with plgpu.force_gpu_interpret_mode():
+        plans = [harness.plan_for(step, implementation=name) for name in ("mosaic", "xla")]
+        call = functools.partial(paged_decode, **step)
+        jax.eval_shape(lambda: call(plan=plans[0], implementation="mosaic"))
+        jax.eval_shape(lambda: call(plan=plans[0], implementation="xla"))
+        with pytest.raises(ValueError, match="^plan: was made for implementation 'xla', this call runs 'mosaic_sm90'"):
+            jax.eval_shape(lambda: call(plan=plans[1], implementation="mosaic"))

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, HeadWindow, explain, plan_decode
+from pallas_attn import FULL, HeadWindow
 from pallas_attn.mosaic.block_scan import MOST_WARPGROUPS
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.ops.plan_decode import mosaic_sm90
 from pallas_attn.ops.plan_decode.mosaic_sm90 import MAX_ROWS
 from pallas_attn.portable import schedule
-from tests.ops import harness
+from tests.ops import harness, plan_case
 
 PS = 16
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
@@ -33,13 +33,12 @@ def arguments(
         width = np.where(rng.random(kv_heads) < 0.5, FULL, rng.integers(1, longest, kv_heads))
         sinks = rng.integers(0, 100, kv_heads)
         given["window"] = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
-    return given | {"page_size": PS, "num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
+    return given | {"page_size": PS, "num_kv_heads": kv_heads}
 
 
 def check(mode: str, num_programs: int, **given: Any) -> None:
     got, want = (
-        plan_decode(**given, mode=mode, num_programs=num_programs, implementation=name)  # pyrefly: ignore[bad-argument-type]
-        for name in ("mosaic", "xla")
+        plan_case.plan(**given, mode=mode, num_programs=num_programs, implementation=name) for name in ("mosaic", "xla")
     )
     chex.assert_trees_all_equal(got, want)
 
@@ -67,8 +66,8 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows so alike that none is cut: fewer than programs, and several of each."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
-    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}
-    plan = plan_decode(**given, num_programs=num_programs, implementation="xla")
+    given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
+    plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
     assert np.diff(plan.piece_offsets).max() == 1
     with harness.interpreting(capsys):
         check("balanced", num_programs, **given)
@@ -84,8 +83,8 @@ def test_interpreted_with_programs_for_each_row(
         monkeypatch.setattr(schedule, "MAX_DEALT", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
-    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 2}
-    plan = plan_decode(**given, num_programs=shares + spare, implementation="xla")
+    given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
+    plan = plan_case.plan(**given, num_programs=shares + spare, implementation="xla")
     assert plan.piece_offsets[-1] == shares
     np.testing.assert_array_equal(plan.program_piece, np.minimum(np.arange(shares + spare + 1), shares))
     with harness.interpreting(capsys):
@@ -96,7 +95,7 @@ def test_interpreted_with_programs_for_each_row(
 def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Lengths that differ, of which some together make equal shares: whole rows, and two for two programs."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
-    given = {"kv_lens": lens, "page_size": PS, "num_q_heads": 8, "num_kv_heads": 1}
+    given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 1}
     with harness.interpreting(capsys):
         check("balanced", num_programs, **given)
 
@@ -104,8 +103,8 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
 def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
     """As many programs as rows, whose lengths differ: only then they are dealt. Threads of two warpgroups."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
-    given = {"kv_lens": lens, "page_size": 64, "num_q_heads": 8, "num_kv_heads": 2}
-    plan = plan_decode(**given, num_programs=140, implementation="xla")
+    given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
+    plan = plan_case.plan(**given, num_programs=140, implementation="xla")
     assert (np.diff(plan.row) < 0).any()
     with harness.interpreting(capsys):
         check("balanced", 140, **given)
@@ -127,7 +126,7 @@ def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.Cap
 def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
     rng = harness.fresh_rng()
     alike = jnp.asarray(rng.integers(8000, 8100, batch), jnp.int32)
-    check(mode, num_programs, kv_lens=alike, page_size=PS, num_q_heads=kv_heads, num_kv_heads=kv_heads)
+    check(mode, num_programs, kv_lens=alike, page_size=PS, num_kv_heads=kv_heads)
     for longest in (64, 131_072):
         check(mode, num_programs, **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1))
 
@@ -138,8 +137,5 @@ def test_more_chunks_than_one_are_among_the_sizes() -> None:
 
 def test_more_rows_than_fit_are_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), MAX_ROWS // 2 + 1, 2, 100) | {"num_programs": 3}
-    lens = given.pop("kv_lens")
-    with harness.interpreting(capsys):
-        explanation = explain("plan_decode", lens, **given)
-    assert explanation.chosen == "xla"
-    assert f"at most {MAX_ROWS} rows" in explanation.refused["mosaic"]
+    with harness.interpreting(capsys), pytest.raises(NotImplementedError, match=f"at most {MAX_ROWS} rows"):
+        plan_case.plan(**given, implementation="mosaic")

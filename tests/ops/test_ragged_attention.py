@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import ragged_attention
-from pallas_attn.ops.ragged_attention import IMPLEMENTATIONS
+from pallas_attn import dispatch, ragged_attention
 from tests.ops import harness, naive, transformations
 from tests.ops.harness import Variant
 
-PORTABLE = [name for name in IMPLEMENTATIONS if name != "mosaic"]  # see test_ragged_attention_mosaic.py
+PORTABLE = [
+    name for name in dispatch.implementations("ragged_attention") if name != "mosaic"
+]  # see test_ragged_attention_mosaic.py
 every_variant = harness.variants(PORTABLE)
 bounded_variant = harness.variants(name for name in PORTABLE if name != "reference")
 both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

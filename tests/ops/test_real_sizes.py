@@ -1,6 +1,6 @@
 """The shapes of real models: that every implementation takes them, and on a GPU that their numbers are right."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,18 +8,16 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import PagedKV, paged_decode, paged_prefill
-from pallas_attn.ops import paged_decode as decode_module
-from pallas_attn.ops import paged_prefill as prefill_module
+from pallas_attn import PagedKV, dispatch, paged_decode, paged_prefill
 from scripts.bench import shapes
 from tests.ops import harness
 from tests.ops.harness import VARIANTS, Variant
 from tests.real_sizes import decode_arrays, normal, prefill_arrays, static
 
 
-def lean(implementations: Iterable[str]) -> pytest.MarkDecorator:
+def lean(op: str) -> pytest.MarkDecorator:
     """What is dense takes more memory than there is. Configurations are those that users get."""
-    names = set(implementations) - {"reference"}
+    names = set(dispatch.implementations(op)) - {"reference"}
     return pytest.mark.parametrize("variant", [pytest.param(Variant(name), id=name) for name in sorted(names)])
 
 
@@ -42,7 +40,7 @@ def as_on_hopper() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_on_hopper")
-@lean(decode_module.IMPLEMENTATIONS)
+@lean("paged_decode")
 @every_decode
 def test_decode_shapes_are_supported(variant: Variant, case: shapes.Decode) -> None:
     shapes = jax.eval_shape(lambda: decode_arrays(case, jax.random.key(0)))
@@ -53,7 +51,7 @@ def test_decode_shapes_are_supported(variant: Variant, case: shapes.Decode) -> N
 
 
 @pytest.mark.usefixtures("as_on_hopper")
-@lean(prefill_module.IMPLEMENTATIONS)
+@lean("paged_prefill")
 @every_prefill
 def test_prefill_shapes_are_supported(variant: Variant, case: shapes.Prefill) -> None:
     shapes = jax.eval_shape(lambda: prefill_arrays(case, jax.random.key(0)))
@@ -72,7 +70,7 @@ def reference(case: shapes.Decode | shapes.Prefill, arrays: dict[str, Any]) -> A
 
 
 @pytest.mark.gpu
-@lean(decode_module.IMPLEMENTATIONS)
+@lean("paged_decode")
 @every_decode
 def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
     arrays = jax.jit(decode_arrays, static_argnums=0)(case, fresh_key())
@@ -81,7 +79,7 @@ def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
 
 
 @pytest.mark.gpu
-@lean(prefill_module.IMPLEMENTATIONS)
+@lean("paged_prefill")
 @every_prefill
 def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
     """A sample of the chunk's tokens, each compared with the decode step it would have been."""
@@ -103,7 +101,7 @@ def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
 
 
 @pytest.mark.gpu
-@lean(decode_module.IMPLEMENTATIONS)
+@lean("paged_decode")
 @pytest.mark.parametrize("head_wise", [False, True])
 def test_a_pool_beyond_32_bit_offsets(variant: Variant, head_wise: bool) -> None:
     """Pages at the end of a pool of more than 2**32 elements, and the same pages in a small one."""

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import mla_decode, mla_prefill, write_latent
-from pallas_attn.ops import mla_decode as decode_module
-from pallas_attn.ops import ragged_attention as prefill_module
 from scripts.bench import shapes
 from tests.ops import harness
 from tests.ops.harness import VARIANTS
@@ -23,7 +21,7 @@ every_prefill = pytest.mark.parametrize("case", shapes.MLA_PREFILL.values(), ids
 
 
 @pytest.mark.usefixtures("as_on_hopper")
-@lean(decode_module.IMPLEMENTATIONS)
+@lean("mla_decode")
 @every_decode
 def test_decode_shapes_are_supported(variant: harness.Variant, case: shapes.MlaDecode) -> None:
     shapes = jax.eval_shape(lambda: mla_decode_arrays(case, jax.random.key(0)))
@@ -34,7 +32,7 @@ def test_decode_shapes_are_supported(variant: harness.Variant, case: shapes.MlaD
 
 
 @pytest.mark.usefixtures("as_on_hopper")
-@lean(prefill_module.IMPLEMENTATIONS)
+@lean("ragged_attention")
 @every_prefill
 def test_prefill_shapes_are_supported(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
     shapes = jax.eval_shape(lambda: mla_prefill_arrays(case, jax.random.key(0)))
@@ -48,7 +46,7 @@ def reference(arrays: dict[str, Any]) -> Any:
 
 
 @pytest.mark.gpu
-@lean(decode_module.IMPLEMENTATIONS)
+@lean("mla_decode")
 @every_decode
 def test_decode_numbers(variant: harness.Variant, case: shapes.MlaDecode) -> None:
     arrays = jax.jit(mla_decode_arrays, static_argnums=0)(case, fresh_key())
@@ -57,7 +55,7 @@ def test_decode_numbers(variant: harness.Variant, case: shapes.MlaDecode) -> Non
 
 
 @pytest.mark.gpu
-@lean(prefill_module.IMPLEMENTATIONS)
+@lean("ragged_attention")
 @every_prefill
 def test_prefill_numbers(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
     """A sample of the chunk's tokens, each compared with the absorbed decode step it would have been: of those that see

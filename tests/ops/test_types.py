@@ -16,6 +16,7 @@ from pallas_attn import (
     HeadWindow,
     PagedKV,
     PagedLatent,
+    PlanKey,
     Rope,
     kv_cache_spec,
     latent_cache_spec,
@@ -140,7 +141,8 @@ def test_latent_allocation() -> None:
 
 ONES = jnp.ones((2,), jnp.int32)
 ANGLES = jnp.ones((3, 4))
-PLAN = DecodePlan(*(ONES,) * 10, page_size=16, piece_pages=8)
+MADE_FOR = PlanKey("paged_decode", 1, 1, 2, 2, page_size=16, table_pages=3, window="per head", q_lens=False)
+PLAN = DecodePlan(*(ONES,) * 10, MADE_FOR, "mosaic_sm90", piece_pages=8)
 INSTANCES = [
     PagedKV(jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 4, 8))),
     PagedKV(*[jnp.ones((2, 1, 4, 8), jnp.int8)] * 2, *[jnp.ones((1,))] * 2),
@@ -173,10 +175,10 @@ def test_pytrees(instance: Any) -> None:
 
 def test_static_fields_retrace_and_arrays_do_not() -> None:
     traces = []
-    width = jax.jit(lambda plan: (traces.append(plan.page_size), plan.num_pages)[1])
+    width = jax.jit(lambda plan: (traces.append(plan.made_for.page_size), plan.num_pages)[1])
     width(PLAN)
     width(dataclasses.replace(PLAN, num_pages=2 * ONES))
-    width(dataclasses.replace(PLAN, page_size=32))
+    width(dataclasses.replace(PLAN, made_for=dataclasses.replace(MADE_FOR, page_size=32)))
     assert traces == [16, 32]
 
 

@@ -146,21 +146,18 @@ def test_pools_of_latents_are_kept_too():
 # --- plans
 
 
-@pytest.mark.parametrize(("programs", "planned"), [(1, None), (5, 5)])
-def test_steps_are_shared_among_as_many_programs_as_run_at_once(monkeypatch, programs, planned):
-    """Where plans are followed at all."""
-    asked = []
+def test_steps_are_timed_with_a_plan_of_their_own():
+    plans = []
 
     def chain(call, owns, *, shared):
-        plan = shared.get("plan")
-        asked.append(None if plan is None else plan.program_place.shape[0] - 1)
+        plans.append(shared["plan"])
         return Timing([1.0], 1, "not at all")
 
-    monkeypatch.setattr(bench_mla_decode, "mla_decode_programs", lambda *_, implementation: programs)
     stopwatch: Any = SimpleNamespace(chain=chain)
     case = MlaCase(MlaDecode(2, 64, 3, 2, 32, 8, 16))
     bench_mla_decode.ours("xla", case, bench_mla_case.inputs(case, bench_pools.Pools()), stopwatch)
-    assert asked == [planned]
+    (plan,) = plans
+    assert (plan.made_for.op, plan.made_for.num_queries, plan.implementation) == ("mla_decode", 2, "xla")
 
 
 def test_flashinfer_gets_the_pages_of_the_table():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pallas_attn import plan_decode, tuning
+from pallas_attn import tuning
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.mosaic.sm90.flash.config import MosaicConfig as FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
@@ -26,6 +26,7 @@ from scripts.bench import compiler as bench_compiler
 from scripts.bench.case import Bench
 from scripts.bench.timing import Stopwatch, Timing
 from scripts.bench_ops import load
+from tests.ops import plan_case
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
 CLEAN = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -246,7 +247,7 @@ def test_the_overhead_moves_the_cuts():
 
         lens = jnp.asarray([600, 40, 40, 40], jnp.int32)
         with tuning.deciding(decide):
-            plan = plan_decode(lens, page_size=16, num_q_heads=1, num_kv_heads=1, num_programs=4)
+            plan = plan_case.plan(lens, page_size=16, num_kv_heads=1, num_programs=4)
         return np.asarray(plan.program_page).tolist(), np.asarray(plan.program_place).tolist()
 
     assert starts(0) != starts(8)

@@ -348,7 +348,7 @@ def _kernel(static: DecodeStatic, x: DecodeInputs, out: Ref, lse: Ref, partials:
 
         @pl.when(~work.is_whole_row)
         def _store_partial() -> None:
-            partials.store(partials.index(block, packing.blocks, work.split), state)
+            partials.store(partials.state_index(block, packing.blocks, work.split), state)
 
         return carry
 

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.gather_latent.call import GatherLatentCall
 from pallas_attn.types import Implementation, PagedLatent
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.gather_latent.mosaic_sm90 as implementation
-
-    return implementation.gather_latent
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.gather_latent.xla as implementation
-
-    return implementation.gather_latent
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.gather_latent.reference as implementation
-
-    return implementation.gather_latent
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def gather_latent(
@@ -59,14 +37,6 @@ def gather_latent(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    dims = checks.Dims()
-    dims.check("cache.pages", cache.pages, "N ps LR", checks.PLAIN)
-    dims.check("latent_new", latent_new, "T LR", (cache.pages.dtype,))
-    dims.check("block_tables", block_tables, "S P", checks.INT)
-    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
-    dims.check("kv_lens", kv_lens, "S", checks.INT)
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
-    return dispatch.run(
-        "gather_latent", IMPLEMENTATIONS, implementation, cache, latent_new, block_tables, cu_q_lens, kv_lens, length
-    )
+    call = GatherLatentCall(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length)
+    call.validate()
+    return dispatch.run(call, implementation)

@@ -21,43 +21,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.row_copy import copy_layout, copy_rows, like
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.types import PagedLatent
+from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
 """Going over the lengths of more takes a program longer than its copies."""
 
 
-def gather_latent(
-    cache: PagedLatent,
-    latent_new: Float[Array, "T LR"],
-    block_tables: Int32[Array, "S P"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    kv_lens: Int32[Array, "S"],
-    length: int,
-) -> Float[Array, "length LR"]:
-    basics.require_hopper()
-    num_pages, page_size, width = cache.pages.shape
+def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
+    basics.require_capability((9, 0))
+    num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)
-    if kv_lens.shape[0] > MAX_SEQUENCES:
-        raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {kv_lens.shape[0]}")
-    layout = copy_layout(width, cache.pages.dtype)
+    if call.kv_lens.shape[0] > MAX_SEQUENCES:
+        raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.kv_lens.shape[0]}")
+    layout = copy_layout(width, call.cache.pages.dtype)
     inputs = Inputs(
-        rows=cache.pages.reshape(-1, width),
-        new=latent_new if latent_new.shape[0] else None,
-        block_tables=block_tables.reshape(-1),
-        cu_q_lens=cu_q_lens,
-        kv_lens=kv_lens,
+        rows=call.cache.pages.reshape(-1, width),
+        new=call.latent_new if call.latent_new.shape[0] else None,
+        block_tables=call.block_tables.reshape(-1),
+        cu_q_lens=call.cu_q_lens,
+        kv_lens=call.kv_lens,
     )
     return plgpu.kernel(
         functools.partial(_kernel, layout, page_size),
-        out_type=jax.ShapeDtypeStruct((length, width), cache.pages.dtype),
-        grid=(pl.cdiv(length, layout.rows),),
+        out_type=jax.ShapeDtypeStruct((call.length, width), call.cache.pages.dtype),
+        grid=(pl.cdiv(call.length, layout.rows),),
         grid_names=("program",),
         kernel_name="gather_latent",
     )(basics.materialize(inputs))

@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan, Implementation, PagedLatent
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.mla_decode.mosaic_sm90 as implementation
-
-    return implementation.mla_decode
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.mla_decode.xla as implementation
-
-    return implementation.mla_decode
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.mla_decode.reference as implementation
-
-    return implementation.mla_decode
-
-
-def _mosaic_programs() -> Any:
-    import pallas_attn.ops.mla_decode.mosaic_sm90 as implementation
-
-    return implementation.decode_programs
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def mla_decode(
@@ -82,80 +54,18 @@ def mla_decode(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    _check(q_latent, q_rope, cache, block_tables, kv_lens, q_lens, sm_scale, draft_mask, plan)
-    out, lse = dispatch.run(
-        "mla_decode",
-        IMPLEMENTATIONS,
-        implementation,
+    call = MlaDecodeCall(
         q_latent,
         q_rope,
         cache,
         block_tables,
         kv_lens,
         q_lens=q_lens,
-        sm_scale=sm_scale,
         draft_mask=draft_mask,
         plan=plan,
-        out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
+        sm_scale=sm_scale,
+        out_dtype=out_dtype,
     )
+    call.validate()
+    out, lse = dispatch.run(call, implementation)
     return (out, lse) if return_lse else out
-
-
-def _check(q_latent, q_rope, cache, block_tables, kv_lens, q_lens, sm_scale, draft_mask, plan) -> None:
-    """Raises ValueError unless the arguments fit each other."""
-    dims = checks.Dims()
-    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
-    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
-    checks.check_latent(cache, dims)
-    dims.check("block_tables", block_tables, "B P", checks.INT)
-    dims.check("kv_lens", kv_lens, "B", checks.INT)
-    if q_lens is not None:
-        dims.check("q_lens", q_lens, "B", checks.INT)
-    if draft_mask is not None:
-        dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
-    checks.check_positive("sm_scale", sm_scale)
-    if plan is not None:
-        checks.check_plan(plan, rows=dims["B"], page_size=dims["ps"])
-
-
-def mla_decode_programs(
-    q_latent: Float[Array, "B Q Hq L"] | jax.ShapeDtypeStruct,
-    q_rope: Float[Array, "B Q Hq R"] | jax.ShapeDtypeStruct,
-    cache: PagedLatent,
-    *,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> int:
-    """How many programs `plan_decode` should share a step among, for calls of `mla_decode` with such arguments.
-
-    A plan for another number works as well, but not as fast. An operation that is not given a plan makes one for this
-    number, in every layer.
-
-    Args:
-      q_latent, q_rope, cache, out_dtype, implementation: as `mla_decode` gets them; only shapes and dtypes matter, so
-        `jax.ShapeDtypeStruct`s will do.
-
-    Returns:
-      The programs that run side by side on the default device; 1 where the implementation follows no plan.
-
-    Raises:
-      ValueError: shapes or dtypes that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
-    """
-    dims = checks.Dims()
-    dims.check("q_latent", q_latent, "B Q Hq L", checks.PLAIN)
-    dims.check("q_rope", q_rope, "B Q Hq R", (q_latent.dtype,))
-    checks.check_latent(cache, dims)
-    return dispatch.run(
-        "mla_decode_programs",
-        {"mosaic": _mosaic_programs, "xla": lambda: _one_program, "reference": lambda: _one_program},
-        implementation,
-        q_latent,
-        q_rope,
-        cache,
-        out_dtype=checks.output_dtype(out_dtype, q_latent.dtype),
-    )
-
-
-def _one_program(*_: Any, **__: Any) -> int:
-    return 1

@@ -110,7 +110,7 @@ def finish(results: Results, consumer: Consumer, piece: Piece, state: State) -> 
     def _keep() -> None:
         consumer.release_query()  # so that the next one comes while this is written
         partials = results.partials
-        number = partials.index(block, results.lse.shape[0], piece.number)
+        number = partials.state_index(block, results.lse.shape[0], piece.number)
         blocks = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
         acc = jnp.where(over_tokens(real, state.acc.shape), state.acc, 0.0)
         store_fragments(acc, partials.acc.at[number, blocks])

@@ -86,7 +86,7 @@ def _kernel(
     def merge(place: Any, number: Any) -> None:
         block, part = lax.div(number, parts), lax.rem(number, parts)
         row, first_piece = plan.row[place], plan.piece_offsets[place]
-        first, count = partials.index(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
+        first, count = partials.state_index(block, blocks, first_piece), plan.piece_offsets[place + 1] - first_piece
         empty = AttentionState(
             tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS,), PER_ROW),

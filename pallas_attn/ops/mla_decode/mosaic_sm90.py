@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -13,92 +10,39 @@ import pallas_attn.ops.mla_decode.mosaic_rows as mosaic_rows
 import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.ops.mla_decode import config
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows_memory import NO_DRAFT, REAL, ROWS, Inputs, Static
 from pallas_attn.ops.mla_decode.mosaic_rows_merge import merge_pieces
-from pallas_attn.ops.plan_decode import plan_decode
+from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.portable.visibility import real_queries
-from pallas_attn.types import DecodePlan, PagedLatent
+from pallas_attn.types import DecodePlan
 
 
-def mla_decode(
-    q_latent: Float[Array, "B Q Hq L"],
-    q_rope: Float[Array, "B Q Hq R"],
-    cache: PagedLatent,
-    block_tables: Int32[Array, "B P"],
-    kv_lens: Int32[Array, "B"],
-    *,
-    q_lens: Int32[Array, "B"] | None,
-    sm_scale: float,
-    draft_mask: Bool[Array, "B Q Q"] | None,
-    plan: DecodePlan | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    decode = mosaic_swap_ab.decode if _are_few(q_latent, out_dtype) else _decode_rows
-    return decode(
-        q_latent,
-        q_rope,
-        cache,
-        block_tables,
-        kv_lens,
-        q_lens=q_lens,
-        sm_scale=sm_scale,
-        draft_mask=draft_mask,
-        plan=plan,
-        out_dtype=out_dtype,
-    )
+def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    plan = plan_of(call, "mosaic_sm90", num_programs(call))
+    return mosaic_swap_ab.decode(call, plan) if _are_few(call) else _decode_rows(call, plan)
 
 
-def decode_programs(
-    q_latent: Array | jax.ShapeDtypeStruct,
-    q_rope: Array | jax.ShapeDtypeStruct,
-    cache: PagedLatent,
-    *,
-    out_dtype: jax.typing.DTypeLike,
-) -> int:
-    if _are_few(q_latent, out_dtype):
-        return mosaic_swap_ab.decode_programs(q_latent, q_rope, cache, out_dtype=out_dtype)
-    _refuse(q_latent, q_rope, cache)
-    return _row_programs(q_latent)
+def num_programs(call: MlaDecodeCall) -> int:
+    """Programs that share the pages and run side by side on the card, for plans of such calls."""
+    if _are_few(call):
+        return mosaic_swap_ab.num_programs(call)
+    _refuse(call)
+    return max(1, basics.multiprocessors() // -(-call.query_rows // ROWS))  # a block of rows takes a multiprocessor
 
 
-def _are_few(q_latent: Array | jax.ShapeDtypeStruct, out_dtype: jax.typing.DTypeLike) -> bool:
+def _are_few(call: MlaDecodeCall) -> bool:
     """Whether a sequence's query rows are columns of tiles, not rows."""
-    return q_latent.shape[1] * q_latent.shape[2] <= config.max_columns(out_dtype)
+    return call.query_rows <= config.max_columns(call.output_dtype)
 
 
-def _row_programs(q_latent: Array | jax.ShapeDtypeStruct) -> int:
-    """Programs that share the pages, where each block of rows takes a multiprocessor."""
-    return max(1, basics.multiprocessors() // -(-q_latent.shape[1] * q_latent.shape[2] // ROWS))
-
-
-def _decode_rows(
-    q_latent: Float[Array, "B Q Hq L"],
-    q_rope: Float[Array, "B Q Hq R"],
-    cache: PagedLatent,
-    block_tables: Int32[Array, "B P"],
-    kv_lens: Int32[Array, "B"],
-    *,
-    q_lens: Int32[Array, "B"] | None,
-    sm_scale: float,
-    draft_mask: Bool[Array, "B Q Q"] | None,
-    plan: DecodePlan | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+def _decode_rows(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """As `mla_decode`, for many query rows."""
-    _refuse(q_latent, q_rope, cache)
+    q_latent, kv_lens, q_lens, draft_mask = call.q_latent, call.kv_lens, call.q_lens, call.draft_mask
     batch, num_queries, num_heads, latent_dim = q_latent.shape
-    page_size, rows = cache.page_size, num_queries * num_heads
-    settings = config.seesaw_config(latent_dim, q_rope.shape[-1], page_size)
+    page_size, rows = call.page_size, call.query_rows
+    settings = config.seesaw_config(latent_dim, call.rope_dim, page_size)
     blocks = -(-rows // ROWS)
-    if plan is None:
-        plan = plan_decode(
-            kv_lens,
-            q_lens=real_queries(q_lens, kv_lens, q_latent.shape[1]),
-            page_size=page_size,
-            num_q_heads=num_heads,
-            num_kv_heads=1,
-            num_programs=_row_programs(q_latent),
-        )
 
     def as_rows(x: Array) -> Array:
         x = x.reshape(batch, rows, *x.shape[3:])
@@ -108,9 +52,9 @@ def _decode_rows(
     seen = _seen(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
     inputs = Inputs(
         q_latent=as_rows(q_latent),
-        q_rope=as_rows(q_rope),
-        pages=cache.pages,
-        block_tables=block_tables,
+        q_rope=as_rows(call.q_rope),
+        pages=call.cache.pages,
+        block_tables=call.block_tables,
         kv_lens=kv_lens,
         q_lens=q_lens,
         plan=plan,
@@ -119,16 +63,16 @@ def _decode_rows(
     )
     static = Static(
         latent_dim=latent_dim,
-        rope_dim=q_rope.shape[-1],
+        rope_dim=call.rope_dim,
         queries=num_queries,
         heads=num_heads,
         page_size=page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
         causal=draft_mask is None,
-        sm_scale=sm_scale,
+        sm_scale=call.sm_scale,
     )
-    out, lse, partials = mosaic_rows.decode(inputs, static, out_dtype)
+    out, lse, partials = mosaic_rows.decode(inputs, static, call.output_dtype)
     out, lse = merge_pieces(out, lse, partials, plan)
     lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
     return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
@@ -145,12 +89,12 @@ def _seen(q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "
     return jnp.where(real, bits | jnp.int32(-(2**REAL)), 0)
 
 
-def _refuse(q_latent: Any, q_rope: Any, cache: PagedLatent) -> None:
+def _refuse(call: MlaDecodeCall) -> None:
     """Raises NotImplementedError for what the kernels do not take."""
-    basics.require_hopper()
-    refusals.require_dtypes(q_latent, cache.pages)
-    refusals.require_page_size(cache.page_size)
-    num_queries, latent_dim, rope_dim = q_latent.shape[1], q_latent.shape[-1], q_rope.shape[-1]
+    basics.require_capability((9, 0))
+    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    refusals.require_page_size(call.page_size)
+    num_queries, latent_dim, rope_dim = call.num_queries, call.latent_dim, call.rope_dim
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
         raise NotImplementedError(
             "takes latents of 128 to 512 columns, a multiple of 64, and 32 or 64 rotated ones, "

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.mla_decode import config
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.online_softmax import Tile, attend_rows
 from pallas_attn.portable.page_tiles import Lanes, PageTiles
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
-from pallas_attn.types import DecodePlan, PagedLatent
 
 
-def mla_decode(
-    q_latent: Float[Array, "B Q Hq L"],
-    q_rope: Float[Array, "B Q Hq R"],
-    cache: PagedLatent,
-    block_tables: Int32[Array, "B P"],
-    kv_lens: Int32[Array, "B"],
-    *,
-    q_lens: Int32[Array, "B"] | None,
-    sm_scale: float,
-    draft_mask: Bool[Array, "B Q Q"] | None,
-    plan: DecodePlan | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    del plan  # every row's walk is its own
-    batch, num_queries, num_heads, latent_dim = q_latent.shape
-    num_pages, page_size, width = cache.pages.shape
-    q_lens = real_queries(q_lens, kv_lens, num_queries)
+def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    batch, num_queries, num_heads, latent_dim = call.q_latent.shape
+    num_pages, page_size, width = call.cache.pages.shape
+    kv_lens, draft_mask = call.kv_lens, call.draft_mask
+    q_lens = real_queries(call.q_lens, kv_lens, num_queries)
     settings = config.xla_config(batch, width)
     tiles = PageTiles(
-        block_tables,
+        call.block_tables,
         head_windows(None, 1),
         lanes=Lanes(heads=1, rows_per_sequence=1),
         sequence=jnp.arange(batch, dtype=jnp.int32),
@@ -46,19 +33,19 @@ def mla_decode(
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         page_ids, key, exists = tiles.locate(rows, j)
-        latent = cache.pages[page_ids].reshape(rows.shape[0], 1, -1, width)
+        latent = call.cache.pages[page_ids].reshape(rows.shape[0], 1, -1, width)
         mask = None if draft_mask is None else draft_mask[rows]
         visible = draft_visible(key, index, kv_lens[rows], q_lens[rows], mask)[:, None] & exists[:, :, None]
         return latent, latent[..., :latent_dim], jnp.repeat(visible, num_heads, axis=2)
 
-    q = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(batch, 1, num_queries * num_heads, width)
+    q = jnp.concatenate([call.q_latent, call.q_rope], axis=-1).reshape(batch, 1, call.query_rows, width)
     out, lse = attend_rows(
         q,
         tiles.num_tiles,
         load_tile,
         value_dim=latent_dim,
-        sm_scale=sm_scale,
+        sm_scale=call.sm_scale,
         soft_cap=None,
         group_rows=settings.group_rows,
     )
-    return out.reshape(q_latent.shape).astype(out_dtype), lse.reshape(q_latent.shape[:-1])
+    return out.reshape(call.q_latent.shape).astype(call.output_dtype), lse.reshape(call.q_latent.shape[:-1])

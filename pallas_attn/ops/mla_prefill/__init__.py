@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks, dispatch, tuning
+from pallas_attn import checks, device, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.merge import finite_or_zero
@@ -114,7 +114,7 @@ class PieceConfig:
 
 def _piece_config(heads: int, width: int) -> PieceConfig:
     """For so many heads, whose queries, keys and values have so many columns together."""
-    on_gpu = dispatch.capability().platform == "gpu"
+    on_gpu = device.current().platform == "gpu"
     key = {"heads": heads, "width": width}
     return tuning.lookup("mla_prefill", key, PieceConfig, lambda: PieceConfig(4096 if on_gpu else 1024))
 

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.paged_decode.mosaic_sm90 as implementation
-
-    return implementation.paged_decode
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.paged_decode.xla as implementation
-
-    return implementation.paged_decode
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.paged_decode.reference as implementation
-
-    return implementation.paged_decode
-
-
-def _mosaic_programs() -> Any:
-    import pallas_attn.ops.paged_decode.mosaic_sm90 as implementation
-
-    return implementation.decode_programs
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def paged_decode(
@@ -86,79 +57,20 @@ def paged_decode(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    call = _validated(q, kv, block_tables, kv_lens, q_lens, sm_scale, window, sinks, soft_cap, draft_mask, plan)
-    out_dtype = checks.output_dtype(out_dtype, q.dtype)
-    out, lse = dispatch.run("paged_decode", IMPLEMENTATIONS, implementation, **call, out_dtype=out_dtype)
+    call = PagedDecodeCall(
+        q,
+        kv,
+        block_tables,
+        kv_lens,
+        q_lens=q_lens,
+        window=window,
+        sinks=sinks,
+        draft_mask=draft_mask,
+        plan=plan,
+        sm_scale=sm_scale,
+        soft_cap=soft_cap,
+        out_dtype=out_dtype,
+    )
+    call.validate()
+    out, lse = dispatch.run(call, implementation)
     return (out, lse) if return_lse else out
-
-
-def decode_programs(
-    q: Float[Array, "B Q Hq D"] | jax.ShapeDtypeStruct,
-    kv: PagedKV,
-    *,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> int:
-    """How many programs `plan_decode` should share a step among, for calls of `paged_decode` with such arguments.
-
-    A plan for another number works as well, but not as fast. An operation that is not given a plan makes one for this
-    number, in every layer.
-
-    Args:
-      q, kv, out_dtype, implementation: as `paged_decode` gets them; only shapes and dtypes matter, so
-        `jax.ShapeDtypeStruct`s will do.
-
-    Returns:
-      The programs that run side by side on the default device; 1 where the implementation follows no plan.
-
-    Raises:
-      ValueError: shapes or dtypes that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
-    """
-    dims = checks.Dims()
-    dims.check("q", q, "B Q Hq D", checks.PLAIN)
-    checks.check_kv(kv, dims)
-    checks.check_heads(dims["Hq"], dims["Hkv"])
-    loaders = {"mosaic": _mosaic_programs, "xla": lambda: _one_program, "reference": lambda: _one_program}
-    out_dtype = checks.output_dtype(out_dtype, q.dtype)
-    return dispatch.run("decode_programs", loaders, implementation, q=q, kv=kv, out_dtype=out_dtype)
-
-
-def _one_program(**_: Any) -> int:
-    return 1
-
-
-def _validated(
-    q, kv, block_tables, kv_lens, q_lens, sm_scale, window, sinks, soft_cap, draft_mask, plan
-) -> dict[str, Any]:
-    """The call with every default filled in."""
-    dims = checks.Dims()
-    dims.check("q", q, "B Q Hq D", checks.PLAIN)
-    checks.check_kv(kv, dims)
-    checks.check_heads(dims["Hq"], dims["Hkv"])
-    dims.check("block_tables", block_tables, "B P" if block_tables.ndim == 2 else "B Hkv P", checks.INT)
-    dims.check("kv_lens", kv_lens, "B", checks.INT)
-    if q_lens is not None:
-        dims.check("q_lens", q_lens, "B", checks.INT)
-    checks.check_window(window, dims["Hkv"])
-    if sinks is not None:
-        dims.check("sinks", sinks, "Hq", checks.F32)
-    if draft_mask is not None:
-        dims.check("draft_mask", draft_mask, "B Q Q", checks.BOOL)
-    checks.check_positive("sm_scale", sm_scale)
-    checks.check_positive("soft_cap", soft_cap)
-    if plan is not None:
-        checks.check_plan(plan, rows=dims["B"] * dims["Hkv"], page_size=dims["ps"])
-    return {
-        "q": q,
-        "kv": kv,
-        "block_tables": block_tables,
-        "kv_lens": kv_lens,
-        "q_lens": q_lens,
-        "sm_scale": 1.0 / math.sqrt(dims["D"]) if sm_scale is None else sm_scale,
-        "window": window,
-        "sinks": sinks,
-        "soft_cap": soft_cap,
-        "draft_mask": draft_mask,
-        "plan": plan,
-    }

@@ -13,9 +13,8 @@ multiply a row of S, and P by way of the exponent.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.sm90 import dequantise
@@ -29,43 +28,18 @@ from pallas_attn.mosaic.sm90.decode import (
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
-from pallas_attn.ops.plan_decode import plan_decode
-from pallas_attn.portable.visibility import real_queries
-from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.types import HeadWindow
 
 
-def paged_decode(
-    q: Float[Array, "B Q Hq D"],
-    kv: PagedKV,
-    block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
-    kv_lens: Int32[Array, "B"],
-    *,
-    q_lens: Int32[Array, "B"] | None,
-    sm_scale: float,
-    window: int | HeadWindow | None,
-    sinks: Float[Array, "Hq"] | None,
-    soft_cap: float | None,
-    draft_mask: Bool[Array, "B Q Q"] | None,
-    plan: DecodePlan | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
-    limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize, capped=soft_cap is not None)
-    _refuse(q, kv, draft_mask, limit)
-    refusals.require_soft_cap(soft_cap)
-    (num_kv_heads, page_size), (num_heads, head_dim) = kv.k.shape[1:3], q.shape[2:]
-    packing, settings = _sizes(q, kv, out_dtype, limit)
+def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    q, kv, draft_mask, sinks, window = call.q, call.kv, call.draft_mask, call.sinks, call.window
+    plan = plan_of(call, "mosaic_sm90", num_programs(call))
+    page_size, head_dim = call.page_size, call.head_dim
+    packing, settings = _sizes(call)
     scales = dequantise.scale_layout(kv)
     terms, query_scale = dequantise.query_terms(q, kv)
-    if plan is None:
-        plan = plan_decode(
-            kv_lens,
-            q_lens=real_queries(q_lens, kv_lens, q.shape[1]),
-            window=window,
-            page_size=page_size,
-            num_q_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            num_programs=settings.programs_per_multiprocessor * basics.multiprocessors(),
-        )
     tile = DecodeTile(
         packing=packing,
         tokens=settings.tile_tokens,
@@ -77,7 +51,7 @@ def paged_decode(
         scales=scales,
         q_dtype=terms[0].dtype,
         cache_dtype=kv.k.dtype,
-        out_dtype=out_dtype,
+        out_dtype=call.output_dtype,
     )
     packed = [] if tile.packs_queries else [packing.pack(term).reshape(-1, packing.width, head_dim) for term in terms]
     rows = -1, tile.rows(page_size), head_dim * tile.tokens_per_row
@@ -87,9 +61,9 @@ def paged_decode(
         v=kv.v.reshape(rows),
         k_scale=None if scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
-        block_tables=block_tables,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        q_lens=call.q_lens,
         plan=plan,
         window=window if isinstance(window, HeadWindow) else None,
         drafts=None if draft_mask is None else packing.drafts(draft_mask),
@@ -98,50 +72,55 @@ def paged_decode(
     static = DecodeStatic(
         tile=tile,
         stages=settings.stages,
-        num_kv_heads=num_kv_heads,
-        score_scale=sm_scale / query_scale,
-        soft_cap=soft_cap,
+        num_kv_heads=call.num_kv_heads,
+        score_scale=call.scale / query_scale,
+        soft_cap=call.soft_cap,
         window=window if isinstance(window, int) else None,
     )
     return decode_attention(inputs, static, q.shape, name="paged_decode")
 
 
-def decode_programs(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, *, out_dtype: jax.typing.DTypeLike) -> int:
-    limit = config.max_columns(kv.k.shape[-1], kv.k.dtype.itemsize)
-    _refuse(q, kv, None, limit)
-    _, settings = _sizes(q, kv, out_dtype, limit)
+def num_programs(call: PagedDecodeCall) -> int:
+    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    _refuse(call)
+    _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 
 
-def _sizes(
-    q: Array | jax.ShapeDtypeStruct, kv: PagedKV, out_dtype: jax.typing.DTypeLike, limit: int
-) -> tuple[QueryPacking, DecodeConfig]:
-    num_kv_heads, page_size, head_dim = kv.k.shape[1:]
-    cache_bytes, scales = kv.k.dtype.itemsize, dequantise.scale_layout(kv)
-    packing = QueryPacking(q.shape[2] // num_kv_heads, q.shape[1], limit)
+def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
+    scales = dequantise.scale_layout(call.kv)
+    packing = QueryPacking(call.group, call.num_queries, _limit(call))
     key = config.PagedDecodeKey(
-        head_dim=head_dim,
-        cache_bytes=cache_bytes,
+        head_dim=call.head_dim,
+        cache_bytes=call.kv.k.dtype.itemsize,
         token_scales=isinstance(scales, int),
         columns=packing.width,
         terms=2 if scales == "channel" else 1,
-        out_bytes=jnp.dtype(out_dtype).itemsize,
-        page_size=page_size,
+        out_bytes=call.output_dtype.itemsize,
+        page_size=call.page_size,
     )
     return packing, config.mosaic_config(key)
 
 
-def _refuse(q: Array | jax.ShapeDtypeStruct, kv: PagedKV, draft_mask: Array | None, limit: int) -> None:
+def _limit(call: PagedDecodeCall) -> int:
+    """Columns of a tile for which a program has registers."""
+    return config.max_columns(call.head_dim, call.kv.k.dtype.itemsize, capped=call.soft_cap is not None)
+
+
+def _refuse(call: PagedDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
-    basics.require_hopper()
-    refusals.require_dtypes(q, kv.k)
-    refusals.require_head_dim(q.shape[3])
-    refusals.require_page_size(kv.page_size)
-    num_queries, group = q.shape[1], q.shape[2] // kv.k.shape[1]
-    if group > limit and QueryPacking(group, 1, limit).block_heads < limit // 2:
-        raise NotImplementedError(f"takes {limit} query heads at once, or about as many; {group} have no such divisor")
-    if draft_mask is not None:
-        refusals.require_draft_bits(num_queries)
+    basics.require_capability((9, 0))
+    refusals.require_dtypes(call.q, call.kv.k)
+    refusals.require_head_dim(call.head_dim)
+    refusals.require_page_size(call.page_size)
+    limit = _limit(call)
+    if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
+        raise NotImplementedError(
+            f"takes {limit} query heads at once, or about as many; {call.group} have no such divisor"
+        )
+    if call.draft_mask is not None:
+        refusals.require_draft_bits(call.num_queries)
+    refusals.require_soft_cap(call.soft_cap)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

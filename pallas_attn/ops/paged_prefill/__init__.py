@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.paged_prefill.mosaic_sm90 as implementation
-
-    return implementation.paged_prefill
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.paged_prefill.xla as implementation
-
-    return implementation.paged_prefill
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.paged_prefill.reference as implementation
-
-    return implementation.paged_prefill
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def paged_prefill(
@@ -76,31 +53,18 @@ def paged_prefill(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    dims = checks.Dims()
-    dims.check("q", q, "T Hq D", checks.PLAIN)
-    checks.check_kv(kv, dims)
-    checks.check_heads(dims["Hq"], dims["Hkv"])
-    dims.check("block_tables", block_tables, "S P" if block_tables.ndim == 2 else "S Hkv P", checks.INT)
-    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
-    dims.check("kv_lens", kv_lens, "S", checks.INT)
-    checks.check_window(window, dims["Hkv"])
-    if sinks is not None:
-        dims.check("sinks", sinks, "Hq", checks.F32)
-    checks.check_positive("sm_scale", sm_scale)
-    checks.check_positive("soft_cap", soft_cap)
-    out, lse = dispatch.run(
-        "paged_prefill",
-        IMPLEMENTATIONS,
-        implementation,
+    call = PagedPrefillCall(
         q,
         kv,
         block_tables,
         cu_q_lens,
         kv_lens,
-        sm_scale=1.0 / math.sqrt(dims["D"]) if sm_scale is None else sm_scale,
         window=window,
         sinks=sinks,
+        sm_scale=sm_scale,
         soft_cap=soft_cap,
-        out_dtype=checks.output_dtype(out_dtype, q.dtype),
+        out_dtype=out_dtype,
     )
+    call.validate()
+    out, lse = dispatch.run(call, implementation)
     return (out, lse) if return_lse else out

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
@@ -33,6 +33,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listing, list_blocks
 from pallas_attn.mosaic.sm90.flash.split import Cuts
 from pallas_attn.mosaic.sm90.flash.work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.config import Packing
 from pallas_attn.ops.paged_prefill.mosaic_inputs import Inputs, Paged
 from pallas_attn.ops.paged_prefill.mosaic_widening import Narrow, Scales, Widener
@@ -40,34 +41,24 @@ from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, PagedKV
 
 
-def paged_prefill(
-    q: Float[Array, "T Hq D"],
-    kv: PagedKV,
-    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    kv_lens: Int32[Array, "S"],
-    *,
-    sm_scale: float,
-    window: int | HeadWindow | None,
-    sinks: Float[Array, "Hq"] | None,
-    soft_cap: float | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    q, kv, kv_lens, block_tables = call.q, call.kv, call.kv_lens, call.block_tables
+    window, sinks, soft_cap, out_dtype = call.window, call.sinks, call.soft_cap, call.output_dtype
     _refuse(q, kv, soft_cap)
     (num_tokens, num_heads, head_dim), (num_kv_heads, page_size) = q.shape, kv.k.shape[1:3]
     if not num_tokens:
-        return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
+        return call.without_tokens()
     scales, beside = dequantise.scale_layout(kv), dequantise.tokens_per_smem_row(kv.k.dtype, head_dim)
     terms, query_scale = dequantise.plain_query_terms(q[None], kv)
-    group = num_heads // num_kv_heads
-    static, packing = _static(kv, len(terms), sm_scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
+    group = call.group
+    static, packing = _static(kv, len(terms), call.scale / query_scale, soft_cap, group, num_tokens // kv_lens.shape[0])
     heads, block_queries = packing.heads, static.queries // packing.places
     apart = packing.places // static.query_copies
     int_window = window if isinstance(window, int) else None
     paged = Paged(num_tokens, block_queries, heads, apart, group, num_kv_heads, page_size, int_window, scales, beside)
     listing = Listing(num_tokens, block_queries, static.tile_keys, causal=True)
     head_window = window if isinstance(window, HeadWindow) else None
-    lengths = Lengths(cu_q_lens, kv_lens=kv_lens, window=head_window)
+    lengths = Lengths(call.cu_q_lens, kv_lens=kv_lens, window=head_window)
     limit = _limit(static, block_tables.shape[-1] * page_size, window)
     cuts = Cuts.of(heads=num_heads // heads, blocks=listing.num_blocks(lengths), limit=limit)
     listed = list_blocks(listing, lengths, cuts)
@@ -111,7 +102,7 @@ def paged_prefill(
 
 def _refuse(q: Float[Array, "T Hq D"], kv: PagedKV, soft_cap: float | None) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    basics.require_hopper()
+    basics.require_capability((9, 0))
     refusals.require_dtypes(q, kv.k)
     refusals.require_head_dim(q.shape[2])
     refusals.require_page_size(kv.page_size)

@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.portable.merge import apply_sinks
 from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
 from pallas_attn.portable.page_tiles import Lanes, PageTiles, load_kv
 from pallas_attn.portable.visibility import head_windows
-from pallas_attn.types import HeadWindow, PagedKV
 
 
-def paged_prefill(
-    q: Float[Array, "T Hq D"],
-    kv: PagedKV,
-    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    kv_lens: Int32[Array, "S"],
-    *,
-    sm_scale: float,
-    window: int | HeadWindow | None,
-    sinks: Float[Array, "Hq"] | None,
-    soft_cap: float | None,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    num_tokens, num_heads, head_dim = q.shape
-    num_pages, num_kv_heads, page_size, _ = kv.k.shape
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     if not num_tokens:
-        return jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:2], jnp.float32)
-    lanes = Lanes.of(num_kv_heads, window, block_tables.ndim)
-    settings = config.xla_config(num_tokens, kv_lens.shape[0], lanes.rows_per_sequence)
-    queries = QueryTiles(cu_q_lens, num_tokens, settings.tile_queries)
-    num_cached = (kv_lens - jnp.diff(cu_q_lens))[queries.sequence][:, None]
+        return call.without_tokens()
+    lanes = Lanes.of(num_kv_heads, call.window, call.block_tables.ndim)
+    settings = config.xla_config(num_tokens, call.num_sequences, lanes.rows_per_sequence)
+    queries = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
+    num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[queries.sequence][:, None]
     position = num_cached + queries.index
     real = queries.real & (position >= 0)
     # A tile's queries are neighbours, so its first and last position bound what it sees.
     position = jnp.where(real, position, 0)
     pages = PageTiles(
-        block_tables,
-        head_windows(window, num_kv_heads),
+        call.block_tables,
+        head_windows(call.window, num_kv_heads),
         lanes=lanes,
         sequence=queries.sequence,
         first_query=jnp.min(jnp.where(real, position, jnp.max(position, axis=1, keepdims=True)), axis=1),
         end=jnp.max(jnp.where(real, position + 1, 0), axis=1),
-        page_size=page_size,
-        pool_rows=num_pages * num_kv_heads,
+        page_size=call.page_size,
+        pool_rows=call.kv.k.shape[0] * num_kv_heads,
         tile_tokens=settings.tile_tokens,
     )
 
@@ -56,20 +42,20 @@ def paged_prefill(
         tile = rows // lanes.rows_per_sequence
         visible = (key[:, None, :] <= position[tile][:, :, None]) & real[tile][:, :, None]
         visible = visible[:, None] & exists[:, :, None]  # [W, H, M, K]
-        if window is not None:
+        if call.window is not None:
             visible &= pages.in_window(rows, key, position[tile])
-        k, v = load_kv(kv, row_ids, pages.heads(rows))
-        return k, v, jnp.repeat(visible, num_heads // num_kv_heads, axis=2)
+        k, v = load_kv(call.kv, row_ids, pages.heads(rows))
+        return k, v, jnp.repeat(visible, call.group, axis=2)
 
     out, lse = attend_rows(
-        lanes.split(q[queries.token], num_kv_heads),
+        lanes.split(call.q[queries.token], num_kv_heads),
         pages.num_tiles,
         load_tile,
-        value_dim=head_dim,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
+        value_dim=call.head_dim,
+        sm_scale=call.scale,
+        soft_cap=call.soft_cap,
         group_rows=settings.group_rows,
     )
     out, lse = (lanes.join(x, settings.tile_queries) for x in (out, lse))
     out, lse = queries.unpack(out, num_tokens, 0.0), queries.unpack(lse, num_tokens, -jnp.inf)
-    return apply_sinks(out, lse, sinks).astype(out_dtype), lse
+    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Literal
 
-from jaxtyping import Array, Int32
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.ops.plan_decode.config import TILE_TOKENS, plan_config
 from pallas_attn.portable.schedule import Sharing
-from pallas_attn.types import DecodePlan, HeadWindow, Implementation
+from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent
 
 FIXED_PIECE_TOKENS = 2048
 """Where `fixed` mode cuts: every row at multiples of this many of its visible tokens."""
 
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.plan_decode.mosaic_sm90 as implementation
-
-    return implementation.plan_decode
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.plan_decode.xla as implementation
-
-    return implementation.plan_decode
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}
+type Mode = Literal["balanced", "fixed"]
 
 
 def plan_decode(
+    q: Float[Array, "B Q Hq D"] | jax.ShapeDtypeStruct | tuple[Any, Any],
+    cache: PagedKV | PagedLatent,
+    block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"] | jax.ShapeDtypeStruct,
     kv_lens: Int32[Array, "B"],
     *,
     q_lens: Int32[Array, "B"] | None = None,
     window: int | HeadWindow | None = None,
-    page_size: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    num_programs: int,
-    mode: Literal["balanced", "fixed"] = "balanced",
+    soft_cap: float | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    mode: Mode = "balanced",
+    num_programs: int | None = None,
     implementation: Implementation = None,
 ) -> DecodePlan:
-    """Plans a decode step once for all layers of equal windows; jittable, without a look at the host.
+    """Plans the decode calls of a step that have these arguments, once for all layers; jittable, without a look at the
+    host.
+
+    The plan serves every call that has the same sizes, lengths and windows; scales, learned sinks, soft caps and
+    the values of q, cache and tables may differ from layer to layer. It carries what it was made for, and a call of
+    other sizes refuses it. A call without a plan makes its own, in every layer.
 
     A row (one KV head of one sequence) costs its visible pages and a constant. In `balanced` mode every program gets an
     equal share of the total cost, and rows are cut where a share ends; or, where that is nearly as even, some rows
@@ -51,48 +51,156 @@ def plan_decode(
     then share whole pieces.
 
     Args:
+      q: as `paged_decode` takes it or, for `mla_decode`, the pair (q_latent, q_rope).
+      cache: the `PagedKV` or `PagedLatent` of any of the layers.
+      block_tables: as the calls take them. Of q, cache and block_tables only shapes and dtypes matter, so
+        `jax.ShapeDtypeStruct`s will do.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens: real queries of each row; None for one each.
-      window: None, an int or a `HeadWindow`: what the decode calls are given.
-      page_size: ps.
-      num_q_heads, num_kv_heads: Hq and Hkv; 1 KV head for latent attention.
-      num_programs: programs the kernel runs, such as the number of multiprocessors.
+      q_lens, window, soft_cap, out_dtype: as the calls take them; `mla_decode` has neither window nor soft cap.
       mode: "balanced" or "fixed".
-      implementation: None, a name, or names to try in order; all give the same plan.
+      num_programs: programs that share the pages; None for as many as run side by side here. Fewer leave
+        multiprocessors to other work.
+      implementation: that of the calls.
 
     Raises:
-      ValueError: sizes below 1, heads that do not divide, an unknown mode.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: arguments that do not fit each other, an unknown mode.
+      NotImplementedError: the implementation named does not support such calls.
+
+    Example:
+      >>> kv = pallas_attn.PagedKV.allocate(
+      ...     pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+      ... )
+      >>> q, kv_lens = jnp.ones((2, 1, 2, 8)), jnp.array([9, 3], jnp.int32)
+      >>> block_tables = jnp.array([[0, 1, 2], [3, -1, -1]], jnp.int32)
+      >>> plan = pallas_attn.plan_decode(q, kv, block_tables, kv_lens, window=4)
+      >>> pallas_attn.paged_decode(q, kv, block_tables, kv_lens, window=4, plan=plan).shape
+      (2, 1, 2, 8)
+      >>> pallas_attn.paged_decode(q, kv, block_tables, kv_lens, window=5, plan=plan)
+      Traceback (most recent call last):
+      ValueError: plan: was made for window = 4, this call has window = 5; ...
     """
-    dims = checks.Dims()
-    dims.check("kv_lens", kv_lens, "B", checks.INT)
-    if q_lens is not None:
-        dims.check("q_lens", q_lens, "B", checks.INT)
-    sizes = {"page_size": page_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
-    for name, value in (sizes | {"num_programs": num_programs}).items():
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
-    checks.check_window(window, num_kv_heads)
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
-    if mode == "fixed":
-        sharing = Sharing(overhead=0, cut=0, least=1, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
-    else:
-        costs = plan_config(page_size)
-        sharing = Sharing(
-            overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, piece_pages=0
-        )
-    return dispatch.run(
-        "plan_decode",
-        IMPLEMENTATIONS,
-        implementation,
+    if num_programs is not None and num_programs < 1:
+        raise ValueError(f"num_programs: expected at least 1, got {num_programs}")
+    followers = []
+
+    def find_follower(q: Any, cache: Any, block_tables: Any, kv_lens: Any, q_lens: Any, head_window: Any) -> None:
+        shown = window if head_window is None else head_window
+        call = _decode_call(q, cache, block_tables, kv_lens, q_lens, shown, soft_cap, out_dtype)
+        call.validate()
+
+        def follow(name: str, module: ModuleType) -> tuple[str, str, int | None]:
+            wanted = module.num_programs(call) if hasattr(module, "num_programs") else None
+            return name, module.__name__.rpartition(".")[2], wanted
+
+        followers.append((call.plan_key, *dispatch.choose(call.op, implementation, follow)))
+
+    head_window = window if isinstance(window, HeadWindow) else None
+    jax.eval_shape(find_follower, q, cache, block_tables, kv_lens, q_lens, head_window)  # shapes become arrays there
+    ((made_for, name, module, wanted),) = followers
+    call = PlanDecodeCall(
         kv_lens,
-        q_lens,
+        _planned_queries(q_lens, kv_lens, made_for.num_queries),
         window,
-        sharing,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
+        sharing=sharing_of(mode, made_for.page_size),
+        num_programs=num_programs or wanted or 1,
+        made_for=made_for,
+        implementation=module,
+    )
+    names = dispatch.candidates(made_for.op, implementation)
+    planners = [name for name in names[names.index(name) :] if name in dispatch.implementations("plan_decode")]
+    return dispatch.run(call, ["xla"] if wanted is None else planners or ["xla"])
+
+
+def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_programs: int) -> DecodePlan:
+    """The plan of a decode call, or one made for it where it has none.
+
+    Args:
+      call: a call that is being run.
+      implementation: module that runs it, such as "mosaic_sm90".
+      num_programs: programs that share the pages in a plan made here.
+
+    Raises:
+      ValueError: the call's plan was made for another implementation.
+    """
+    if call.plan is not None:
+        if call.plan.implementation != implementation:
+            raise ValueError(
+                f"plan: was made for implementation {call.plan.implementation!r}, this call runs {implementation!r}; "
+                "plan_decode takes the implementation of the calls"
+            )
+        return call.plan
+    own = PlanDecodeCall(
+        call.kv_lens,
+        _planned_queries(call.q_lens, call.kv_lens, call.num_queries),
+        call.window if isinstance(call, PagedDecodeCall) else None,
+        sharing=sharing_of("balanced", call.page_size),
         num_programs=num_programs,
+        made_for=call.plan_key,
+        implementation=implementation,
+    )
+    return dispatch.run(own, ("mosaic", "xla"))
+
+
+def _decode_call(
+    q: Any,
+    cache: Any,
+    block_tables: Any,
+    kv_lens: Any,
+    q_lens: Any,
+    window: int | HeadWindow | None,
+    soft_cap: float | None,
+    out_dtype: Any,
+) -> PagedDecodeCall | MlaDecodeCall:
+    """A call that would follow the plan."""
+    if isinstance(cache, PagedKV):
+        return PagedDecodeCall(
+            q,
+            cache,
+            block_tables,
+            kv_lens,
+            q_lens=q_lens,
+            window=window,
+            sinks=None,
+            draft_mask=None,
+            plan=None,
+            sm_scale=None,
+            soft_cap=soft_cap,
+            out_dtype=out_dtype,
+        )
+    if not isinstance(q, tuple) or len(q) != 2:
+        raise ValueError("q: expected the pair (q_latent, q_rope) with a PagedLatent, got one array")
+    for name, option in (("window", window), ("soft_cap", soft_cap)):
+        if option is not None:
+            raise ValueError(f"{name}: expected None, mla_decode has none; got {option!r}")
+    return MlaDecodeCall(
+        *q,
+        cache,
+        block_tables,
+        kv_lens,
+        q_lens=q_lens,
+        draft_mask=None,
+        plan=None,
+        sm_scale=1.0,
+        out_dtype=out_dtype,
+    )
+
+
+def _planned_queries(
+    q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int
+) -> Int32[Array, "B"] | None:
+    """Real queries of each sequence, or None for one each."""
+    if q_lens is None and num_queries > 1:
+        return jnp.full_like(kv_lens, num_queries)
+    return q_lens
+
+
+def sharing_of(mode: Mode, page_size: int) -> Sharing:
+    """What rows and cuts cost in a mode."""
+    if mode == "fixed":
+        return Sharing(overhead=0, cut=0, least=1, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
+    costs = plan_config(page_size)
+    return Sharing(
+        overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, piece_pages=0
     )

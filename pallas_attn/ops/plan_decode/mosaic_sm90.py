@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int32
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, unknown_zero
 from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
 from pallas_attn.mosaic.row_layout import THREADS
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
 from pallas_attn.portable.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
@@ -129,30 +129,21 @@ class Memory(NamedTuple):
     lanes: Any
 
 
-def plan_decode(
-    kv_lens: Int32[Array, "B"],
-    q_lens: Int32[Array, "B"] | None,
-    window: int | HeadWindow | None,
-    sharing: Sharing,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    num_programs: int,
-) -> DecodePlan:
-    basics.require_hopper()
-    rows = kv_lens.shape[0] * num_kv_heads
+def plan_decode(call: PlanDecodeCall) -> DecodePlan:
+    basics.require_capability((9, 0))
+    rows = call.kv_lens.shape[0] * call.num_kv_heads
     if rows > MAX_ROWS:
         raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")
     static = Static(
-        sharing=sharing,
-        window=window if isinstance(window, int) else FULL,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
+        sharing=call.sharing,
+        window=call.window if isinstance(call.window, int) else FULL,
+        num_kv_heads=call.num_kv_heads,
+        page_size=call.page_size,
         rows=rows,
-        programs=num_programs,
+        programs=call.num_programs,
     )
     sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
-    keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if sharing.are_dealt(rows) else None
+    keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if call.sharing.are_dealt(rows) else None
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(Outputs.types(static),),
@@ -160,8 +151,17 @@ def plan_decode(
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
-    )(basics.materialize(Inputs(kv_lens, q_lens, window if isinstance(window, HeadWindow) else None)))
-    return DecodePlan(**outputs._asdict(), page_size=page_size, piece_pages=sharing.piece_pages)
+    )(
+        basics.materialize(
+            Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
+        )
+    )
+    return DecodePlan(
+        **outputs._asdict(),
+        made_for=call.made_for,
+        implementation=call.implementation,
+        piece_pages=call.sharing.piece_pages,
+    )
 
 
 def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:

@@ -10,27 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
 from pallas_attn.portable.segments import stretch_of
 from pallas_attn.portable.visibility import PageWalk, head_windows, page_walk
-from pallas_attn.types import DecodePlan, HeadWindow
+from pallas_attn.types import DecodePlan
 
 
-def plan_decode(
-    kv_lens: Int32[Array, "B"],
-    q_lens: Int32[Array, "B"] | None,
-    window: int | HeadWindow | None,
-    sharing: Sharing,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    num_programs: int,
-) -> DecodePlan:
-    q_lens = jnp.ones_like(kv_lens) if q_lens is None else q_lens
-    windows = head_windows(window, num_kv_heads)
+def plan_decode(call: PlanDecodeCall) -> DecodePlan:
+    kv_lens, sharing, num_programs = call.kv_lens, call.sharing, call.num_programs
+    q_lens = jnp.ones_like(kv_lens) if call.q_lens is None else call.q_lens
+    windows = head_windows(call.window, call.num_kv_heads)
     first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
     end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
-    walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=page_size)
+    walk = page_walk(first_query, end, windows.window[None], windows.sink_tokens[None], page_size=call.page_size)
     walk = PageWalk(*(x.reshape(-1) for x in walk))
     rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
     share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
@@ -51,7 +44,8 @@ def plan_decode(
         next_place=_next_busy(num_pages),
         merged_place=_merged(cuts.piece_offsets),
         **cuts._asdict(),
-        page_size=page_size,
+        made_for=call.made_for,
+        implementation=call.implementation,
         piece_pages=sharing.piece_pages,
     )
 

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.types import Implementation
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.ragged_attention.mosaic_sm90 as implementation
-
-    return implementation.ragged_attention
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.ragged_attention.xla as implementation
-
-    return implementation.ragged_attention
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.ragged_attention.reference as implementation
-
-    return implementation.ragged_attention
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def ragged_attention(
@@ -67,27 +44,7 @@ def ragged_attention(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    dims = checks.Dims()
-    dims.check("q", q, "T Hq Dk", checks.PLAIN)
-    dims.check("k", k, "U Hkv Dk", (q.dtype,))
-    dims.check("v", v, "U Hkv Dv", (q.dtype,))
-    checks.check_heads(dims["Hq"], dims["Hkv"])
-    if cu_q_lens.ndim != 1 or cu_q_lens.shape[0] < 2:
-        raise ValueError(f"cu_q_lens: expected shape [S+1] with S at least 1, got {list(cu_q_lens.shape)}")
-    checks.check_dtype("cu_q_lens", cu_q_lens, checks.INT)
-    checks.Dims(S=cu_q_lens.shape[0] - 1).check("cu_kv_lens", cu_kv_lens, "S+1", checks.INT)
-    checks.check_positive("sm_scale", sm_scale)
-    out, lse = dispatch.run(
-        "ragged_attention",
-        IMPLEMENTATIONS,
-        implementation,
-        q,
-        k,
-        v,
-        cu_q_lens,
-        cu_kv_lens,
-        causal=causal,
-        sm_scale=1.0 / math.sqrt(dims["Dk"]) if sm_scale is None else sm_scale,
-        out_dtype=checks.output_dtype(out_dtype, q.dtype),
-    )
+    call = RaggedAttentionCall(q, k, v, cu_q_lens, cu_kv_lens, causal=causal, sm_scale=sm_scale, out_dtype=out_dtype)
+    call.validate()
+    out, lse = dispatch.run(call, implementation)
     return (out, lse) if return_lse else out

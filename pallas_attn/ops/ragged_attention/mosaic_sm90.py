@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
@@ -27,6 +27,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listing, list_blocks
 from pallas_attn.mosaic.sm90.flash.split import Cuts
 from pallas_attn.mosaic.sm90.flash.work import Block, Piece, Queue, Work, aligned, padded
 from pallas_attn.ops.ragged_attention import config
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
 """Widths of keys and values."""
@@ -47,7 +48,7 @@ class Inputs(NamedTuple):
     count: Any
 
 
-class Call(NamedTuple):
+class RaggedSizes(NamedTuple):
     """What a kernel is compiled for, beside `Static`."""
 
     causal: bool
@@ -56,29 +57,19 @@ class Call(NamedTuple):
     programs: int
 
 
-def ragged_attention(
-    q: Float[Array, "T Hq Dk"],
-    k: Float[Array, "U Hkv Dk"],
-    v: Float[Array, "U Hkv Dv"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    cu_kv_lens: Int32[Array, "S_plus_1"],
-    *,
-    causal: bool,
-    sm_scale: float,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    q, k, v, causal, out_dtype = call.q, call.k, call.v, call.causal, call.output_dtype
     _refuse(q, k, v)
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = q.shape, v.shape
     if not num_tokens or not num_keys:
-        out = jnp.zeros((num_tokens, num_heads, value_dim), out_dtype)
-        return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
-    queries = num_tokens // (cu_q_lens.shape[0] - 1)
+        return call.without_keys()
+    queries = num_tokens // call.num_sequences
     settings = config.mosaic_config(config.MosaicKey(key_dim, value_dim, long=queries >= config.LONG))
     static = Static(
-        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=sm_scale
+        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=call.scale
     )
     listing = Listing(num_tokens, static.queries, static.tile_keys, causal)
-    lengths = Lengths(cu_q_lens, cu_kv_lens)
+    lengths = Lengths(call.cu_q_lens, call.cu_kv_lens)
     cuts = Cuts.of(heads=num_heads, blocks=listing.num_blocks(lengths), limit=-(-num_keys // static.tile_keys))
     listed = list_blocks(listing, lengths, cuts)
     q = padded(q, QUERIES)
@@ -89,7 +80,7 @@ def ragged_attention(
     taken = Queue.untouched(listed.zero, programs, pieces)
     rows = cuts.most * num_tokens * num_heads
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, static, Call(causal, num_tokens, together, programs)),
+        functools.partial(_kernel, static, RaggedSizes(causal, num_tokens, together, programs)),
         out_type=(
             jax.ShapeDtypeStruct((rows, value_dim), out_dtype if cuts.most == 1 else jnp.float32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -107,14 +98,14 @@ def ragged_attention(
 
 def _refuse(q: Float[Array, "T Hq Dk"], k: Float[Array, "U Hkv Dk"], v: Float[Array, "U Hkv Dv"]) -> None:
     """Raises NotImplementedError for what the kernel does not take."""
-    basics.require_hopper()
+    basics.require_capability((9, 0))
     refusals.require_dtypes(q, k)
     if (q.shape[2], v.shape[2]) not in HEADS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {taken}, got {q.shape[2]}/{v.shape[2]}")
 
 
-def _kernel(static: Static, call: Call, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref) -> None:
+def _kernel(static: Static, call: RaggedSizes, x: Inputs, taken: Ref | None, out: Ref, lse: Ref, *scratch: Ref) -> None:
     *memory, told, landed = scratch
     warpgroup, mem, num_heads = lax.axis_index("warpgroup"), Memory(*memory), x.q.shape[1]
 
@@ -158,7 +149,7 @@ class _Rows(NamedTuple):
     """
 
     static: Static
-    call: Call
+    call: RaggedSizes
     num_keys: int
     piece: Piece
     start: Any
@@ -168,7 +159,7 @@ class _Rows(NamedTuple):
     tiles: Any
 
     @staticmethod
-    def of(static: Static, call: Call, x: Inputs, piece: Piece, number: Any) -> _Rows:
+    def of(static: Static, call: RaggedSizes, x: Inputs, piece: Piece, number: Any) -> _Rows:
         block = piece.block
         start = block.start + number * QUERIES
         first = jnp.minimum(start, x.q.shape[0] - QUERIES)

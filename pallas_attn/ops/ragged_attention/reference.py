@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.portable import oracle
 
 
-def ragged_attention(
-    q: Float[Array, "T Hq Dk"],
-    k: Float[Array, "U Hkv Dk"],
-    v: Float[Array, "U Hkv Dv"],
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    cu_kv_lens: Int32[Array, "S_plus_1"],
-    *,
-    causal: bool,
-    sm_scale: float,
-    out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    q, cu_q_lens, cu_kv_lens = call.q, call.cu_q_lens, call.cu_kv_lens
     query = jnp.arange(q.shape[0], dtype=jnp.int32)
-    key = jnp.arange(k.shape[0], dtype=jnp.int32)
+    key = jnp.arange(call.num_keys, dtype=jnp.int32)
     sequence_of_query = jnp.searchsorted(cu_q_lens[1:], query, side="right")
     sequence_of_key = jnp.searchsorted(cu_kv_lens[1:], key, side="right")
     visible = (sequence_of_query[:, None] == sequence_of_key[None]) & (query < cu_q_lens[-1])[:, None]
-    if causal:
+    if call.causal:
         from_end_of_query = cu_q_lens[1:].at[sequence_of_query].get(mode="clip") - query
         from_end_of_key = cu_kv_lens[1:].at[sequence_of_key].get(mode="clip") - key
         visible &= from_end_of_key[None] >= from_end_of_query[:, None]
-    k, v = (x.swapaxes(0, 1)[None] for x in (k, v))
+    k, v = (x.swapaxes(0, 1)[None] for x in (call.k, call.v))
 
     def attend(
         query: tuple[Float[Array, "Hq Dk"], Bool[Array, "U"]],
     ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
         """One query alone, so that NaN among what others see leaves no trace in it."""
         q, visible = query
-        out, lse = oracle.attention(q[None, None], k, v, visible[None, None, None], sm_scale=sm_scale)
+        out, lse = oracle.attention(q[None, None], k, v, visible[None, None, None], sm_scale=call.scale)
         return out[0, 0], lse[0, 0]
 
     out, lse = lax.map(attend, (q, visible))
-    return out.astype(out_dtype), lse
+    return out.astype(call.output_dtype), lse

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import overload
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.types import Implementation, PagedKV, Rope
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.write_kv.mosaic_sm90 as implementation
-
-    return implementation.write_kv
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.write_kv.xla as implementation
-
-    return implementation.write_kv
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.write_kv.reference as implementation
-
-    return implementation.write_kv
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 @overload
@@ -101,40 +81,9 @@ def write_kv(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    _validate(kv, k, v, slots, rope, q)
-    if k.shape[0] == 0:
+    call = WriteKVCall(kv, k, v, slots, rope=rope, q=q)
+    call.validate()
+    if not call.num_tokens:
         return kv if q is None else (kv, q)
-    kv, rotated = dispatch.run("write_kv", IMPLEMENTATIONS, implementation, kv, k, v, slots, rope=rope, q=q)
+    kv, rotated = dispatch.run(call, implementation)
     return kv if rotated is None else (kv, rotated)
-
-
-def _validate(kv: PagedKV, k: Any, v: Any, slots: Any, rope: Rope | None, q: Any) -> None:
-    dims = checks.Dims()
-    checks.check_kv(kv, dims)
-    dims.check("k", k, "T Hkv D", checks.PLAIN)
-    dims.check("v", v, "T Hkv D", checks.PLAIN)
-    dims.check("slots", slots, "T Hkv" if slots.ndim == 2 else "T", checks.INT)
-    if q is not None:
-        if rope is None:
-            raise ValueError("q: expected None without rope, there is nothing to do to it")
-        dims.check("q", q, "T Hq D", checks.PLAIN)
-        checks.check_heads(dims["Hq"], dims["Hkv"])
-    if rope is not None:
-        _validate_rope(rope, dims, has_q=q is not None)
-
-
-def _validate_rope(rope: Rope, dims: checks.Dims, *, has_q: bool) -> None:
-    dims.check("rope.cos", rope.cos, "T half", checks.F32)
-    dims.check("rope.sin", rope.sin, "T half", checks.F32)
-    if 2 * dims["half"] > dims["D"]:
-        raise ValueError(f"rope.cos: expected at most D/2 = {dims['D'] // 2} columns, got {dims['half']}")
-    if rope.q_norm is not None and not has_q:
-        raise ValueError("rope.q_norm: expected None without q, there is nothing to norm")
-    for name, norm in (("rope.q_norm", rope.q_norm), ("rope.k_norm", rope.k_norm)):
-        if norm is not None:
-            dims.check(name, norm, "D", checks.PLAIN)
-    if rope.style not in ("neox", "interleaved"):
-        raise ValueError(f"rope.style: expected 'neox' or 'interleaved', got {rope.style!r}")
-    if rope.norm_order not in ("before_rope", "after_rope"):
-        raise ValueError(f"rope.norm_order: expected 'before_rope' or 'after_rope', got {rope.norm_order!r}")
-    checks.check_positive("rope.norm_eps", rope.norm_eps)

@@ -40,6 +40,7 @@ from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.sm90.dequantise import scale_layout
+from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.ops.write_kv.config import MosaicKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile
 from pallas_attn.ops.write_kv.mosaic_rounding import Divisor, divide
@@ -53,18 +54,11 @@ MANY_VALUES = 64
 """How many leave none for v, which then has to come after k, nor for addresses of less than 8 values each."""
 
 
-def write_kv(
-    kv: PagedKV,
-    k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
-    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
-    *,
-    rope: Rope | None,
-    q: Float[Array, "T Hq D"] | None,
-) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
-    basics.require_hopper()
-    static = Static.of(kv, slots, rope, 0 if q is None else q.shape[0] * q.shape[1])
-    x, arrays = Inputs.of(kv, k, v, slots, rope, q), Pool.of(kv)
+def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    basics.require_capability((9, 0))
+    kv, q = call.kv, call.q
+    static = Static.of(kv, call.slots, call.rope, 0 if q is None else q.shape[0] * q.shape[1])
+    x, arrays = Inputs.of(kv, call.k, call.v, call.slots, call.rope, q), Pool.of(kv)
     writers = _note_writers(static, x.slots) if static.grouped else None
     pool = Pool(
         k=basics.alias_in_place(flat(arrays.k)),

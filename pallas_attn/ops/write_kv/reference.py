@@ -5,25 +5,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
 from pallas_attn.portable.rope import apply_rope
-from pallas_attn.types import PagedKV, Rope
+from pallas_attn.types import PagedKV
 
 
-def write_kv(
-    kv: PagedKV,
-    k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
-    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
-    *,
-    rope: Rope | None,
-    q: Float[Array, "T Hq D"] | None,
-) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    kv, k, q, rope, slots = call.kv, call.k, call.q, call.rope, call.slots
     if rope is not None:
         k = apply_rope(k, rope, rope.k_norm)
         q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
     new_k, new_k_scale = _write(kv.k, kv.k_scale, k, slots)
-    new_v, new_v_scale = _write(kv.v, kv.v_scale, v, slots)
+    new_v, new_v_scale = _write(kv.v, kv.v_scale, call.v, slots)
     return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
 
 

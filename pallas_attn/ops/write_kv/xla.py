@@ -8,34 +8,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
 from pallas_attn.portable.rope import apply_rope
-from pallas_attn.types import PagedKV, Rope
+from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23
 """How much of the cache is in flight at a time while earlier tokens are re-quantised."""
 
 
-def write_kv(
-    kv: PagedKV,
-    k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
-    slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
-    *,
-    rope: Rope | None,
-    q: Float[Array, "T Hq D"] | None,
-) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    kv, k, q, rope = call.kv, call.k, call.q, call.rope
     if rope is not None:
         k = apply_rope(k, rope, rope.k_norm)
         q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
-    at = _locate(slots, kv.k.shape)
+    at = _locate(call.slots, kv.k.shape)
     if kv.k_scale is None or kv.v_scale is None or kv.k_scale.ndim < 3:
         new_k = _write_static(kv.k, kv.k_scale, k, at)
-        new_v = _write_static(kv.v, kv.v_scale, v, at)
+        new_v = _write_static(kv.v, kv.v_scale, call.v, at)
         return PagedKV(new_k, new_v, kv.k_scale, kv.v_scale), q
     groups = _group(at, kv.page_size // kv.k_scale.shape[-1])
     new_k, new_k_scale = _write_dynamic(kv.k, kv.k_scale, k, at, groups)
-    new_v, new_v_scale = _write_dynamic(kv.v, kv.v_scale, v, at, groups)
+    new_v, new_v_scale = _write_dynamic(kv.v, kv.v_scale, call.v, at, groups)
     return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
 
 

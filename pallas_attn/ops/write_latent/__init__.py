@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import dispatch
+from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import Implementation, PagedLatent
-
-
-def _mosaic() -> Any:
-    import pallas_attn.ops.write_latent.mosaic_sm90 as implementation
-
-    return implementation.write_latent
-
-
-def _xla() -> Any:
-    import pallas_attn.ops.write_latent.xla as implementation
-
-    return implementation.write_latent
-
-
-def _reference() -> Any:
-    import pallas_attn.ops.write_latent.reference as implementation
-
-    return implementation.write_latent
-
-
-IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla, "reference": _reference}
 
 
 def write_latent(
@@ -53,9 +33,7 @@ def write_latent(
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
     """
-    dims = checks.Dims()
-    dims.check("cache.pages", cache.pages, "N ps LR", checks.PLAIN)
-    dims.check("latent", latent, "T LR", checks.PLAIN)
-    dims.check("slots", slots, "T", checks.INT)
-    latent = latent.astype(cache.pages.dtype)
-    return dispatch.run("write_latent", IMPLEMENTATIONS, implementation, cache, latent, slots)
+    call = WriteLatentCall(cache, latent, slots)
+    call.validate()
+    call = dataclasses.replace(call, latent=latent.astype(cache.pages.dtype))
+    return dispatch.run(call, implementation)

@@ -17,31 +17,31 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.row_copy import copy_layout, copy_rows
 from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
 
-def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
-    basics.require_hopper()
-    num_pages, page_size, width = cache.pages.shape
+def write_latent(call: WriteLatentCall) -> PagedLatent:
+    basics.require_capability((9, 0))
+    num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)
-    if not slots.shape[0]:
-        return cache
-    layout = copy_layout(width, latent.dtype)
-    rows = basics.alias_in_place(cache.pages.reshape(-1, width))
+    if not call.slots.shape[0]:
+        return call.cache
+    layout = copy_layout(width, call.latent.dtype)
+    rows = basics.alias_in_place(call.cache.pages.reshape(-1, width))
     plgpu.kernel(
         functools.partial(_kernel, layout),
         out_type=(),
-        grid=(pl.cdiv(slots.shape[0], layout.rows),),
+        grid=(pl.cdiv(call.slots.shape[0], layout.rows),),
         grid_names=("program",),
         kernel_name="write_latent",
-    )(*basics.materialize((latent, slots)), rows)
-    return PagedLatent(basics.read_back(rows).reshape(cache.pages.shape))
+    )(*basics.materialize((call.latent, call.slots)), rows)
+    return PagedLatent(basics.read_back(rows).reshape(call.cache.pages.shape))
 
 
 def _kernel(layout: RowLayout, latent: Ref, slots: Ref, rows: Ref) -> None:

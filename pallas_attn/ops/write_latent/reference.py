@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
 
-def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
-    num_pages, page_size, _ = cache.pages.shape
+def write_latent(call: WriteLatentCall) -> PagedLatent:
+    num_pages, page_size, _ = call.cache.pages.shape
 
     def write(pages: Float[Array, "N ps LR"], token: tuple[Float[Array, "LR"], Int32[Array, ""]]):
         latent, slot = token
@@ -18,4 +19,4 @@ def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[
         written = lax.dynamic_update_slice(pages, latent[None, None], (page, offset, jnp.zeros_like(page)))
         return jnp.where((page >= 0) & (page < num_pages), written, pages), None
 
-    return PagedLatent(lax.scan(write, cache.pages, (latent, slots))[0])
+    return PagedLatent(lax.scan(write, call.cache.pages, (call.latent, call.slots))[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
 
+from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
 
-def write_latent(cache: PagedLatent, latent: Float[Array, "T LR"], slots: Int32[Array, "T"]) -> PagedLatent:
-    num_pages, page_size, _ = cache.pages.shape
-    page = jnp.where(slots < 0, num_pages, slots // page_size)  # .at[-1] would wrap; one past the end is dropped
-    return PagedLatent(cache.pages.at[page, slots % page_size].set(latent, mode="drop"))
+def write_latent(call: WriteLatentCall) -> PagedLatent:
+    num_pages, page_size, _ = call.cache.pages.shape
+    # .at[-1] would wrap; a page past the end is dropped.
+    page = jnp.where(call.slots < 0, num_pages, call.slots // page_size)
+    return PagedLatent(call.cache.pages.at[page, call.slots % page_size].set(call.latent, mode="drop"))

@@ -1,0 +1,119 @@
+"""Prints what runs here: the device, versions, and the implementation that each operation would choose.
+
+python -m pallas_attn
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import PagedKV, PagedLatent, __version__, device, dispatch, explain
+from pallas_attn.explain import CANDIDATES_OF
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "numpy")
+VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE)
+
+SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
+LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128
+
+
+def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of a typical bfloat16 call of each operation, as shapes."""
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    pages = floats(SEQUENCES * PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    kv = PagedKV(pages, pages)
+    cache = PagedLatent(floats(SEQUENCES * PAGES, PAGE_SIZE, LATENT_DIM + ROPE_DIM))
+    tables, lens, offsets = ints(SEQUENCES, PAGES), ints(SEQUENCES), ints(SEQUENCES + 1)
+    decoded = floats(SEQUENCES, 1, Q_HEADS, HEAD_DIM)
+    packed, packed_kv = floats(TOKENS, Q_HEADS, HEAD_DIM), floats(TOKENS, KV_HEADS, HEAD_DIM)
+    latents, rotated = (floats(SEQUENCES, 1, Q_HEADS, width) for width in (LATENT_DIM, ROPE_DIM))
+    latent_new, slots = floats(TOKENS, LATENT_DIM + ROPE_DIM), ints(TOKENS)
+    up_projection = floats(Q_HEADS, NOPE_DIM, LATENT_DIM)
+    expanded = floats(TOKENS, Q_HEADS, NOPE_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM), latent_new, cache
+    return {
+        "paged_decode": ((decoded, kv, tables, lens), {}),
+        "paged_prefill": ((packed, kv, tables, offsets, lens), {}),
+        "mla_decode": ((latents, rotated, cache, tables, lens), {"sm_scale": 0.1}),
+        "mla_prefill": ((*expanded, up_projection, up_projection, tables, offsets, lens), {"sm_scale": 0.1}),
+        "ragged_attention": ((packed, packed_kv, packed_kv, offsets, offsets), {}),
+        "plan_decode": ((decoded, kv, tables, lens), {}),
+        "write_kv": ((kv, packed_kv, packed_kv, slots), {}),
+        "write_latent": ((cache, latent_new, slots), {}),
+        "gather_latent": ((cache, latent_new, tables, offsets, lens), {"length": 2 * TOKENS}),
+    }
+
+
+def device_words(here: device.Device, memory: int | None) -> str:
+    """The card in words; what is not known is left out."""
+    words = [here.name]
+    if here.capability is not None:
+        words.append("compute capability " + ".".join(map(str, here.capability)))
+    if here.interpreted:
+        words.append("Mosaic kernels interpreted")
+    if here.multiprocessors is not None:
+        words.append(f"{here.multiprocessors} multiprocessors")
+    if here.shared_bytes_per_block is not None:
+        words.append(f"{here.shared_bytes_per_block // 1024} KiB of shared memory a block")
+    if here.shared_bytes_per_multiprocessor is not None:
+        words.append(f"{here.shared_bytes_per_multiprocessor // 1024} KiB a multiprocessor")
+    if memory is not None:
+        words.append(f"{memory / 2**30:.1f} GiB of memory")
+    return ", ".join(words)
+
+
+def versions() -> str:
+    """Versions of Python and of the packages that are installed."""
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def lines() -> Iterator[str]:
+    """What is printed, line by line."""
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
+    rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
+    yield from aligned(rows)
+    yield ""
+    table = [("operation", "runs", "not")]
+    calls = typical_calls()
+    for op in CANDIDATES_OF:
+        arguments, options = calls[op]
+        explanation = explain(op, *arguments, **options)
+        reasons = [f"{name}: {reason}" for name, reason in explanation.refused.items()] or [""]
+        table.append((op, explanation.chosen or "none", reasons[0]))
+        table += [("", "", reason) for reason in reasons[1:]]
+    yield from aligned(table)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The cells of a table in columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def main() -> None:
+    """Prints it all; each operation is asked about a call of typical shapes in bfloat16, without running anything."""
+    for line in lines():
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""One call of `gather_latent`, as every implementation takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.types import PagedLatent
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatherLatentCall:
+    """The arguments of `gather_latent`, described there."""
+
+    op: ClassVar[str] = "gather_latent"
+
+    cache: PagedLatent
+    latent_new: Float[Array, "T LR"]
+    block_tables: Int32[Array, "S P"]
+    cu_q_lens: Int32[Array, "S_plus_1"]
+    kv_lens: Int32[Array, "S"]
+    length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_sequences(self) -> int:
+        return self.kv_lens.shape[0]
+
+    def validate(self) -> None:
+        """Raises ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
+        dims.check("latent_new", self.latent_new, "T LR", (self.cache.pages.dtype,))
+        dims.check("block_tables", self.block_tables, "S P", checks.INT)
+        dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
+        dims.check("kv_lens", self.kv_lens, "S", checks.INT)
+        if self.length < 1:
+            raise ValueError(f"length: expected at least 1, got {self.length}")

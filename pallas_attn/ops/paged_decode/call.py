@@ -1,0 +1,102 @@
+"""One call of `paged_decode`, as every implementation takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedDecodeCall:
+    """The arguments of `paged_decode`, described there; `return_lse` and `implementation` are not the kernel's."""
+
+    op: ClassVar[str] = "paged_decode"
+
+    q: Float[Array, "B Q Hq D"]
+    kv: PagedKV
+    block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"]
+    kv_lens: Int32[Array, "B"]
+    q_lens: Int32[Array, "B"] | None
+    window: int | HeadWindow | None
+    sinks: Float[Array, "Hq"] | None
+    draft_mask: Bool[Array, "B Q Q"] | None
+    plan: DecodePlan | None
+    sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_queries(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[2] // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def page_size(self) -> int:
+        return self.kv.page_size
+
+    @property
+    def scale(self) -> float:
+        """`sm_scale`, or D**-0.5 for None."""
+        return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
+
+    @property
+    def output_dtype(self) -> jnp.dtype:
+        """`out_dtype`, or q's for None."""
+        return checks.output_dtype(self.out_dtype, self.q.dtype)
+
+    @property
+    def plan_key(self) -> PlanKey:
+        batch, num_queries, num_q_heads, _ = self.q.shape
+        return PlanKey(
+            op=self.op,
+            batch=batch,
+            num_queries=num_queries,
+            num_q_heads=num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            page_size=self.page_size,
+            table_pages=self.block_tables.shape[-1],
+            window=checks.window_key(self.window),
+            q_lens=self.q_lens is not None,
+        )
+
+    def validate(self) -> None:
+        """Raises ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("q", self.q, "B Q Hq D", checks.PLAIN)
+        checks.check_kv(self.kv, dims)
+        checks.check_heads(dims["Hq"], dims["Hkv"])
+        checks.check_block_tables(self.block_tables, dims, rows="B")
+        dims.check("kv_lens", self.kv_lens, "B", checks.INT)
+        if self.q_lens is not None:
+            dims.check("q_lens", self.q_lens, "B", checks.INT)
+        checks.check_window(self.window, dims["Hkv"])
+        if self.sinks is not None:
+            dims.check("sinks", self.sinks, "Hq", checks.F32)
+        if self.draft_mask is not None:
+            dims.check("draft_mask", self.draft_mask, "B Q Q", checks.BOOL)
+        checks.check_positive("sm_scale", self.sm_scale)
+        checks.check_positive("soft_cap", self.soft_cap)
+        checks.output_dtype(self.out_dtype, self.q.dtype)
+        if self.plan is not None:
+            checks.check_plan(self.plan, self.plan_key)

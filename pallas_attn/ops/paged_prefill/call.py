@@ -1,0 +1,88 @@
+"""One call of `paged_prefill`, as every implementation takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.types import HeadWindow, PagedKV
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedPrefillCall:
+    """The arguments of `paged_prefill`, described there; `return_lse` and `implementation` are not the kernel's."""
+
+    op: ClassVar[str] = "paged_prefill"
+
+    q: Float[Array, "T Hq D"]
+    kv: PagedKV
+    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"]
+    cu_q_lens: Int32[Array, "S_plus_1"]
+    kv_lens: Int32[Array, "S"]
+    window: int | HeadWindow | None
+    sinks: Float[Array, "Hq"] | None
+    sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.kv_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def page_size(self) -> int:
+        return self.kv.page_size
+
+    @property
+    def scale(self) -> float:
+        """`sm_scale`, or D**-0.5 for None."""
+        return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
+
+    @property
+    def output_dtype(self) -> jnp.dtype:
+        """`out_dtype`, or q's for None."""
+        return checks.output_dtype(self.out_dtype, self.q.dtype)
+
+    def without_tokens(self) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+        """Output and LSE of a call without new tokens."""
+        return jnp.zeros(self.q.shape, self.output_dtype), jnp.zeros(self.q.shape[:2], jnp.float32)
+
+    def validate(self) -> None:
+        """Raises ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("q", self.q, "T Hq D", checks.PLAIN)
+        checks.check_kv(self.kv, dims)
+        checks.check_heads(dims["Hq"], dims["Hkv"])
+        checks.check_block_tables(self.block_tables, dims, rows="S")
+        dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
+        dims.check("kv_lens", self.kv_lens, "S", checks.INT)
+        checks.check_window(self.window, dims["Hkv"])
+        if self.sinks is not None:
+            dims.check("sinks", self.sinks, "Hq", checks.F32)
+        checks.check_positive("sm_scale", self.sm_scale)
+        checks.check_positive("soft_cap", self.soft_cap)
+        checks.output_dtype(self.out_dtype, self.q.dtype)

@@ -1,0 +1,87 @@
+"""One call of `ragged_attention`, as every implementation takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedAttentionCall:
+    """The arguments of `ragged_attention`, described there; `return_lse` and `implementation` are not the kernel's."""
+
+    op: ClassVar[str] = "ragged_attention"
+
+    q: Float[Array, "T Hq Dk"]
+    k: Float[Array, "U Hkv Dk"]
+    v: Float[Array, "U Hkv Dv"]
+    cu_q_lens: Int32[Array, "S_plus_1"]
+    cu_kv_lens: Int32[Array, "S_plus_1"]
+    causal: bool = dataclasses.field(metadata={"static": True})
+    sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_q_lens.shape[0] - 1
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def key_dim(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def scale(self) -> float:
+        """`sm_scale`, or Dk**-0.5 for None."""
+        return 1.0 / math.sqrt(self.key_dim) if self.sm_scale is None else self.sm_scale
+
+    @property
+    def output_dtype(self) -> jnp.dtype:
+        """`out_dtype`, or q's for None."""
+        return checks.output_dtype(self.out_dtype, self.q.dtype)
+
+    def without_keys(self) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+        """Output and LSE of a call in which nothing sees a key."""
+        out = jnp.zeros((self.num_tokens, self.num_q_heads, self.value_dim), self.output_dtype)
+        return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
+
+    def validate(self) -> None:
+        """Raises ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("q", self.q, "T Hq Dk", checks.PLAIN)
+        dims.check("k", self.k, "U Hkv Dk", (self.q.dtype,))
+        dims.check("v", self.v, "U Hkv Dv", (self.q.dtype,))
+        checks.check_heads(dims["Hq"], dims["Hkv"])
+        if self.cu_q_lens.ndim != 1 or self.cu_q_lens.shape[0] < 2:
+            raise ValueError(f"cu_q_lens: expected shape [S+1] with S at least 1, got {list(self.cu_q_lens.shape)}")
+        checks.check_dtype("cu_q_lens", self.cu_q_lens, checks.INT)
+        checks.Dims(S=self.num_sequences).check("cu_kv_lens", self.cu_kv_lens, "S+1", checks.INT)
+        checks.check_positive("sm_scale", self.sm_scale)
+        checks.output_dtype(self.out_dtype, self.q.dtype)

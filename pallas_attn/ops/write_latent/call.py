@@ -1,0 +1,31 @@
+"""One call of `write_latent`, as every implementation takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.types import PagedLatent
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WriteLatentCall:
+    """The arguments of `write_latent`, described there; implementations get `latent` in the cache's dtype."""
+
+    op: ClassVar[str] = "write_latent"
+
+    cache: PagedLatent
+    latent: Float[Array, "T LR"]
+    slots: Int32[Array, "T"]
+
+    def validate(self) -> None:
+        """Raises ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
+        dims.check("latent", self.latent, "T LR", checks.PLAIN)
+        dims.check("slots", self.slots, "T", checks.INT)
