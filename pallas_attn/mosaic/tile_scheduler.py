@@ -12,6 +12,9 @@ from jax.experimental import pallas as pl
 from pallas_attn.mosaic import basics
 from pallas_attn.types import DecodePlan
 
+ABSENT = 2**30
+"""Position of the tokens of an absent page: newer than every query."""
+
 MERGE_PROGRAMS = 3
 """Programs of a merge per multiprocessor; each has up to 64 KB of partial states in flight. Where outputs are so wide
 that fewer fit, the others wait.

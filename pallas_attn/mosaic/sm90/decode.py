@@ -59,11 +59,8 @@ from pallas_attn.mosaic.sm90 import dequantise, tiles, wgmma
 from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.mosaic.sm90.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
 from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
-from pallas_attn.mosaic.tile_scheduler import WorkTile, for_each_work_tile, num_partial_states
+from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile, num_partial_states
 from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
-
-ABSENT = 2**30
-"""Position of the tokens of an absent page: newer than every query."""
 
 SCALES_PER_COPY = 4
 """float32 scales in 16 bytes, at multiples of which copies begin and end."""

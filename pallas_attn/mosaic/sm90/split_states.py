@@ -372,7 +372,10 @@ def _merge_kernel(
         row, first_split = plan.row[place], plan.piece_offsets[place]
         columns = pl.ds(narrow_of_block * width, width)
         fragments = pl.ds((value_slice * narrow_per_block + narrow_of_block) * slice_fragments, slice_fragments)
-        first, count = partials.state_index(block, packing.blocks, first_split), plan.piece_offsets[place + 1] - first_split
+        first, count = (
+            partials.state_index(block, packing.blocks, first_split),
+            plan.piece_offsets[place + 1] - first_split,
+        )
         empty = AttentionState.empty(MERGE_VALUES, width)
         merged = loader.for_each(partials, first, count, columns, fragments, add, empty)
         sink = packing.load_sinks(sinks, block, lax.rem(row, out.shape[2] // packing.group), columns)
