@@ -1,28 +1,27 @@
 """The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
 
-from pallas_attn.convert import from_nhd as from_nhd
-from pallas_attn.convert import join_kv as join_kv
-from pallas_attn.convert import split_kv as split_kv
-from pallas_attn.convert import to_nhd as to_nhd
-from pallas_attn.device import Capability as Capability
-from pallas_attn.device import capability as capability
-from pallas_attn.dispatch import Explanation as Explanation
-from pallas_attn.explain import explain as explain
-from pallas_attn.ops.gather_latent import gather_latent as gather_latent
+# Attention over paged caches, and over packed sequences without one.
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
 from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill as paged_prefill
-from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.ops.ragged_attention import ragged_attention as ragged_attention
+from pallas_attn.portable.merge import merge_states as merge_states
+
+# Writing caches, and reading latents back.
+from pallas_attn.ops.gather_latent import gather_latent as gather_latent
 from pallas_attn.ops.write_kv import write_kv as write_kv
 from pallas_attn.ops.write_latent import write_latent as write_latent
-from pallas_attn.portable.merge import merge_states as merge_states
+
+# Once a step, for all layers: how programs share the pages, and where tokens stand.
+from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
 from pallas_attn.portable.metadata import is_prefill as is_prefill
 from pallas_attn.portable.metadata import slot_mapping as slot_mapping
 from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
+
+# Caches, what describes a call, and their shapes.
 from pallas_attn.types import FULL as FULL
 from pallas_attn.types import PAGE_NONE as PAGE_NONE
 from pallas_attn.types import CacheSpec as CacheSpec
@@ -34,5 +33,17 @@ from pallas_attn.types import PlanKey as PlanKey
 from pallas_attn.types import Rope as Rope
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec
+
+# Caches as other engines lay them out.
+from pallas_attn.convert import from_nhd as from_nhd
+from pallas_attn.convert import join_kv as join_kv
+from pallas_attn.convert import split_kv as split_kv
+from pallas_attn.convert import to_nhd as to_nhd
+
+# What runs here, and why nothing better does.
+from pallas_attn.device import Capability as Capability
+from pallas_attn.device import capability as capability
+from pallas_attn.dispatch import Explanation as Explanation
+from pallas_attn.explain import explain as explain
 
 __version__ = "0.1.0"

@@ -4,10 +4,10 @@ Pages lie heads before tokens, [N, Hkv, ps, D], which FlashInfer calls HND and `
 before heads, [N, ps, Hkv, D], which it calls NHD; keys and values are apart or stacked in one array, [2, N, ...] as in
 vLLM or [N, 2, ...] as in FlashInfer. Some ways across:
 
->>> kv = from_nhd(k, v)
->>> kv = from_nhd(*split_kv(pages, axis=1))
->>> kv = PagedKV(*split_kv(pages, axis=0))
->>> pages = join_kv(kv.k, kv.v, axis=0)
+    kv = from_nhd(k, v)
+    kv = from_nhd(*split_kv(pages, axis=1))
+    kv = PagedKV(*split_kv(pages, axis=0))
+    pages = join_kv(kv.k, kv.v, axis=0)
 
 All of them copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
 """
@@ -36,6 +36,11 @@ def from_nhd(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> pages = jnp.ones((6, 4, 2, 8))  # 6 pages of 4 tokens, 2 KV heads
+      >>> pallas_attn.from_nhd(pages, pages).k.shape
+      (6, 2, 4, 8)
     """
     dims = checks.Dims()
     dims.check("k", k, "N ps Hkv D", (*checks.PLAIN, *QMAX))
@@ -52,6 +57,12 @@ def to_nhd(
 
     Raises:
       ValueError: a cache whose arrays do not fit each other.
+
+    Example:
+      >>> pages = jnp.ones((6, 2, 4, 8))  # 6 pages, 2 KV heads, 4 tokens
+      >>> k, v, k_scale, v_scale = pallas_attn.to_nhd(pallas_attn.PagedKV(pages, pages))
+      >>> k.shape, k_scale
+      ((6, 4, 2, 8), None)
     """
     checks.check_kv(kv, checks.Dims())
     return jnp.swapaxes(kv.k, 1, 2), jnp.swapaxes(kv.v, 1, 2), _swap_groups(kv.k_scale), _swap_groups(kv.v_scale)
@@ -66,6 +77,11 @@ def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B 
 
     Raises:
       ValueError: another shape or axis.
+
+    Example:
+      >>> k, v = pallas_attn.split_kv(jnp.ones((6, 2, 4, 1, 8)), axis=1)
+      >>> k.shape
+      (6, 4, 1, 8)
     """
     _check_axis(axis)
     checks.Dims().check("pages", pages, "2 N A B D" if axis == 0 else "N 2 A B D")
@@ -77,6 +93,10 @@ def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) ->
 
     Raises:
       ValueError: shapes or dtypes that differ, or another axis.
+
+    Example:
+      >>> pallas_attn.join_kv(jnp.ones((6, 4, 1, 8)), jnp.ones((6, 4, 1, 8)), axis=0).shape
+      (2, 6, 4, 1, 8)
     """
     _check_axis(axis)
     dims = checks.Dims()

@@ -22,12 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import device
+from pallas_attn import device, kernel_cache
 from pallas_attn.device import Architecture
 from pallas_attn.types import Implementation
 
 NAMES = ("mosaic", "triton", "xla", "reference")
 """Every implementation name there can be, best first."""
+
+KERNELS = frozenset({"mosaic"})
+"""Implementations that take long to lower, so that what comes of it is kept."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
 """Names the default (comma-separated names are tried in order) where a call says None. Read when a call is traced."""
@@ -155,7 +158,12 @@ def run(call: Call, implementation: Implementation) -> Any:
     """
     call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
     with jax.named_scope(call.op):
-        return choose(call.op, implementation, lambda _, module: getattr(module, call.op)(call))
+        return choose(call.op, implementation, functools.partial(_attempt, call))
+
+
+def _attempt(call: Call, name: str, module: ModuleType) -> Any:
+    function = getattr(module, call.op)
+    return kernel_cache.run(function, call) if name in KERNELS else function(call)
 
 
 def explain(

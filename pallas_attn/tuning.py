@@ -31,7 +31,12 @@ def _tuned(name: str) -> Mapping[str, list[dict[str, Any]]]:
 type Decide = Callable[[str, Mapping[str, Any], Any], Any]
 """decide(op, key, config) -> config: has the last word on a configuration that was looked up."""
 
-_decide: ContextVar[Decide] = ContextVar("decide", default=lambda op, key, config: config)
+_decide: ContextVar[Decide | None] = ContextVar("decide", default=None)
+
+
+def is_deciding() -> bool:
+    """Whether somebody may have another configuration than a call would get by itself."""
+    return _decide.get() is not None
 
 
 @contextlib.contextmanager
@@ -41,7 +46,8 @@ def deciding(decide: Decide) -> Iterator[None]:
     Of several around each other the outer ones decide first, and hand what they decided to the inner ones.
     """
     outer = _decide.get()
-    token = _decide.set(lambda op, key, config: decide(op, key, outer(op, key, config)))
+    both: Decide = lambda op, key, config: decide(op, key, outer(op, key, config) if outer else config)  # noqa: E731
+    token = _decide.set(both)
     try:
         yield
     finally:
@@ -61,4 +67,6 @@ def lookup[Config](
     """
     tuned = (entry["config"] for entry in _tuned(device_name()).get(op, ()) if entry["key"] == dict(key))
     config = next(tuned, None)
-    return _decide.get()(op, key, heuristic() if config is None else make(**config))
+    config = heuristic() if config is None else make(**config)
+    decide = _decide.get()
+    return config if decide is None else decide(op, key, config)

@@ -47,6 +47,11 @@ class CacheSpec:
       num_pages: N, pages in the pool.
       page_size: ps, tokens a page holds.
       arrays: array name (a field of PagedKV or PagedLatent) to shape and dtype.
+
+    Example:
+      >>> pages = jax.ShapeDtypeStruct((8, 4, 6), jnp.bfloat16)
+      >>> pallas_attn.CacheSpec(num_pages=8, page_size=4, arrays={"pages": pages}).bytes_per_page
+      48
     """
 
     num_pages: int
@@ -94,6 +99,13 @@ def kv_cache_spec(
 
     Raises:
       ValueError: a size below 1, a dtype no cache has, or scales that do not go with the dtype or the page size.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(
+      ...     num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.int8, scales="head"
+      ... )
+      >>> spec.bytes_per_page, spec.arrays["k_scale"].shape
+      (4096, (2,))
     """
     _positive(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
     dtype = jnp.dtype(dtype)
@@ -126,6 +138,13 @@ def latent_cache_spec(
 
     Raises:
       ValueError: a size below 1 or another dtype.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(
+      ...     num_pages=8, page_size=64, latent_dim=512, rope_dim=64, dtype=jnp.bfloat16
+      ... )
+      >>> spec.arrays["pages"].shape, spec.bytes_per_page
+      ((8, 64, 576), 73728)
     """
     _positive(num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim)
     dtype = jnp.dtype(dtype)
@@ -146,6 +165,11 @@ class PagedKV:
       k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token
         group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its
         scale is the value meant.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
+      >>> pallas_attn.PagedKV.allocate(spec).k.shape
+      (8, 2, 16, 64)
     """
 
     k: Num[Array, "N Hkv ps D"]
@@ -176,6 +200,13 @@ class PagedLatent:
     Attributes:
       pages: [N, ps, L + R]; columns [:L] are the normed latent (keys and values alike), columns [L:] the rotated shared
         key.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(
+      ...     num_pages=8, page_size=16, latent_dim=512, rope_dim=64, dtype=jnp.float16
+      ... )
+      >>> pallas_attn.PagedLatent.allocate(spec).pages.shape
+      (8, 16, 576)
     """
 
     pages: Float[Array, "N ps LR"]
@@ -199,6 +230,13 @@ class HeadWindow:
     Attributes:
       window: int32 [Hkv], at least 1; FULL hides nothing.
       sink_tokens: int32 [Hkv], at least 0.
+
+    Example:
+      >>> window = pallas_attn.HeadWindow(  # one head sees all, the other 64 sink tokens and its last 4,096
+      ...     window=jnp.array([pallas_attn.FULL, 4096], jnp.int32), sink_tokens=jnp.array([0, 64], jnp.int32)
+      ... )
+      >>> window.window.shape
+      (2,)
     """
 
     window: Int32[Array, "Hkv"]
@@ -270,8 +308,8 @@ class DecodePlan:
       >>> pages = jax.ShapeDtypeStruct((6, 2, 16, 8), jnp.float32)
       >>> kv = pallas_attn.PagedKV(pages, pages)
       >>> plan = pallas_attn.plan_decode(q, kv, table, jnp.array([40, 7], jnp.int32), num_programs=3)
-      >>> plan.made_for.num_kv_heads, plan.made_for.page_size, plan.num_pages.tolist()
-      (2, 16, [3, 3, 1, 1])
+      >>> plan.made_for.page_size, plan.num_pages.shape  # two heads of two sequences are four rows
+      (16, (4,))
     """
 
     row: Int32[Array, "rows"]
@@ -301,6 +339,15 @@ class Rope:
       style: "neox" rotates column i with i + rotary/2, "interleaved" column 2i with 2i + 1.
       norm_order: "before_rope" (Qwen3) or "after_rope".
       norm_eps: epsilon of the norms.
+
+    Example:
+      >>> angles = jnp.arange(3.0)[:, None] * jnp.array([[1.0, 0.1]])  # of 3 tokens, for 4 columns of a head
+      >>> rope = pallas_attn.Rope(jnp.cos(angles), jnp.sin(angles))
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=jnp.float32)
+      >>> new, slots = jnp.ones((3, 1, 4)), jnp.arange(3, dtype=jnp.int32)
+      >>> kv, q = pallas_attn.write_kv(pallas_attn.PagedKV.allocate(spec), new, new, slots, rope=rope, q=new)
+      >>> q.shape
+      (3, 1, 4)
     """
 
     cos: Float[Array, "T half"]

@@ -12,23 +12,22 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from models.checkpoints.calibration import calibrate, check_inputs, save_kv_scales
-from models.checkpoints.tokenizer import load_tokenizer
-from models.config.deepseek import ModelConfig
-from models.decoder.caches import KVScales
-from models.decoder.mla import AttentionSettings
-from scripts.decode.command_line import (
-    Output,
+from models.checkpoints import load_tokenizer, save_kv_scales
+from models.checkpoints.calibration import calibrate, check_inputs
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, KVScales
+from scripts.cli.command_line import (
     Parser,
+    StandardOutput,
     UsageError,
     as_failure,
     as_usage_error,
     check_writable,
     exit_status,
 )
-from scripts.decode.model import load, name_of, read_config
-from scripts.decode.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
-from scripts.decode.prompts import read_prompts
+from scripts.cli.model import load, name_of, read_config
+from scripts.cli.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
+from scripts.cli.prompts import read_prompts
 
 PROG = "calibrate"
 
@@ -57,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrates as the options ask for, and tells what came of it.
+    """Calibrates as the options ask for, and prints the scales.
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: the scales cannot be written, or nobody reads what is printed of them.
+      Failure: the scales cannot be written or printed.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = read_config(options)
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
     with as_failure(OSError, prefix="--out: "):
         save_kv_scales(options.out, scales)
-    console = Output()
+    console = StandardOutput()
     console.print(_table(f"{options.kv_dtype} scales of {name_of(options)}", scales))
     count = sum(map(len, prompts))
     console.print(f"{count:,} tokens in {len(prompts)} prompts; written to {options.out}", soft_wrap=True)
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options.
+    """Parses and checks the options.
 
     Raises:
       UsageError: options that are wrong by themselves or together, or a file that cannot be written.
@@ -131,7 +130,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]
 
 
 def _table(title: str, scales: KVScales) -> Table:
-    """The spread of each layer's scales."""
+    """Makes a table of the spread of each layer's scales."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     for kind in ("keys", "values"):

@@ -1,4 +1,4 @@
-"""Decode a batch of prompts, and tell what it took: `python scripts/run_decode.py --help`."""
+"""Decode a batch of prompts, and report on the run: `python scripts/run_decode.py --help`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from models.config.deepseek import ModelConfig
-from models.decoder.caches import KVScales, load_kv_scales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.outputs import RequestOutput
-from models.engine.verify import Decoded, Verification, verify
-from scripts.decode.command_line import Output, UsageError, as_failure, as_usage_error, exit_status
-from scripts.decode.model import dtype_of, implementations, load, name_of, read_config
+from models.checkpoints import Tokenizer, load_kv_scales, load_tokenizer
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, Decoder, KVScales
+from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
+from models.engine.verify import verify
+from scripts.cli.command_line import StandardOutput, UsageError, as_failure, as_usage_error, exit_status
+from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
+from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
-from scripts.decode.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.report import Report, device_name, differences
 
 DIFFERENT = 1
@@ -43,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: a result cannot be written or printed, or verifying fails; what else there is was written and printed.
+      Failure: a result cannot be written or printed, or verifying fails; all other results were written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
@@ -53,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
-        runner_config = sizes.runner_config(config.max_position_embeddings)
-        implementation = implementations(config, _settings(options), runner_config, dtype_of(options, config))
+        largest_step = sizes.runner_config(config.max_position_embeddings).largest_step
+        implementation = implementations(config, _settings(options), largest_step, dtype_of(options, config))
         with display.doing("loading the model"):
             model = load(options, config, _settings(options))
     engine = _engine(options, model, sizes, prompts, display)
@@ -70,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         implementation=implementation,
         verification=None,
     )
-    try:  # printing comes last, because whoever reads it may go, and what fails before keeps none of the rest back
+    try:  # Printing comes last, since the reader may be gone; earlier failures keep back none of the other results.
         try:
             _write_files(options, report, engine)
             if interrupted:
@@ -84,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             _write_json(options, report)
     finally:
-        report.print(Output())
+        report.print(StandardOutput())
     return _status(report.verification)
 
 
@@ -98,7 +95,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """What the options say, and for what they leave open sizes that suit the prompts and each other."""
+    """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other."""
     lengths = sorted(len(prompt) for prompt in prompts)
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
@@ -135,13 +132,13 @@ def _kv_scales(path: Path) -> KVScales:
         as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
         as_usage_error(ValueError, prefix="--kv-scales: "),
     ):
-        if path.is_dir():  # of which safetensors says "No such device"
+        if path.is_dir():  # safetensors' own message is "No such device"
             raise UsageError(f"--kv-scales: cannot read {path}: it is a directory")
         return load_kv_scales(path)
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:
-    """One bucket where padding costs less than compiling; else None, the engine's choice."""
+    """One bucket if padding costs less than compiling; else None, for the engine's choice."""
     return (size,) if size <= 64 else None
 
 
@@ -156,7 +153,7 @@ def _engine(
     prompts: Sequence[Sequence[int]],
     display: Display,
 ) -> Engine:
-    """An engine, warmed up, with the prompts as its requests 0, 1, ...
+    """Makes an engine, warmed up, with the prompts as its requests 0, 1, ...
 
     Raises:
       UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
@@ -177,7 +174,7 @@ def _engine(
 
 
 def _drive(options: argparse.Namespace, engine: Engine, num_requests: int, display: Display) -> tuple[float, bool]:
-    """Steps until all is done or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
+    """Steps until all requests have ended or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
     profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
     interrupted = False
     with profile, display.tokens(num_requests * options.max_tokens) as advance:
@@ -202,7 +199,7 @@ def _verify(
     """Decodes again and compares.
 
     Raises:
-      Failure: there is not the memory for it, or the device fails.
+      Failure: memory does not suffice, or the device fails.
     """
     decoded = [
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
@@ -224,7 +221,7 @@ def _write_json(options: argparse.Namespace, report: Report) -> None:
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
-    """Writes what verifying adds nothing to."""
+    """Writes the files that verifying adds nothing to."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
         with as_failure(OSError, prefix="--dump-logits: "), options.dump_logits.open("wb") as file:

@@ -2,12 +2,12 @@
 
     python scripts/tune.py paged_decode [--grid tune] [--only plan_decode] [--limit-seconds 600]
 
-Runs the cases of a benchmark's grid as they are, and notes what was looked up for them: kinds of configuration
+Runs the cases of a benchmark's grid as they are, and records what they look up: kinds of configuration
 ("paged_decode/mosaic") and keys, the static facts of a call that the choice depends on. For each key it then tries the
-candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps what takes least of
-their times' geometric mean. Candidates that do not compile, spill registers or do not fit side by side on a
-multiprocessor are passed over. pallas_attn/tuned/<device>.json is written after each key, other keys in it are kept;
-all that was tried goes to benchmarks/results, reasons included.
+candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps the one with the least
+geometric mean of times. Candidates that do not compile, spill registers or do not fit side by side on a multiprocessor
+are passed over. pallas_attn/tuned/<device>.json is written after each key, keeping its other keys; benchmarks/results
+gets all that was tried, with reasons.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn import tuning
-from scripts.bench.case import Bench, Case
-from scripts.bench.compiler import printed, shared_bytes, spilled_bytes
-from scripts.bench.device import description
-from scripts.bench.pools import Pools
-from scripts.bench.timing import Stopwatch
-from scripts.bench_ops import FAILURES, OPERATIONS, RESULTS, load, reason, write
+from scripts.bench.harness.case import Bench, Case
+from scripts.bench.harness.compiler import printed, shared_bytes, spilled_bytes
+from scripts.bench.harness.device import description
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.session import FAILURES, OPERATIONS, RESULTS, load, reason, write
+from scripts.bench.harness.timing import Stopwatch
 
 TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
 SHARED_BYTES = 228 * 1024
 """Shared memory of a Hopper multiprocessor, of which each program loses 1 KB."""
 WORTHWHILE = 0.99
-"""A candidate takes the place of another that was measured if its times are below this part of the other's."""
+"""A candidate replaces the best one if its times are below this fraction of the best one's."""
 HOPELESS = 1.05
-"""And is given up once its times are above this."""
+"""A candidate is given up once its times are above this multiple of the best one's."""
 
 type Settings = dict[str, Any]
 type Key = tuple[str, tuple[tuple[str, Any], ...]]
-"""A kind of configuration, and what it was looked up by."""
+"""A kind of configuration, and the static facts of the call that it is looked up by."""
 
 
 # --- what can be chosen
 
 
 def paged_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Tiles of which as many as are asked for fit shared memory, beside about a fifth that other things take."""
+    """Tiles that fit shared memory in the chosen number; other buffers take about a fifth beside them."""
     for tile_tokens, stages, programs in itertools.product((64, 128, 256), range(2, 9), range(1, 9)):
         tiles = 2 * tile_tokens * key["head_dim"] * key["cache_bytes"] * stages * programs
         if tiles <= SHARED_BYTES and tiles >= SHARED_BYTES // 8:
@@ -64,7 +64,7 @@ def paged_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 
 def plan_decode(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """A start from nothing to as much as 512 tokens, cuts up to 1,024."""
+    """Row overheads from nothing to 512 tokens, cuts up to 1,024 tokens."""
     most = max(4, 512 // key["page_size"])
     starts = sorted({0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32} & set(range(most + 1)))
     cuts = (tokens // key["page_size"] for tokens in (0, 256, 512, 1024))
@@ -73,21 +73,22 @@ def plan_decode(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 
 def paged_decode_xla(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Steps of up to 8,192 tokens, of no more rows than there are."""
+    """Steps of up to 8,192 tokens, with at most as many rows as the call has."""
     for tile_tokens, group_rows in itertools.product((64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32)):
         if group_rows <= key["rows"] and tile_tokens * group_rows <= 8192:
             yield {"tile_tokens": tile_tokens, "group_rows": group_rows}
 
 
 def kv_write_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Scans matter only where groups of tokens have a scale."""
+    """Threads of a row; lengths of scans only if groups of tokens have a scale."""
     scans = (1, 2, 4, 8, 16) if key["group_tokens"] else (None,)
     for row_threads, scan_tokens in itertools.product((1, 2, 4, 8, 16, 32), scans):
         yield {"row_threads": row_threads} | ({} if scan_tokens is None else {"scan_tokens": scan_tokens})
 
 
 def mla_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Pairs of tiles of 64 latents that fit shared memory beside 64 queries, in programs that share them and not."""
+    """Pairs of tiles of 64 latents that fit shared memory beside 64 queries, in programs that share them and in
+    programs that do not."""
     row = 2 * (key["latent_dim"] + key["rope_dim"])
     for pairs, cluster in itertools.product(range(1, 6), (1, 2)):
         if 64 * row * (2 * pairs + 1) <= SHARED_BYTES:
@@ -95,21 +96,21 @@ def mla_decode_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 
 def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Pieces whose keys and values take a gigabyte at most."""
+    """Pieces whose keys and values take at most a gigabyte."""
     for piece_tokens in (512, 1024, 2048, 4096, 8192, 16384):
         if piece_tokens * key["heads"] * key["width"] <= 2**29:
             yield {"piece_tokens": piece_tokens}
 
 
 def flash_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Tiles that fit shared memory beside the queries, and so do those that are about to be widened."""
+    """Tiles that fit shared memory beside the queries, as do tiles about to be dequantised."""
     for tile_keys, stages, consumers in itertools.product((64, 128, 192), (2, 3, 4), (1, 2, 3)):
         if _flash_bytes(key, tile_keys, stages, consumers) <= SHARED_BYTES:
             yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers}
 
 
 def _flash_bytes(key: Mapping[str, Any], tile_keys: int, stages: int, consumers: int) -> int:
-    """Of queries, and of keys and values."""
+    """Bytes of queries, keys and values."""
     key_dim = key.get("key_dim", key.get("head_dim"))
     queries = consumers * 64 * 2 * key_dim * key.get("terms", 1)
     row = key_dim + key.get("value_dim", key_dim)
@@ -126,14 +127,14 @@ SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {
     "ragged_attention/mosaic": flash_mosaic,
     "paged_prefill/mosaic": flash_mosaic,
 }
-"""Candidates by kind of configuration, for a key; fields that one does not name stay as they are."""
+"""Candidates by kind of configuration, for a key; a field that a candidate does not name keeps its value."""
 
 PROGRAMS = "programs_per_multiprocessor"
-"""The field, where there is one, that says how many programs have to fit side by side."""
+"""Field that gives the number of programs that have to fit side by side, in configurations that have it."""
 
 
 def nearest_first(candidates: Iterable[Settings], start: Settings) -> list[Settings]:
-    """Ordered by how far each is from `start`: factors count, so that 2 to 4 is as far as 4 to 8."""
+    """Sorts candidates by their distance from `start`: ratios count, so that 2 to 4 is as far as 4 to 8."""
 
     def distance(candidate: Settings) -> float:
         return sum(abs(math.log2((candidate[name] + 1) / (start[name] + 1))) for name in candidate)
@@ -146,14 +147,14 @@ def nearest_first(candidates: Iterable[Settings], start: Settings) -> list[Setti
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Measures cases with one implementation, as configured.
+    """Measures cases with one implementation under chosen configurations.
 
     Attributes:
-      bench: the operation.
-      contender: the implementation.
-      stopwatch: how much is measured.
-      end: when no further candidate is begun, in seconds of `time.perf_counter`.
-      console: to say what happens.
+      bench: benchmark of the operation.
+      contender: name of the implementation.
+      stopwatch: settings of the measurement.
+      end: time after which no candidate is begun, in seconds of `time.perf_counter`.
+      console: output for messages.
     """
 
     bench: Bench
@@ -164,10 +165,10 @@ class Tuner:
     pools: Pools = dataclasses.field(default_factory=Pools)
 
     def measure(self, case: Case, inputs: Any, chosen: Mapping[Key, Settings]) -> tuple[float, dict[Key, Settings]]:
-        """Seconds a call takes with some configurations chosen, and all that were looked up.
+        """Measures the seconds of a call under some chosen configurations, and collects all that were looked up.
 
         Raises:
-          RuntimeError: it can be compiled, but nobody would want it: it spills, or does not fit as meant.
+          RuntimeError: the compiled kernel spills registers, or does not fit side by side.
         """
         looked_up: dict[Key, Settings] = {}
 
@@ -183,7 +184,7 @@ class Tuner:
         return timing.median, looked_up
 
     def baseline(self, cases: Sequence[Case]) -> dict[Key, dict[Case, tuple[float, Settings]]]:
-        """For each key the cases that look it up, how long they take and what they got."""
+        """For each key, the cases that look it up, with their times and configurations."""
         found: dict[Key, dict[Case, tuple[float, Settings]]] = {}
         for case in cases:
             if time.perf_counter() >= self.end:
@@ -198,10 +199,10 @@ class Tuner:
         return found
 
     def search(self, key: Key, cases: Mapping[Case, tuple[float, Settings]], end: float) -> dict[str, Any]:
-        """The best candidate that is found until `end`, and all that were tried.
+        """Searches for the best candidate until `end`; returns it with all that were tried.
 
-        What comes out is measured once more, right after what was in use: a case's first measurement may be further
-        from its later ones than candidates are from each other.
+        The winner is measured once more, right after the configuration in use, since a case's first measurement may be
+        further from its later ones than candidates are from each other.
         """
         start = next(iter(cases.values()))[1]
         before = {case: seconds for case, (seconds, _) in cases.items()}
@@ -229,7 +230,7 @@ class Tuner:
     def attempt(
         self, key: Key, candidate: Settings, times: Mapping[Case, float], inputs: Mapping[Case, Any]
     ) -> tuple[dict[str, Any], dict[Case, float] | None]:
-        """A candidate's entry in the report, and its times if it was worth measuring them all."""
+        """Measures a candidate; returns its entry in the report, and its times if all cases were measured."""
         measured: dict[Case, float] = {}
         for case, best in times.items():
             try:
@@ -243,7 +244,7 @@ class Tuner:
 
 
 def check_compiled(said: str, programs: Sequence[int]) -> None:
-    """Raises RuntimeError for what the compilers said about kernels that were just compiled, if that rules them out."""
+    """Raises RuntimeError if the compilers' messages about just compiled kernels rule these out."""
     if spilled := spilled_bytes(said):
         raise RuntimeError(f"spills {spilled} bytes")
     shared = shared_bytes(said) + 1024
@@ -253,7 +254,7 @@ def check_compiled(said: str, programs: Sequence[int]) -> None:
 
 
 def mean_ratio(times: Mapping[Case, float], others: Mapping[Case, float]) -> float:
-    """Geometric mean of times by others' times."""
+    """Geometric mean of the ratios of times to others' times."""
     return math.exp(sum(math.log(times[case] / others[case]) for case in times) / len(times))
 
 
@@ -261,7 +262,7 @@ def mean_ratio(times: Mapping[Case, float], others: Mapping[Case, float]) -> flo
 
 
 def merged(tuned: Mapping[str, Any], op: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's content with one entry more, in place of any with its key."""
+    """Adds an entry to a file's content, in place of any with its key."""
     others = [other for other in tuned.get(op, ()) if other["key"] != entry["key"]]
     return {**tuned, op: [*others, {"key": entry["key"], "config": entry["config"]}]}
 

@@ -184,6 +184,24 @@ def rooms_stand_apart(module: str, imports: list[Import]) -> Found:
             yield i.line, f"imports {i.target}, which is of one architecture"
 
 
+MODEL_ROOMS = {
+    "models.config": (),
+    "models.decoder": ("models.config",),
+    "models.checkpoints": ("models.config", "models.decoder"),
+    "models.engine": ("models.config", "models.decoder"),
+}
+"""What each room of `models` may import of the others."""
+
+
+def rooms_of_models_import_downwards(module: str, imports: list[Import]) -> Found:
+    room = ".".join(module.split(".")[:2])
+    if room not in MODEL_ROOMS:
+        return
+    for i in imports:
+        if i.reaches("models") and not i.reaches(room, *MODEL_ROOMS[room]):
+            yield i.line, f"imports {i.target}, which {room} does not stand on"
+
+
 def the_library_stands_below(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if module.startswith("pallas_attn") and i.reaches("models", "flax"):
@@ -215,6 +233,7 @@ IMPORT_RULES = (
     host_side_is_plain_python,
     rooms_stand_apart,
     users_use_what_is_public,
+    rooms_of_models_import_downwards,
     the_library_stands_below,
     nothing_imports_scripts_or_tests,
     torch_is_for_writing_goldens,
@@ -268,6 +287,40 @@ def test_every_file_keeps_to_the_rules(package: str) -> None:
     assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
 
 
+# --- names of classes
+
+UNIQUE_IN = ("models", "scripts", "pallas_attn.cache")
+"""Packages no class of which has the name of another class in the library, the models or the scripts."""
+
+
+def repeated_classes(sources: dict[str, str], packages: tuple[str, ...] = UNIQUE_IN) -> list[str]:
+    """Names that several classes have, at least one of them in these packages; by the source of each module."""
+    modules: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    inside = tuple(f"{package}." for package in packages)
+    return [
+        f"{name} in {', '.join(found)}"
+        for name, found in sorted(modules.items())
+        if len(found) > 1 and any(f"{module}.".startswith(inside) for module in found)
+    ]
+
+
+def test_class_names_are_unique() -> None:
+    files = [file for file in FILES if file.relative_to(ROOT).parts[0] != "tests"]
+    assert repeated_classes({module_name(file): file.read_text() for file in files}) == []
+
+
+def test_repeated_class_names_are_seen() -> None:
+    sources = {"models.a": "class A: pass\nclass B: pass", "models.b": "class A: pass", "other": "class B: pass"}
+    assert repeated_classes(sources) == ["A in models.a, models.b", "B in models.a, other"]
+    assert repeated_classes(sources, ("other",)) == ["B in models.a, other"]
+    assert repeated_classes({"models.a": "class A:\n    class A: pass"}) == ["A in models.a, models.a"]
+    assert repeated_classes({"models.a": "class A: pass", "other": "class B: pass"}) == []
+
+
 # --- the rules themselves
 
 XLA = "pallas_attn.ops.paged_decode.xla"
@@ -284,7 +337,7 @@ BAD = [
     (REFERENCE, "from pallas_attn.ops.paged_decode import config"),
     (REFERENCE, "from pallas_attn.ops.paged_prefill import paged_prefill"),
     (REFERENCE, "from . import xla"),
-    ("models.mla", "from .rope import rotate"),
+    ("models.decoder.mla", "from .rope import rotate"),
     (XLA, "from pallas_attn.ops.paged_decode import reference"),
     (XLA, "from pallas_attn.ops.paged_decode.reference import paged_decode"),
     (XLA, "def f():\n    from pallas_attn.ops.paged_prefill import xla"),
@@ -317,16 +370,24 @@ BAD = [
     ("pallas_attn.cache.page_pool", "def f():\n    import jax.numpy"),
     ("models.engine.scheduler", "import jax.numpy as jnp"),
     ("models.engine.scheduler", "from flax import nnx"),
-    ("models.mla", "from pallas_attn.types import PagedLatent"),
-    ("models.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
-    ("models.mla", "from pallas_attn import dispatch"),
-    ("models.mla", "from pallas_attn.cache.page_pool import PagePool"),
-    ("models.mla", "from pallas_attn.cache import digest"),
-    ("models.mla", "import pallas_attn.tuning"),
-    ("models.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
+    ("models.decoder.mla", "from pallas_attn.types import PagedLatent"),
+    ("models.decoder.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
+    ("models.decoder.mla", "from pallas_attn import dispatch"),
+    ("models.decoder.mla", "from pallas_attn.cache.page_pool import PagePool"),
+    ("models.decoder.mla", "from pallas_attn.cache import digest"),
+    ("models.decoder.mla", "import pallas_attn.tuning"),
+    ("models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
     ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
     ("scripts.tune", "from pallas_attn.ops.paged_decode import config"),
     ("scripts.run_decode", "from pallas_attn import tuning"),
+    ("models.config.windows", "from models.decoder import StepMetadata"),
+    ("models.config", "from models.engine import Engine"),
+    ("models.decoder.model", "from models.checkpoints import load_model"),
+    ("models.decoder.explain", "from models.engine.config import RunnerConfig"),
+    ("models.decoder.model", "def f():\n    import models.engine.runner"),
+    ("models.checkpoints.calibration", "from models.engine.verify import PlainRun"),
+    ("models.engine.verify", "from models.checkpoints import load_model"),
+    ("models.engine", "from models import checkpoints"),
     ("pallas_attn.convert", "from models.config import ModelConfig"),
     ("pallas_attn.convert", "from flax import nnx"),
     ("models.engine", "from scripts.run_decode import main"),
@@ -336,10 +397,10 @@ BAD = [
     ("scripts.bench_ops", "from tests.ops import harness"),
     ("tests.models.test_parity", "import torch"),
     ("tests.models.test_parity", "def f():\n    from transformers import AutoModel"),
-    ("models.weights", "import torch.nn as nn"),
+    ("models.checkpoints.weights", "import torch.nn as nn"),
     (XLA, "import jax\n@jax.custom_vjp\ndef f(x): return x"),
     (XLA, "from jax import custom_jvp"),
-    ("models.moe", "from jax import custom_vjp as rule"),
+    ("models.decoder.moe", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
     ("scripts.tune", "from jax.experimental.pallas import pallas_call"),
     ("pallas_attn.checks", "def f(x):\n    assert x"),
@@ -360,11 +421,15 @@ GOOD = [
     ("pallas_attn.explain", "import pallas_attn.ops.ragged_attention"),
     ("pallas_attn.cache.prefix_cache", "from pallas_attn.cache.errors import CacheError\nimport numpy"),
     ("models.engine.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
-    ("models.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
-    ("models.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
-    ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.tables import table"),
+    ("models.config.gqa", "from models.config.rope import read_rope"),
+    ("models.decoder.mla", "from models.config import DeepSeekConfig\nfrom models.decoder.layers import Linear"),
+    ("models.checkpoints.weights", "from models.config import ModelConfig\nfrom models.decoder import Decoder"),
+    ("models.engine.runner", "from models import decoder\nfrom models.engine.sampler import sample"),
+    ("models.decoder.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
+    ("models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
+    ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.cli.prompts import read_prompts"),
     ("scripts.tune", "from pallas_attn import tuning"),
-    ("scripts.make_goldens", "import torch"),
+    ("scripts.tools.make_goldens", "import torch"),
     (
         "tests.models.test_engine",
         "from scripts.run_decode import main\nfrom pallas_attn.types import QMAX\nassert main",

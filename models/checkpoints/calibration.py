@@ -1,14 +1,13 @@
-"""Calibration: static scales of a quantised K/V cache, from what a model caches of sample prompts.
+"""Calibration: static scales of a quantised K/V cache, measured on the keys and values of sample prompts.
 
-A cache of 8 bits holds x / scale, up to qmax (127 in int8, 448 in e4m3); what is beyond saturates. So the scale that
-loses least has the largest value met stand for qmax. Keys are taken as they are cached: normed and rotated.
+An 8-bit cache holds x / scale, saturated at qmax (127 in int8, 448 in e4m3). So the best scale maps the largest value
+to qmax. Keys are taken as they are cached: normed and rotated.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -16,12 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
-from safetensors.numpy import save_file
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.decoder.caches import QUANTISED, Caches, KVScales
-from models.decoder.model import Decoder, Step, split_model
-from models.engine.verify import PAGE_SIZE, bucket, one_chunk
+from models.config import DeepSeekConfig, ModelConfig
+from models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
+from models.decoder.caches import QUANTISED
 from pallas_attn import PagedKV
 
 type Layout = Literal["head", "channel"]
@@ -35,19 +32,18 @@ def calibrate(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> KVScales:
-    """Runs prompts, each in one forward over a cache in the model's own dtype, and measures what that holds then.
+    """Runs prompts, each in one forward over a cache in the model's own dtype, and measures the cached values.
 
     Args:
       model: with keys and values to cache.
       prompts: token ids, at least one prompt of at least one token.
       dtype: int8 or float8_e4m3fn, of the cache the scales are for.
-      layout: what has a scale of its own.
-      percentile: of the magnitudes in one prompt that qmax stands for, in (0, 100]; the prompt where it is largest
+      layout: whether each head or each channel has a scale of its own.
+      percentile: percentile of a prompt's magnitudes that maps to qmax, in (0, 100]; the prompt with the largest
         decides. Below 100 a few values saturate, for finer steps of all others.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 where only zeros were met, as for a group of
-      tokens that is all zeros.
+      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 where all values are zero.
 
     Raises:
       ValueError: as `check_inputs`; or keys or values that are not finite.
@@ -56,18 +52,9 @@ def calibrate(
     step, weights = split_model(model)
     reduced = (1,) if layout == "channel" else (1, 2)
     largest = jax.jit(functools.partial(_magnitudes, step, model.allocate_caches, reduced, percentile))
-    of_prompts = []
-    for prompt in prompts:
-        tokens = np.zeros(bucket(len(prompt), 256), np.int32)
-        tokens[: len(prompt)] = prompt
-        of_prompts.append(jax.device_get(largest(weights, tokens, np.int32(len(prompt)))))
+    of_prompts = [jax.device_get(largest(weights, pad_tokens(p), np.int32(len(p)))) for p in prompts]
     k, v = (np.max(magnitudes, axis=0) for magnitudes in zip(*of_prompts, strict=True))
     return KVScales(_scales(k, dtype), _scales(v, dtype))
-
-
-def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Writes what `caches.load_kv_scales` reads."""
-    save_file({"k_scale": scales.k, "v_scale": scales.v}, path)
 
 
 def check_inputs(
@@ -77,7 +64,7 @@ def check_inputs(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> None:
-    """What `calibrate` asks of its arguments, of which it needs no more of the model than its configuration.
+    """Validates the arguments of `calibrate`, given the model's configuration alone.
 
     Raises:
       ValueError: a model that caches latents; a prompt that is empty, too long for the model or has ids outside the
@@ -109,9 +96,9 @@ def _magnitudes(
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
 ) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
-    """Of the keys and of the values in each layer, over the axes `reduced` of [Hkv, T, D]."""
-    metadata = one_chunk(tokens.shape[0], num_tokens, jnp.zeros(1, jnp.int32))
-    _, caches = step(weights, tokens, allocate(-(-tokens.shape[0] // PAGE_SIZE), PAGE_SIZE), metadata)
+    """Magnitudes of keys and of values in each layer, the maximum or percentile over the axes `reduced` of [Hkv, T,
+    D]."""
+    _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
     return jnp.stack([largest(cache.k) for cache in stored]), jnp.stack([largest(cache.v) for cache in stored])
@@ -120,7 +107,7 @@ def _magnitudes(
 def _percentile(
     pages: Float[Array, "N Hkv ps D"], *, num_tokens: Int32[Array, ""], percentile: float, reduced: tuple[int, ...]
 ) -> Float32[Array, "..."]:
-    """Of the magnitudes of the first tokens, whose pages are in order."""
+    """Percentile of the magnitudes of the first `num_tokens` tokens, whose pages are in order."""
     heads, width = pages.shape[1], pages.shape[3]
     magnitudes = jnp.abs(pages.astype(jnp.float32)).swapaxes(0, 1).reshape(heads, -1, width)
     is_token = (jnp.arange(magnitudes.shape[1], dtype=jnp.int32) < num_tokens)[None, :, None]
@@ -129,11 +116,11 @@ def _percentile(
     else:
         found = jnp.nanpercentile(jnp.where(is_token, magnitudes, jnp.nan), percentile, axis=reduced)
     finite = jnp.all(jnp.isfinite(magnitudes) | ~is_token, axis=reduced)
-    return jnp.where(finite, found, jnp.nan)  # which neither of the above need be: XLA's maximum may pass NaN over
+    return jnp.where(finite, found, jnp.nan)  # XLA's maximum may pass NaN over
 
 
 def _scales(magnitudes: Float32[np.ndarray, "..."], dtype: DTypeLike) -> Float32[np.ndarray, "..."]:
-    """Those below the smallest normal float32 count as 0, because some devices flush them to 0."""
+    """magnitudes / qmax; 1 where that is below the smallest normal float32, which some devices flush to 0."""
     qmax = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max
     scales = magnitudes / np.float32(qmax)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoint directories: config.json and safetensors, known from their headers before a tensor is read.
+"""Hugging Face checkpoint directories: config.json, and safetensors whose headers are checked before a tensor is read.
 
-Nothing in a directory is ever executed: a pickle is refused, whatever code comes along is not looked at.
+Nothing in a directory is ever executed: pickles are refused, and accompanying code is not read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoints import mxfp4
-from models.config.deepseek import ModelConfig, read_config
+from models.config import GQAConfig, ModelConfig, read_config
 from models.config.entries import token_ids
-from models.config.gqa import GQAConfig
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -32,16 +31,16 @@ _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
 """Endings of the names of tensors that may be packed as MXFP4."""
 
 _HEADER_LIMIT = 100_000_000
-"""Bytes of a header that the format allows."""
+"""Largest header that the format allows, in bytes."""
 
 
 class CheckpointError(ValueError):
-    """What is wrong with a checkpoint directory, in one line."""
+    """A checkpoint directory is unusable; the message says why in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Location of a tensor in a safetensors file.
 
     Attributes:
       path: its safetensors file.
@@ -68,15 +67,15 @@ class Checkpoint:
 
     Attributes:
       config: its config.json.
-      tensors: tensor name to where it lies.
+      tensors: location of each tensor, by name.
     """
 
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is meant: FP8 blocks times their scales, in float32; MXFP4 groups times theirs, in bfloat16;
-        others as stored."""
+        """Reads a tensor with its quantisation undone: FP8 blocks times their scales in float32, MXFP4 groups times
+        theirs in bfloat16, others as stored."""
         if name in self._packed([name]):
             return mxfp4.dequantise(*(self.tensors[f"{name}{part}"].read() for part in mxfp4.PARTS))
         stored = self.tensors[name]
@@ -87,7 +86,7 @@ class Checkpoint:
         return dequantise(stored.read(), self.tensors[scale_name(name)].read(), self.config.fp8_block)
 
     def inspect(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Holds the stored tensors against the wanted names and shapes; reads none of them.
+        """Compares the stored tensors with the wanted names and shapes, by headers alone.
 
         Returns:
           Tensors that are there and not used, with the reason.
@@ -111,7 +110,7 @@ class Checkpoint:
         return ignored
 
     def _stored_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The same in the form they are stored in: with scales, and experts as their packed parts."""
+        """Names and shapes in stored form: with scales, and packed experts as their parts."""
         packed = self._packed(wanted)
         stored = {name: shape for name, shape in wanted.items() if name not in packed}
         for name in packed:
@@ -120,7 +119,7 @@ class Checkpoint:
         return stored | self._wanted_scales(stored)
 
     def _packed(self, names: Iterable[str]) -> set[str]:
-        """Those of the names that are packed as MXFP4, which only experts can be."""
+        """The subset of names that are packed as MXFP4; only experts can be."""
         if not isinstance(self.config, GQAConfig) or not self.config.mxfp4_experts:
             return set()
         return {name for name in names if name.endswith(_PACKABLE) and f"{name}_blocks" in self.tensors}
@@ -178,7 +177,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if single.is_file():
         return Checkpoint(config, _read_header(single))
     if index.is_file():
-        return Checkpoint(config, _read_sharded(directory, _read_json(index)))
+        return Checkpoint(config, _read_sharded(directory, read_json_object(index)))
     if pickles := sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}")):
         raise CheckpointError(
             f"{directory}: {_some(pickles)} may run code when read; convert the checkpoint to safetensors"
@@ -187,7 +186,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The model a directory holds; a generation_config.json's end-of-sequence ids come before config.json's.
+    """Reads a directory's configuration; end-of-sequence ids of generation_config.json override those of config.json.
 
     Raises:
       CheckpointError: there is no readable config.json.
@@ -196,19 +195,24 @@ def load_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: there is no config.json")
-    config = read_config(_read_json(path))
+    config = read_config(read_json_object(path))
     generation = path.with_name("generation_config.json")
-    given = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    given = read_json_object(generation).get("eos_token_id") if generation.is_file() else None
     return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError) -> dict[str, Any]:
+    """Contents of a JSON file.
+
+    Raises:
+      ValueError: the file is not JSON, or not an object; raised as `error_type`.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+        raise error_type(f"{path}: expected a JSON object")
     return content
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, BFloat16, UInt8
 from models.config.gqa import MXFP4_GROUP
 
 PARTS = ("_blocks", "_scales")
-"""What is appended to a tensor's name for the two that hold it."""
+"""Suffixes of the two tensors that hold a packed one."""
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -33,7 +33,7 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 def dequantise(
     blocks: UInt8[np.ndarray, "E out groups bytes"], scales: UInt8[np.ndarray, "E out groups"]
 ) -> np.ndarray:
-    """Experts [E, in, out] in bfloat16. What is past its range is infinite; scale 255 is NaN."""
+    """Unpacks experts [E, in, out] to bfloat16. Values out of its range are infinite; scale 255 is NaN."""
     return np.asarray(_dequantise(blocks, scales))
 
 
@@ -41,8 +41,8 @@ def dequantise(
 def _dequantise(
     blocks: UInt8[Array, "E out groups bytes"], scales: UInt8[Array, "E out groups"]
 ) -> BFloat16[Array, "E in out"]:
-    # Looked up, not multiplied: a compiler may flush products below the normal range. And by their bits, since it may
-    # take 16-bit floats through float32. On the device, since numpy takes minutes for the weights of a real model.
+    # A table lookup, since a compiler may flush products below the normal range. It works on bits, since a compiler may
+    # take 16-bit floats through float32; and on the device, since numpy takes minutes for the weights of a real model.
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.int32)
     bits = jnp.asarray(_weights().view(np.uint16))[scales.astype(jnp.int32)[..., None, None] * 16 + codes]
     weights = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
@@ -51,7 +51,7 @@ def _dequantise(
 
 @functools.cache
 def _weights() -> np.ndarray:
-    """What every code means under every scale: bfloat16 [256 · 16]."""
+    """Values of every code under every scale: bfloat16 [256 · 16]."""
     scales = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
     with np.errstate(over="ignore"):
         table = scales[:, None] * np.concatenate([_E2M1, -_E2M1])

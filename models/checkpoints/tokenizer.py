@@ -1,4 +1,4 @@
-"""Text to token ids and back, with what a Hugging Face directory says about it: tokenizer.json and its chat template.
+"""Text to token ids and back, by the tokenizer.json and the chat template of a Hugging Face directory.
 
 Templates are untrusted input. They are rendered in jinja2's immutable sandbox, with the settings and helpers that
 Hugging Face transformers gives them.
@@ -20,16 +20,18 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from models.checkpoints.files import read_json_object
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TokenizerError(ValueError):
-    """What is wrong with a directory's tokenizer or chat template, in one line."""
+    """A directory's tokenizer or chat template is unusable; the message says why in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer.json, and what goes around a prompt.
+    """A tokenizer with the special tokens and the chat template of its model.
 
     Attributes:
       core: the tokenizers library's part.
@@ -44,8 +46,8 @@ class Tokenizer:
     chat_template: jinja2.Template | None
 
     def encode_prompt(self, text: str) -> list[int]:
-        """What a model is given for a user's text: the only message of a chat where there is a template, else the text
-        itself after whatever special tokens start a sequence.
+        """Encodes a user's text as a prompt: the only message of a chat if the model has a template, else the text
+        itself after any special tokens that start a sequence.
 
         Raises:
           TokenizerError: the template refuses the chat.
@@ -57,24 +59,24 @@ class Tokenizer:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Special tokens that are spelled out in it are recognised."""
+        """Encodes a text. Special tokens spelled out in it are recognised."""
         return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens; ids the tokenizer does not know say nothing."""
+        """Decodes ids to text, leaving out special tokens and unknown ids."""
         return self.core.decode(list(token_ids), skip_special_tokens=True)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        # Templates may ask whether tools or documents are None, which what is undefined is not.
+        # Templates may test tools and documents with `is none`, which is false for undefined names.
         assumed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
             return self.chat_template.render(assumed, **self.special_tokens)  # pyrefly: ignore[missing-attribute]
-        except Exception as error:  # whatever a template may do
+        except Exception as error:  # a template may raise anything
             raise TokenizerError(f"the chat template cannot render a user's message: {error}") from error
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
+    """Loads the tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
 
     The chat template is that of chat_template.jinja, else of tokenizer_config.json (of several, the one named
     "default").
@@ -87,7 +89,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     config_path = directory / "tokenizer_config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json_object(config_path, TokenizerError) if config_path.is_file() else {}
     return Tokenizer(
         core=_load_core(path),
         special_tokens=_special_tokens(config),
@@ -97,28 +99,18 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
 
 
 def _load_core(path: Path) -> tokenizers.Tokenizer:
-    _read_json(path)
+    read_json_object(path, TokenizerError)
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise TokenizerError(f"{path}: {error}") from error
-    core.no_truncation()  # what the file says of these is left from some training, and would change prompts
+    core.no_truncation()  # settings left from training, which would change prompts
     core.no_padding()
     return core
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path}: expected a JSON object")
-    return content
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens come as their text, or as an object with it as its content."""
+    """Reads special tokens, each given as its text or as an object with the text as its content."""
     given = {name: config.get(name) for name in _SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str | None)]:
@@ -152,7 +144,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} around what an assistant said, which training masks by; to render it changes nothing."""
+    """Renders the contents of {% generation %}, the tag around an assistant's text that training masks by."""
 
     tags = {"generation"}  # noqa: RUF012 (typed so by jinja2)
 
@@ -176,5 +168,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """In place of jinja2's own, which escapes what means something in HTML."""
+    """Replaces jinja2's own filter, which escapes HTML's special characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors become the model's weights, and small random models in their place.
+"""Conversion of a checkpoint's tensors to the model's weights, and small random models in their place.
 
 The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
 tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
@@ -24,28 +24,25 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from models.checkpoints.files import open_checkpoint
-from models.config.deepseek import DeepSeekConfig, ModelConfig, with_windows
-from models.config.gqa import GQAConfig
-from models.config.windows import Windows
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, with_windows
+from models.decoder import AttentionSettings, Decoder
 from models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
 
 type Shape = tuple[int, ...]
 type Read = Callable[[str], np.ndarray]
-"""A tensor of the checkpoint, by its name."""
+"""Function from the name of a checkpoint's tensor to its values."""
 
 type Order = np.ndarray | slice
-"""Which of a projection's outputs comes where."""
+"""Permutation of a projection's outputs."""
 
 AS_STORED = slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a parameter is made of.
+    """The tensors that a parameter is made from.
 
     Attributes:
       tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
@@ -80,13 +77,13 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor a checkpoint of this model must hold."""
+    """Name and shape of every tensor that a checkpoint of this model must hold."""
     sources = weight_sources(config).values()
     return {name: shape for source in sources for name, shape in source.tensors.items()}
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Parameters of the model, without allocating it."""
+    """Number of parameters of a model, found without allocating it."""
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in checkpoint_shapes(config).values())
 
 
@@ -198,7 +195,8 @@ def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
 
 
 def _biased_moe(config: GQAConfig, name: str) -> dict[str, Source]:
-    """Of gpt-oss, whose checkpoints hold all experts of a layer in one tensor, columns of gates and up in turns."""
+    """Sources of gpt-oss's experts; its checkpoints hold all experts of a layer in one tensor, gate and up columns
+    alternating."""
     count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
 
     def halves(tensors: Iterator[np.ndarray]) -> np.ndarray:
@@ -221,7 +219,7 @@ def load_model(
     settings: AttentionSettings = AttentionSettings(),
     windows: Windows | None = None,
 ) -> Decoder:
-    """A model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
+    """Loads a model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
     Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
     time.
@@ -250,7 +248,7 @@ def random_model(
     dtype: DTypeLike = jnp.float32,
     settings: AttentionSettings = AttentionSettings(),
 ) -> Decoder:
-    """The model `save_random_checkpoint` writes for this seed."""
+    """Makes the model that `save_random_checkpoint` writes for this seed."""
     shapes = checkpoint_shapes(config)
     return _assemble(config, lambda name: random_tensor(name, shapes[name], seed), dtype, settings)
 
@@ -268,7 +266,8 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
 
 
 def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
-    """float32 values that keep activations near 1, so that a random model's tokens depend on all it has read."""
+    """Draws float32 values that keep activations near 1, so that a random model's tokens depend on its whole
+    context."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape, np.float32)
     if name.endswith("norm.weight"):

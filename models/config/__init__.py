@@ -1,1 +1,22 @@
-"""What config.json says, by family."""
+"""Configurations of models, from and to Hugging Face's config.json. This room imports nothing of the others.
+
+In reading order: `entries` (entries that families share, each held to its type), `rope` (rotary embedding and its
+stretching), `windows` (which keys heads see, and which layers share a cache group), `gqa` and `deepseek` (the two
+configurations), `families` (a config.json of any family), `presets` (models by name).
+"""
+
+from models.config.deepseek import DeepSeekConfig as DeepSeekConfig
+from models.config.families import ModelConfig as ModelConfig
+from models.config.families import read_config as read_config
+from models.config.families import with_windows as with_windows
+from models.config.gqa import GQAConfig as GQAConfig
+from models.config.presets import GQA_PRESETS as GQA_PRESETS
+from models.config.presets import PRESETS as PRESETS
+from models.config.rope import Llama3RopeConfig as Llama3RopeConfig
+from models.config.rope import YarnConfig as YarnConfig
+from models.config.windows import CacheGroup as CacheGroup
+from models.config.windows import HeadWindows as HeadWindows
+from models.config.windows import LayerWindow as LayerWindow
+from models.config.windows import Windows as Windows
+from models.config.windows import cache_groups as cache_groups
+from models.config.windows import load_windows as load_windows

@@ -1,21 +1,28 @@
-"""What a model is: its configuration, from and to a Hugging Face config.json; here that of the DeepSeek family."""
+"""Configuration of DeepSeek-V2 and V3 models, from and to config.json."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-from models.config.entries import Json, at_least, dtype_of, fp8_block, quantization_entry, read_fields, token_ids
-from models.config.gqa import FAMILIES, GQAConfig
+from models.config.entries import (
+    Json,
+    at_least,
+    dtype_of,
+    fp8_block,
+    quantization_entry,
+    read_fields,
+    refuse_unsupported,
+    token_ids,
+)
 from models.config.rope import YarnConfig, read_rope, rope_entry
-from models.config.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepSeekConfig:
     """A model of the DeepSeek-V2 or V3 family. Fields have the names and meanings of Hugging Face's config.json.
 
-    The two families differ in how experts are chosen, and here only in the fields that say so. Layers before
+    The two families differ in how experts are chosen, and here only in the fields for it. Layers before
     `first_k_dense_replace` are dense, the others mixtures of experts.
 
     Attributes:
@@ -28,7 +35,7 @@ class DeepSeekConfig:
       rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
       yarn: None for plain rotary embedding.
       eos_token_ids: ids that end a sequence.
-      dtype: what the checkpoint is stored in.
+      dtype: dtype of the stored checkpoint.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
       num_nextn_predict_layers: multi-token prediction layers a checkpoint may hold past the last layer; not used.
     """
@@ -114,7 +121,7 @@ class DeepSeekConfig:
 
     @property
     def latent_width(self) -> int:
-        """L + R: what the cache holds per token and layer."""
+        """L + R, the columns that the cache holds per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -124,21 +131,21 @@ class DeepSeekConfig:
 
     @property
     def rope_scaling(self) -> YarnConfig | None:
-        """How the rotary embedding is stretched."""
+        """Stretching of the rotary embedding, None for plain."""
         return self.yarn
 
     @property
     def windows(self) -> None:
-        """What each layer's heads see: everything, all of them, since they share one latent."""
+        """None: all heads share one latent and see everything."""
         return None
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is no mixture of experts."""
+        """Whether a layer's feed-forward part is dense; the others are mixtures of experts."""
         return layer < self.first_k_dense_replace
 
     @property
     def sm_scale(self) -> float:
-        """What query-key products are multiplied by, YaRN's temperature included."""
+        """Factor of query-key products, YaRN's temperature included."""
         return self.qk_head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
 
     @classmethod
@@ -168,33 +175,33 @@ class DeepSeekConfig:
 
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
-# How each family may choose experts; the first value is meant where config.json leaves it unsaid.
-_ROUTING = {
+# How each family may choose experts; the first value is the default of config.json.
+ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
 
-# Entries without which two readers of one config.json could build two models. The nullable ones may say that there is
-# none of something, but they must say it.
+# Entries without which two readers of one config.json could build two models. The nullable ones may be null, but must
+# be present.
 _EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
 
-_ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
+ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
 
 
 def _from_hf(config: Json) -> DeepSeekConfig:
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError("config.json: model_type is missing")
-    if str(model_type) not in _ROUTING:
-        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(_ROUTING)}")
+    if str(model_type) not in ROUTING:
+        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(ROUTING)}")
     routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
     _refuse_unsupported(config)
     entries = read_fields(DeepSeekConfig, config)
     if model_type == "deepseek_v2":
-        # Older checkpoints of this family carry them, and its models apply neither.
+        # Older checkpoints of this family have these entries, but its models apply neither.
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
     else:
         entries.setdefault("num_nextn_predict_layers", 1)
@@ -211,7 +218,7 @@ def _from_hf(config: Json) -> DeepSeekConfig:
 
 
 def _routing(config: Json, name: str) -> str:
-    supported = _ROUTING[config["model_type"]][name]
+    supported = ROUTING[config["model_type"]][name]
     value = str(config.get(name) or supported[0])
     if value not in supported:
         raise NotImplementedError(f"{name} {value!r} of a {config['model_type']}: expected {' or '.join(supported)}")
@@ -229,13 +236,10 @@ def _require(config: Json, topk_method: str) -> None:
 
 
 def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change what the model computes and are not here."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
-    if config.get("mlp_bias"):
-        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+    """Raises NotImplementedError for features that would change the model's results and are not implemented."""
+    refuse_unsupported(config)
     if config.get("head_windows") is not None:
-        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
+        raise NotImplementedError(f"head_windows: {ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:
         raise NotImplementedError(f"moe_layer_freq {config['moe_layer_freq']!r}: expected 1")
     heads = config["num_attention_heads"]
@@ -244,35 +248,3 @@ def _refuse_unsupported(config: Json) -> None:
             f"num_key_value_heads {config['num_key_value_heads']!r}: latent attention expands to as many as"
             f" num_attention_heads={heads}"
         )
-
-
-type ModelConfig = DeepSeekConfig | GQAConfig
-
-
-def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
-    """The same model, its heads with other windows.
-
-    Raises:
-      NotImplementedError: a model with latent attention.
-      ValueError: another number of layers or KV heads than the model has.
-    """
-    if isinstance(config, DeepSeekConfig):
-        raise NotImplementedError(f"head_windows: {_ONE_LATENT}")
-    return dataclasses.replace(config, windows=windows)
-
-
-def read_config(config: Json) -> ModelConfig:
-    """Reads the contents of a config.json of any family.
-
-    Raises:
-      ValueError: an entry is missing, malformed or contradicts another.
-      NotImplementedError: a family or a feature, named, that is not here.
-    """
-    model_type = config.get("model_type")
-    if model_type is None:
-        raise ValueError("config.json: model_type is missing")
-    if str(model_type) in FAMILIES:
-        return GQAConfig.from_hf(config)
-    if str(model_type) in _ROUTING:
-        return DeepSeekConfig.from_hf(config)
-    raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join([*_ROUTING, *FAMILIES])}")

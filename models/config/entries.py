@@ -1,4 +1,4 @@
-"""Entries of a config.json that families share, each held to its type."""
+"""Entries of a config.json that several families have, with validation of their types."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ type Json = Mapping[str, Any]
 
 
 def at_least(least: int, values: Mapping[str, int]) -> None:
-    """Raises ValueError for the first value below `least`, by its name."""
+    """Raises ValueError, naming the first value below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def read_fields(cls: type, entries: Json) -> dict[str, Any]:
-    """The dataclass's fields of plain types that the entries give, each held to its annotation.
+    """Reads the dataclass's fields of plain types from the entries, validating each against its annotation.
 
     Raises:
       ValueError: an entry of another type.
@@ -42,7 +42,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A finite number; ValueError for anything else."""
+    """Validates a finite number; raises ValueError for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return float(value)
@@ -55,7 +55,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids as config.json and generation_config.json give them: absent, one, or a list.
+    """Reads token ids as config.json and generation_config.json give them: absent, one, or a list.
 
     Raises:
       ValueError: anything else.
@@ -67,7 +67,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(config: Json, default: str = "float32") -> str:
-    """What the checkpoint is stored in, by its old or new entry; ValueError for what no checkpoint here has."""
+    """Dtype that the checkpoint is stored in, by its old or new entry; raises ValueError for an unsupported one."""
     names = {str(config[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if config.get(key)}
     if len(names) > 1:
         raise ValueError(f"dtype and torch_dtype contradict each other: {', '.join(sorted(names))}")
@@ -78,7 +78,7 @@ def dtype_of(config: Json, default: str = "float32") -> str:
 
 
 def json_object(config: Json, name: str) -> Json:
-    """An entry that is an object, empty where there is none; ValueError for anything else."""
+    """Reads an entry that is an object, empty if absent; raises ValueError for anything else."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: expected an object, got {value!r}")
@@ -106,10 +106,18 @@ def fp8_block(config: Json) -> tuple[int, int] | None:
 
 
 def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
-    """The quantization_config that `fp8_block` reads."""
+    """Makes the quantization_config that `fp8_block` reads."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(fp8_block),
     }
+
+
+def refuse_unsupported(config: Json) -> None:
+    """Raises NotImplementedError for unimplemented features, of any family, that would change the model's results."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
+    if config.get("mlp_bias"):
+        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")

@@ -1,5 +1,4 @@
-"""What a decoder with grouped-query attention is: the configurations of Qwen3, Llama and gpt-oss, from and to
-config.json."""
+"""Configurations of decoders with grouped-query attention (Qwen3, Llama and gpt-oss), from and to config.json."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from models.config.entries import (
     json_object,
     quantization_entry,
     read_fields,
+    refuse_unsupported,
     token_ids,
 )
 from models.config.rope import RopeScaling, read_rope, rope_entry
@@ -27,14 +27,14 @@ from models.config.windows import (
 )
 
 MXFP4_GROUP = 32
-"""Weights that share a scale."""
+"""Number of weights that share a scale."""
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt_oss": "GptOssForCausalLM"}
-"""model_type to the name of its class in Hugging Face transformers."""
+"""Name of the class in Hugging Face transformers, by model_type."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Of gpt-oss, whose defaults are not those of the others.
+# Entries that gpt-oss must have, since its defaults differ from the other families'.
 _EXPLICIT = (
     "num_key_value_heads",
     "head_dim",
@@ -58,14 +58,15 @@ class GQAConfig:
       num_key_value_heads: Hkv, each of which num_attention_heads / Hkv query heads share.
       head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
       attention_bias: whether the four projections of attention have biases.
-      num_local_experts, num_experts_per_tok: of a layer, and those that each token visits; 0 where layers are dense.
-      swiglu_alpha, swiglu_limit: of the experts' gates, as `moe.ClampedSwiglu` has them.
+      num_local_experts, num_experts_per_tok: experts of a layer, and experts that each token visits; 0 for dense
+        layers.
+      swiglu_alpha, swiglu_limit: parameters of the experts' gates (`decoder.moe.ClampedSwiglu`).
       rope_scaling: None for plain rotary embedding.
-      windows: what each layer's KV heads see, as `models.windows` has it; None where all see everything.
+      windows: visible keys of each layer's KV heads (see `config.windows`); None if all see everything.
       eos_token_ids: ids that end a sequence.
-      dtype: what the checkpoint is stored in.
+      dtype: dtype of the stored checkpoint.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
-      mxfp4_experts: whether the checkpoint holds experts in the form that `models.mxfp4` reads.
+      mxfp4_experts: whether the checkpoint holds experts in the form that `checkpoints.mxfp4` reads.
     """
 
     model_type: Literal["qwen3", "llama", "gpt_oss"]
@@ -138,21 +139,21 @@ class GQAConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Columns of a query or key that are rotated: all."""
+        """Number of rotated columns of a query or key: all D."""
         return self.head_dim
 
     @property
     def sm_scale(self) -> float:
-        """What query-key products are multiplied by."""
+        """Factor of query-key products."""
         return self.head_dim**-0.5
 
     @property
     def num_nextn_predict_layers(self) -> int:
-        """Layers a checkpoint may hold past the last one, for predicting further tokens: these families have none."""
+        """Number of layers past the last one that predict further tokens; these families have none."""
         return 0
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is no mixture of experts: all are alike."""
+        """Whether a layer's feed-forward part is dense; the same for all layers."""
         return not self.num_local_experts
 
     @classmethod
@@ -167,7 +168,7 @@ class GQAConfig:
         if str(model_type) not in FAMILIES:
             raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(FAMILIES)}")
         _require(config)
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
         fields, packed = read_fields(cls, config), _has_packed_experts(config)
         entries: dict[str, Any] = {
@@ -194,7 +195,7 @@ class GQAConfig:
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
-        if self.model_type == "gpt_oss":  # where to say nothing means windows and yarn
+        if self.model_type == "gpt_oss":  # whose defaults are windows and yarn
             if self.windows is None:
                 entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
             entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
@@ -231,7 +232,7 @@ def _has_packed_experts(config: Json) -> bool:
 
 
 def _head_sizes(config: Json) -> dict[str, int]:
-    """What older Llamas leave unsaid: a KV head for each query head, and heads that share the hidden size."""
+    """Defaults of older Llamas: one KV head for each query head, and heads that divide the hidden size."""
     read = read_fields(GQAConfig, config)
     heads, width = read["num_attention_heads"], read["hidden_size"]
     at_least(1, {"num_attention_heads": heads})
@@ -240,16 +241,8 @@ def _head_sizes(config: Json) -> dict[str, int]:
     return {"num_key_value_heads": heads, "head_dim": width // heads}
 
 
-def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change what the model computes and are not here."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
-    if config.get("mlp_bias"):
-        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
-
-
 def _read_windows(config: Json, num_layers: int) -> Windows | None:
-    """From `head_windows`, which says all where it is there; else from the kinds of the layers."""
+    """Reads windows from `head_windows` if present, else from the kinds of the layers."""
     if config.get("head_windows") is not None:
         return read_head_windows(config["head_windows"])
     kinds = layer_kinds(config, num_layers)

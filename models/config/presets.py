@@ -1,4 +1,4 @@
-"""Models by name: small ones to make up, and the shapes of real ones."""
+"""Models by name: small ones for random weights, and the shapes of real ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _tiny = functools.partial(
     max_position_embeddings=2560,
 )
 
-# The latent widths of all published models.
+# Latent widths that all published models have.
 _wide = functools.partial(
     DeepSeekConfig,
     kv_lora_rank=512,

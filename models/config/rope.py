@@ -20,12 +20,12 @@ class YarnConfig:
     """Context extension by YaRN (Peng et al., arXiv:2309.00071), with DeepSeek's two temperatures.
 
     Attributes:
-      factor: how many times the original context is stretched.
+      factor: ratio of the stretched context to the original one.
       original_max_position_embeddings: tokens the model was pretrained on.
       beta_fast, beta_slow: turns within the original context above which a frequency is kept and below which it is
         interpolated; between them the two are blended.
       mscale, mscale_all_dim: strengths of the temperatures of the rotary part and of all scores.
-      attention_factor: what cos and sin are multiplied by, in place of what the mscales say.
+      attention_factor: factor of cos and sin, in place of the one that follows from the mscales.
       truncate: whether the blend begins and ends at whole frequencies.
     """
 
@@ -49,7 +49,7 @@ class YarnConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -58,7 +58,7 @@ class YarnConfig:
 
     @property
     def score_scale(self) -> float:
-        """What all attention scores are multiplied by: the temperature of both sides of the dot product."""
+        """Factor of all attention scores: the temperature of both sides of the dot product."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -67,7 +67,7 @@ class Llama3RopeConfig:
     """Context extension of Llama 3.1 (Grattafiori et al., arXiv:2407.21783, 3.4.2).
 
     Attributes:
-      factor: what slow frequencies are divided by.
+      factor: divisor of slow frequencies.
       original_max_position_embeddings: tokens the model was pretrained on.
       low_freq_factor, high_freq_factor: turns within the original context below which a frequency is interpolated and
         above which it is kept; between them the two are blended.
@@ -89,7 +89,7 @@ class Llama3RopeConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """What cos and sin are multiplied by: llama3 leaves them."""
+        """Factor of cos and sin, which llama3 leaves at 1."""
         return 1.0
 
 
@@ -97,11 +97,11 @@ type RopeScaling = YarnConfig | Llama3RopeConfig
 
 
 def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
-    """Base and stretching, from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+    """Reads base and stretching from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
 
     Args:
       config: contents of a config.json.
-      kinds: those the family has, "default" among them.
+      kinds: rope types that the family has, "default" among them.
 
     Raises:
       ValueError: an entry is missing, malformed or contradicts another.
@@ -124,7 +124,7 @@ def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling 
 
 
 def rope_entry(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The `rope_scaling` that `read_rope` reads."""
+    """Makes the `rope_scaling` that `read_rope` reads."""
     if scaling is None:
         return None
     given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}

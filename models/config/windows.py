@@ -1,4 +1,4 @@
-"""Which keys the KV heads of each layer see, as a config.json or a file says it, and which layers share their tables.
+"""Windows of the KV heads of each layer, as a config.json or a file gives them, and the cache groups that follow.
 
 In JSON a model's `head_windows` is a list with one entry a layer:
 
@@ -24,7 +24,7 @@ from pallas_attn import FULL, HeadWindow
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindows:
-    """What each KV head of a layer sees: its first `sink_tokens` keys and the newest `window` ones.
+    """Visible keys of each KV head of a layer: its first `sink_tokens` keys and the newest `window` ones.
 
     Attributes:
       window: one per KV head, at least 1; `pallas_attn.FULL` hides nothing.
@@ -47,23 +47,24 @@ class HeadWindows:
             _in_range("sink_tokens", count, 0)
 
     def array(self) -> HeadWindow:
-        """As the operations of `pallas_attn` take it."""
+        """Converts to the `HeadWindow` that `pallas_attn`'s operations take."""
         return HeadWindow(jnp.asarray(self.window, jnp.int32), jnp.asarray(self.sink_tokens, jnp.int32))
 
 
 type LayerWindow = int | HeadWindows | None
-"""What the KV heads of a layer see: everything (None), the newest W keys, or each its own."""
+"""Visible keys of a layer's KV heads: all (None), the newest W keys, or a window for each head."""
 
 type Windows = tuple[LayerWindow, ...]
-"""Of every layer."""
+"""Windows of every layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that see alike, and so share a pool, tables, slots and plans.
+    """Layers with equal windows, which share a pool, tables, slots and plans.
 
     Attributes:
-      window: what they see. Tables are [B, Hkv, P] of row ids where it is `HeadWindows`, else [B, P] of page ids.
+      window: window of the layers. Tables are [B, Hkv, P] of row ids where it is `HeadWindows`, else [B, P] of page
+        ids.
       layers: their indices, ascending.
     """
 
@@ -73,7 +74,7 @@ class CacheGroup:
 
 @runtime_checkable
 class _Windowed(Protocol):
-    """The part of a model's configuration that tells its cache groups."""
+    """Part of a model's configuration that determines its cache groups."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -83,7 +84,7 @@ class _Windowed(Protocol):
 
 
 def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
-    """The layers of a model by their windows, in the order of each group's first layer."""
+    """Groups a model's layers by their windows, in the order of each group's first layer."""
     layers: dict[LayerWindow, list[int]] = {}
     for layer, window in enumerate(config.windows or (None,) * config.num_hidden_layers):
         layers.setdefault(window, []).append(layer)
@@ -121,7 +122,7 @@ def load_windows(path: Path) -> Windows:
 
 
 def read_head_windows(entry: Any) -> Windows:
-    """Windows of all layers from their `head_windows`, in the form that this module describes.
+    """Reads the windows of all layers from their `head_windows`, in the form that this module describes.
 
     Raises:
       ValueError: another form, or a number out of range.
@@ -155,7 +156,8 @@ def _read_list(layer: int, name: str, entry: Any, null: int | None = None) -> tu
 
 
 def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
-    """Windows of all layers from their kinds and the `sliding_window` of a config.json; None where none has any.
+    """Reads the windows of all layers from their kinds and the `sliding_window` of a config.json; None if no layer has
+    any.
 
     Args:
       config: contents of the config.json.
@@ -176,7 +178,7 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
 
 
 def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
-    """The `layer_types` of a config.json, None where it has none.
+    """Reads the `layer_types` of a config.json, None if absent.
 
     Raises:
       ValueError: they are no list of one name a layer.
@@ -190,7 +192,7 @@ def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
 
 
 def window_entries(windows: Windows | None, *, by_layer: bool) -> dict[str, Any]:
-    """Entries of a config.json that say these windows.
+    """Makes the entries of a config.json that describe these windows.
 
     Args:
       windows: None for no entries.

@@ -1,1 +1,20 @@
-"""The decoder: attention of each family, experts, layers, caches."""
+"""The decoder: weights and one step over packed tokens, in Flax NNX. This room imports `models.config` alone.
+
+In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
+tokens belong), `caches` (what each family caches), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
+then `explain` (what attention would run on) and `whole_sequence` (a sequence in one forward).
+"""
+
+from models.decoder.caches import Caches as Caches
+from models.decoder.caches import KVScales as KVScales
+from models.decoder.explain import StepSizes as StepSizes
+from models.decoder.explain import explain_attention as explain_attention
+from models.decoder.model import Decoder as Decoder
+from models.decoder.model import Step as Step
+from models.decoder.model import split_model as split_model
+from models.decoder.settings import AttentionSettings as AttentionSettings
+from models.decoder.step_metadata import GroupTables as GroupTables
+from models.decoder.step_metadata import StepMetadata as StepMetadata
+from models.decoder.whole_sequence import pad_tokens as pad_tokens
+from models.decoder.whole_sequence import power_of_two as power_of_two
+from models.decoder.whole_sequence import run_sequence as run_sequence

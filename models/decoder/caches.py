@@ -1,26 +1,23 @@
-"""What a model caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
+"""A model's caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
+from models.config import DeepSeekConfig, ModelConfig
 from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 
 type LayerCache = PagedLatent | PagedKV
 """The paged cache of one layer: latents of MLA, keys and values of GQA."""
 
 type Caches = tuple[LayerCache, ...]
-"""The cache of every layer."""
+"""Caches of every layer."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes of keys and values that are stored with scales."""
@@ -49,22 +46,6 @@ class KVScales:
         for name, scales in (("k", self.k), ("v", self.v)):
             if not np.all(np.isfinite(scales) & (scales > 0)):
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
-
-
-def load_kv_scales(path: Path) -> KVScales:
-    """Reads a safetensors file of `k_scale` and `v_scale`, in float32 and the shapes of `KVScales`.
-
-    Raises:
-      ValueError: it is no such file.
-    """
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"{path}: not a safetensors file: {error}") from error
-    if tensors.keys() != {"k_scale", "v_scale"} or any(t.dtype != np.float32 for t in tensors.values()):
-        found = ", ".join(f"{name} ({t.dtype})" for name, t in sorted(tensors.items()))
-        raise ValueError(f"{path}: expected k_scale and v_scale in float32, found {found or 'nothing'}")
-    return KVScales(tensors["k_scale"], tensors["v_scale"])
 
 
 def cache_spec(
@@ -113,7 +94,7 @@ def cache_spec(
 
 
 def allocate_caches(config: ModelConfig, specs: Sequence[CacheSpec], scales: KVScales | None = None) -> Caches:
-    """Empty caches of all layers, as `cache_spec` lays each down for these scales."""
+    """Allocates empty caches of all layers, laid out as `cache_spec` does for these scales."""
     if isinstance(config, DeepSeekConfig):
         return tuple(PagedLatent.allocate(spec) for spec in specs)
     caches = [PagedKV.allocate(spec) for spec in specs]

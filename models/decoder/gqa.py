@@ -14,11 +14,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.gqa import GQAConfig
-from models.config.windows import HeadWindows, LayerWindow, cache_groups
+from models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
 from models.decoder.layers import Linear, RMSNorm
-from models.decoder.mla import AttentionSettings
 from models.decoder.rope import CosSin
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import (
     DecodePlan,
@@ -35,13 +34,13 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
-    """What the layers of a cache group need to know of a step.
+    """Metadata and plan of a step that the layers of a cache group share.
 
     Attributes:
-      metadata: where its tokens belong.
-      tables: where the group keeps them.
-      plan: how programs share the decode rows' pages; None without decode rows.
-      window: what the group's heads see.
+      metadata: places of its tokens.
+      tables: tables and slots of the group.
+      plan: division of the decode rows' pages among programs; None without decode rows.
+      window: window of the group's heads.
     """
 
     metadata: StepMetadata
@@ -50,7 +49,7 @@ class GQAStep:
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
     def window_argument(self) -> int | HeadWindow | None:
-        """The window as the operations take it."""
+        """Converts the window to the form that the operations take."""
         return self.window.array() if isinstance(self.window, HeadWindows) else self.window
 
 

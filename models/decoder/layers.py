@@ -1,4 +1,4 @@
-"""The plain layers: norm, projection, feed-forward."""
+"""Plain layers: norm, projection, feed-forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_attn import capability
 def project(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows F"]:
-    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` says otherwise.
+    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` is given.
 
     Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
     operands are not affected. A GPU is given two rows for one: XLA multiplies a vector elementwise, and writes the
@@ -60,7 +60,7 @@ class Linear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The feed-forward layer of a dense block, and the shared experts of a mixture."""
+    """Feed-forward layer of a dense block, and the shared experts of a mixture."""
 
     def __init__(self, width: int, hidden_width: int, dtype: DTypeLike):
         self.gate_up_proj = Linear(width, 2 * hidden_width, dtype)

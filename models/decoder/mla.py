@@ -19,9 +19,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from models.config.deepseek import DeepSeekConfig
+from models.config import DeepSeekConfig
 from models.decoder.layers import Linear, RMSNorm
 from models.decoder.rope import CosSin, rotate
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 from pallas_attn import (
     DecodePlan,
@@ -33,27 +34,7 @@ from pallas_attn import (
 )
 
 INNER_NORM_EPS = 1e-6
-"""Of the norms inside attention, whatever the model's rms_norm_eps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSettings:
-    """How attention is computed; changes speed and rounding, never meaning.
-
-    Attributes:
-      mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.
-      implementation: of every attention operation, as `pallas_attn` takes it.
-      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
-        operation.
-    """
-
-    mla: Literal["auto", "absorb", "expand"] = "auto"
-    implementation: str | tuple[str, ...] | None = None
-    piece_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mla not in ("auto", "absorb", "expand"):
-            raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
+"""Epsilon of the norms inside attention, whatever the model's rms_norm_eps."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,10 +43,10 @@ class Rows:
     """A run of a step's tokens that attends absorbed, each token a row of its own.
 
     Attributes:
-      tokens: which ones of the packed step.
+      tokens: indices in the packed step.
       block_tables: [T, P], page ids.
-      kv_lens: [T], tokens that each one sees, itself included; 0 for an idle row.
-      plan: how programs share their pages; None until it is made.
+      kv_lens: [T], number of tokens that each row sees, itself included; 0 for an idle row.
+      plan: division of their pages among programs; None until it is made.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -80,7 +61,7 @@ class Chunks:
     """A run of a step's tokens that attends expanded, in chunks of a sequence.
 
     Attributes:
-      tokens: which ones of the packed step.
+      tokens: indices in the packed step.
       block_tables: [S, P], page ids.
       cu_q_lens: [S + 1], prefix sum of the chunks' tokens.
       kv_lens: [S], tokens that each sequence holds, its chunk included.
@@ -96,7 +77,7 @@ type Part = Rows | Chunks
 
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
-    """The decode part and the prefill part of a step, each in the way `mla` wants it; an empty part is left out."""
+    """Splits a step into its decode part and its prefill part, each in the way `mla` chooses; omits an empty part."""
     num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
     parts = []
     if num_decode:
@@ -112,7 +93,7 @@ def _decode_rows(metadata: StepMetadata) -> Rows:
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
-    """Decode rows as chunks of one token. An idle row still has its place among the tokens: let it see itself."""
+    """Decode rows as chunks of one token. An idle row keeps its place among the tokens, so it attends to itself."""
     offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
     kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
     return Chunks(slice(0, metadata.num_decode), metadata.of_group(0).decode_block_tables, offsets, kv_lens)
@@ -124,7 +105,7 @@ def _prefill_chunks(metadata: StepMetadata) -> Chunks:
 
 
 def _prefill_rows(metadata: StepMetadata) -> Rows:
-    """Every prefill token as a decode row of its own, that sees its sequence up to itself."""
+    """Every prefill token as a decode row of its own, which sees its sequence up to itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
     index = jnp.arange(metadata.num_tokens - metadata.num_decode, dtype=jnp.int32)
     ends = metadata.cu_q_lens[1:]
@@ -137,7 +118,7 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
 def plan_rows(
     parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
 ) -> list[Part]:
-    """Plans the parts that attend absorbed, once for all layers.
+    """Plans the absorbed parts, once for all layers.
 
     Args:
       parts: of a step.
@@ -254,5 +235,6 @@ class MLA(nnx.Module):
 
 
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
-    """x @ weight for every head. Heads go first: an einsum lets XLA swap the operands, 10 times slower on a CPU."""
+    """x @ weight for every head. Heads go first, since an einsum lets XLA swap the operands, 10 times slower on a
+    CPU."""
     return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)

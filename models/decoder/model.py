@@ -15,27 +15,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.config.gqa import GQAConfig
-from models.config.windows import cache_groups
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
-from models.decoder.mla import MLA, AttentionSettings, Part, plan_rows, step_parts
+from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
+from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
-"""What a family's attention must know of a step, the same for all layers of a cache group."""
+"""Metadata and plans of a step that a family's attention takes, the same for all layers of a cache group."""
 
 type Step = Callable[[Any, Int32[Array, "T"], Caches, StepMetadata], tuple[Float32[Array, "n V"], Caches]]
 """(weights, tokens, caches, metadata) -> (logits, caches)."""
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a dense or a mixed feed-forward layer, each with its norm before and its residual around."""
+    """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before and a residual around
+    it."""
 
     def __init__(self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -57,11 +57,11 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder of any family here; `weights.load_model` and `weights.random_model` make filled ones.
+    """A decoder of any family; `checkpoints.load_model` and `checkpoints.random_model` make one with weights.
 
     Attributes:
-      config: what it is.
-      settings: how it attends.
+      config: configuration of the model.
+      settings: settings of attention.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike):
@@ -75,9 +75,9 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float32[Array, "n V"], Caches]:
-        """One step over packed tokens: writes what attention needs of them into the caches, attends, and predicts.
+        """Runs one step over packed tokens: writes their cache entries, attends, and predicts.
 
-        What padding rows and idle rows hold changes no other row, and none of theirs becomes NaN.
+        Padding rows and idle rows change no other row, and do not become NaN.
 
         Args:
           tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
         groups = {layer: i for i, group in enumerate(cache_groups(self.config)) for layer in group.layers}
-        # A function of this call alone: what a trace depends on (implementations, tunings) may be another next time.
+        # Made anew for each call, since a trace depends on implementations and tunings, which may change between calls.
         apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
         return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
-        """One for each cache group."""
+        """Prepares a step for attention, once for each cache group."""
         match self.config, caches[0]:
             case DeepSeekConfig() as config, PagedLatent() as cache:
                 parts = step_parts(metadata, self.settings.mla)
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Empty caches of all layers; arguments as `cache_spec` takes them, or `num_pages` for each layer."""
+        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer."""
         layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         return allocate_caches(self.config, [self.cache_spec(n, page_size, dtype, scales) for n in layers], scales)
 
@@ -144,14 +144,14 @@ class Decoder(nnx.Module):
 def _attention(
     config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike
 ) -> Callable[..., tuple[Array, LayerCache]]:
-    """The module that attends as the family does: (x, rope, cache, slots, step) -> (output, cache)."""
+    """Makes the attention module of the family: (x, rope, cache, slots, step) -> (output, cache)."""
     if isinstance(config, DeepSeekConfig):
         return MLA(config, settings, dtype)
     return GQA(config, settings, dtype)
 
 
 def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike) -> Callable[[Array], Array]:
-    """The module that follows attention in a layer."""
+    """Makes the feed-forward module of a layer."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)
     return MoE(config, dtype) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype)
@@ -166,12 +166,13 @@ def _apply_layer(
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,
 ) -> tuple[Float[Array, "T D"], LayerCache]:
-    """A layer as a function: jitted, it is lowered once for all that are alike, and its kernels compiled once."""
+    """Applies a layer as a pure function; jitted, it is lowered once for all equal layers, and its kernels compiled
+    once."""
     return nnx.merge(graph, state)(x, rope, cache, slots, step)
 
 
 def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
-    """The model as a pure function of its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
+    """Splits the model into a pure function and its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
 
     The weights are a flat list because that is what passes through a jitted call fastest.
     """

@@ -26,8 +26,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import DeepSeekConfig
-from models.config.gqa import GQAConfig
+from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.layers import MLP, Linear, project, swiglu
 from pallas_attn import capability
 
@@ -42,7 +41,7 @@ class Router(nnx.Module):
         self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32)) if biased else None
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-        """Ids of the chosen experts and their weights."""
+        """Returns ids of the chosen experts and their weights."""
         config = self.config
         logits = project(x.astype(jnp.float32), self.weight[...])
         scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
@@ -59,7 +58,7 @@ class Router(nnx.Module):
 
 
 def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
-    """-inf for experts outside the best groups: those of the best expert (V2) or of the best two together (V3)."""
+    """Masks experts outside the best groups with -inf: groups rank by their best expert (V2) or their best two (V3)."""
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)
     counted = 2 if config.topk_method == "noaux_tc" else 1
     group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
@@ -110,15 +109,15 @@ class BiasedMoE(nnx.Module):
         return routed_experts(x, chosen, weights, experts)
 
     def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-        """Ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
+        """Returns ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
         logits, chosen = jax.lax.top_k(self.router(x.astype(jnp.float32)), self.config.num_experts_per_tok)
         return chosen, jax.nn.softmax(logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiglu:
-    """gate · sigmoid(alpha · gate) · (up + 1) of the two halves of the columns, gates cut off above `limit`, the others
-    on both sides."""
+    """gate · sigmoid(alpha · gate) · (up + 1) of the two halves of the columns; gates are clamped above `limit`, up
+    columns on both sides."""
 
     alpha: float
     limit: float
@@ -150,7 +149,7 @@ class Experts:
 
 
 COUNTED_ROWS = 1024
-"""Rows of experts, at most, that are put in order without a sort."""
+"""Up to this many (token, expert) pairs are ranked by counting instead of sorting."""
 
 
 def routed_experts(
@@ -161,19 +160,19 @@ def routed_experts(
     if are_few(num_tokens * top_k, experts):
         y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype)
-    groups = Groups.of(chosen.reshape(-1), experts.gate_up.shape[0])
+    groups = ExpertGroups.of(chosen.reshape(-1), experts.gate_up.shape[0])
     multiply = hopper_groups if hopper_takes(experts) else block_groups
     y = multiply(x[groups.row // top_k], experts, groups.sizes)
     return _weighted_sum(y[groups.place], weights, x.dtype)
 
 
-class Groups(NamedTuple):
-    """Rows in the order of their experts.
+class ExpertGroups(NamedTuple):
+    """(token, expert) pairs in the order of their experts.
 
     Attributes:
-      row: which one comes in each place.
-      place: of each row.
-      sizes: how many rows each expert has.
+      row: index of the pair in each place.
+      place: place of each pair.
+      sizes: number of pairs of each expert.
     """
 
     row: Int32[Array, "M"]
@@ -181,19 +180,18 @@ class Groups(NamedTuple):
     sizes: Int32[Array, "E"]
 
     @staticmethod
-    def of(expert: Int32[Array, "M"], num_experts: int) -> "Groups":
-        """By a stable sort. Up to 1,024 rows count who comes before them: with the sizes three kernels, where two sorts
-        and two scatters take seven, and a decode step consists of small kernels.
-        """
+    def of(expert: Int32[Array, "M"], num_experts: int) -> "ExpertGroups":
+        """Ranks pairs by a stable sort, or by counting up to `COUNTED_ROWS`: three kernels with the sizes, where two
+        sorts and two scatters take seven, and a decode step consists of small kernels."""
         sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         if expert.shape[0] > COUNTED_ROWS:
             row = jnp.argsort(expert).astype(jnp.int32)
-            return Groups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+            return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
         number = jnp.arange(expert.shape[0], dtype=jnp.int32)
         one, other = (expert[:, None], number[:, None]), (expert[None], number[None])
         comes_after = (other[0] < one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
-        return Groups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
+        return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
 
 
 def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:
@@ -202,15 +200,15 @@ def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype:
 
 
 def are_few(num_rows: int, experts: Experts) -> bool:
-    """Whether the call is compiled for a GPU, and so few rows are best multiplied one by one."""
+    """Whether the call is compiled for a GPU with so few rows that multiplying them one by one is fastest."""
     return capability().platform == "gpu" and num_rows <= experts.gate_up.shape[0]
 
 
 def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
-    """Each row's expert applied to it. XLA reads the weights where they are, in the loop that sums."""
+    """Applies each row's expert to it. XLA reads the weights in place, in the loop that sums."""
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
-        # Left alone, XLA sums some layers' along neighbours in rows it turned, at a fifth of the speed.
+        # Without this layout, XLA sums some layers along neighbours in transposed rows, at a fifth of the speed.
         weight = with_layout_constraint(weight[expert], Layout(major_to_minor=(0, 1, 2)))
         products = x[:, :, None].astype(jnp.float32) * weight.astype(jnp.float32)
         y = jnp.sum(products, axis=1).astype(x.dtype)
@@ -221,13 +219,13 @@ def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array,
 
 
 def hopper_takes(experts: Experts) -> bool:
-    """Whether the call is compiled for Hopper, and fills whole tiles of its matrix units."""
+    """Whether the call is compiled for Hopper and fills whole tiles of its matrix units."""
     tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 64 == 0 for w in (experts.gate_up, experts.down))
     return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
 
 
 def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
-    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, by jax's ragged matrix product."""
+    """Applies each row's expert to it by jax's ragged matrix product; rows are sorted by expert, `sizes` of each."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     num_rows, num_experts = rows.shape[0], sizes.shape[0]
@@ -244,7 +242,7 @@ def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Arra
             block_n=block_n,
             block_k=64,
             max_concurrent_steps=4,
-            grid_block_n=weight.shape[2] // block_n,  # all columns of some rows, which then are in L2
+            grid_block_n=weight.shape[2] // block_n,  # all columns of some rows, so that these stay in L2
         )
         return y if bias is None else y + bias[expert]
 
@@ -264,7 +262,7 @@ def group_tile(num_rows: int, num_experts: int, width: int) -> tuple[int, int]:
 
 @jax.jit
 def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
-    """Each row's expert applied to it, of rows sorted by expert, `sizes` of each, block by block."""
+    """Applies each row's expert to it, block by block; rows are sorted by expert, `sizes` of each."""
     num_rows, num_experts = rows.shape[0], sizes.shape[0]
     block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
     expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
@@ -285,14 +283,15 @@ def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array
 
 
 def _group_of(ends: Int32[Array, "groups"], place: Int32[Array, "n"]) -> Int32[Array, "n"]:
-    """The group that holds each place, by where groups end; as many as there are for places past the last."""
+    """Index of the group that holds each place, given where groups end; the number of groups for places past the
+    last."""
     return jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
 
 
 def _block_table(
     sizes: Int32[Array, "E"], block: int, max_blocks: int
 ) -> tuple[Int32[Array, "blocks"], Int32[Array, "blocks"], Int32[Array, ""]]:
-    """Expert and first row of each block, in the order of the rows, and how many of them there are."""
+    """Expert and first row of each block, in the order of the rows, and the number of blocks."""
     blocks = (sizes + (block - 1)) // block
     ends = jnp.cumsum(blocks)
     index = jnp.arange(max_blocks, dtype=jnp.int32)

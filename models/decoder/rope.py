@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), plain or stretched by YaRN or as Llama 3 is.
+"""Rotary position embedding (Su et al., arXiv:2104.09864): plain, stretched by YaRN, or by Llama 3's rule.
 
 Columns i and i + R/2 turn together, as two contiguous slices. The rotary columns of a DeepSeek checkpoint are
 interleaved pairs, columns 2i and 2i + 1 turning by angle i; `weights` moves them to two halves when it loads
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config.deepseek import ModelConfig
-from models.config.rope import RopeScaling, YarnConfig
+from models.config import ModelConfig, YarnConfig
+from models.config.rope import RopeScaling
 
 type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 """Cosines and sines of each token's angles."""
@@ -32,7 +32,7 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
 
 
 def _kept_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
-    """How much of each frequency is kept and not interpolated: 1 for fast ones, down to 0."""
+    """Share of each frequency that is kept instead of interpolated: 1 for fast ones, down to 0."""
     if isinstance(scaling, YarnConfig):
         return _kept_by_yarn(scaling, theta, width)
     turns = scaling.original_max_position_embeddings / (2 * math.pi) * theta ** -(np.arange(0, width, 2) / width)
@@ -41,10 +41,10 @@ def _kept_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
 
 
 def _kept_by_yarn(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
-    """A ramp over the pairs' indices (arXiv:2309.00071, 3.2)."""
+    """Linear ramp over the pairs' indices (arXiv:2309.00071, 3.2)."""
 
     def pair_turning(turns: float) -> float:
-        """Index of the pair that turns this often within the original context."""
+        """Index of the pair that turns this many times within the original context."""
         return width * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
@@ -65,7 +65,7 @@ def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
 def rotate(
     x: Float[Array, "T *heads R"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
 ) -> Float[Array, "T *heads R"]:
-    """Turns columns i and i + R/2 of every token by its angle i; computed in float32, returned in x's dtype."""
+    """Rotates columns i and i + R/2 of every token by its angle i; computed in float32, returned in x's dtype."""
     heads = tuple(range(1, x.ndim - 1))
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -73,5 +73,5 @@ def rotate(
 
 
 def halves_order(width: int) -> np.ndarray:
-    """Order that takes interleaved pairs to halves: `interleaved[halves_order(width)]` has pair i at i and i + R/2."""
+    """Permutation from interleaved pairs to halves: `interleaved[halves_order(width)]` has pair i at i and i + R/2."""
     return np.arange(width).reshape(-1, 2).T.reshape(-1)

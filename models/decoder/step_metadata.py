@@ -1,4 +1,4 @@
-"""What the model must know of one step besides its tokens."""
+"""Metadata of one step: positions, tables, slots and lengths of its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
-    """Where the layers of a cache group keep a step's tokens. All arrays int32.
+    """Tables and slots of a step's tokens in the layers of a cache group. All arrays int32.
 
     Attributes:
       slots: [T], page·ps + offset of each token's place in the cache, or [T, Hkv], row·ps + offset for each head; -1
@@ -32,7 +32,7 @@ class GroupTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """Where a step's tokens belong: T packed tokens, first Bd decode tokens (one a sequence), then the prefill tokens.
+    """Places of a step's T packed tokens: first Bd decode tokens (one a sequence), then the prefill tokens.
 
     Sizes are static and decide what is compiled: Bd rows of decode attention, T - Bd prefill tokens of at most S
     sequences. Either part may be empty. All arrays int32.
@@ -55,7 +55,7 @@ class StepMetadata:
     logit_rows: Int32[Array, "n"]
 
     def of_group(self, group: int) -> GroupTables:
-        """The tables and slots of a cache group."""
+        """Tables and slots of a cache group."""
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def check(self) -> None:

@@ -1,6 +1,19 @@
-"""Requests in, tokens out: `engine` drives `scheduler` (which tokens next, where) and `runner` (the device)."""
+"""The inference engine: requests in, tokens out. This room imports `models.config` and `models.decoder`.
 
+In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (what callers give and
+get), `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with
+`packed_step` and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding
+again).
+"""
+
+from models.engine.config import EngineConfig as EngineConfig
 from models.engine.engine import Engine as Engine
-from models.engine.engine import EngineConfig as EngineConfig
+from models.engine.outputs import EngineStats as EngineStats
 from models.engine.outputs import RequestOutput as RequestOutput
+from models.engine.outputs import StepRecord as StepRecord
 from models.engine.request import SamplingParams as SamplingParams
+from models.engine.verify import Decoded as Decoded
+from models.engine.verify import Difference as Difference
+from models.engine.verify import PlainRun as PlainRun
+from models.engine.verify import RequestCheck as RequestCheck
+from models.engine.verify import Verification as Verification

@@ -1,4 +1,4 @@
-"""The inference engine: requests in, tokens out. Everything that drives a model goes through here.
+"""The inference engine: requests in, tokens out. Every model is driven through it.
 
 >>> engine = Engine(random_model(PRESETS["v3-tiny"]), EngineConfig(num_pages=256))
 >>> outputs = engine.generate([[1, 2, 3], [1, 2, 4]], SamplingParams(max_tokens=8))
@@ -15,114 +15,24 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from models.decoder.caches import KVScales
-from models.decoder.model import Decoder
-from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
+from models.decoder import Decoder
+from models.engine.config import EngineConfig
+from models.engine.group_sizes import group_sizes, make_pools
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord
 from models.engine.request import FinishReason, Request, SamplingParams
-from models.engine.runner import Runner, RunnerConfig, StepResult
+from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
 from models.engine.step_plan import StepPlan
 from pallas_attn.cache import PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
-"""Called with every token as it arrives; the last one comes with the reason why it is the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """What the engine allocates and how it schedules.
-
-    Attributes:
-      num_pages: pages of every layer, if all had as many: layers that see less of a sequence leave theirs to the others
-        (`group_sizes` tells how the cache groups of a model share the same memory).
-      page_size: tokens a page holds.
-      max_batched_tokens: new tokens of a step, decode and prefill together.
-      max_num_seqs: requests that run at once; others wait.
-      max_prefill_seqs: requests whose prompts one step computes; None for max_num_seqs, but at most 8.
-      max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
-      chunked_prefill: whether a prompt may be spread over steps.
-      prefix_caching: whether pages of equal prefixes are shared.
-      recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
-      cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
-        float8_e4m3fn.
-      kv_scales: static scales of quantised keys and values; None for one a token and head.
-      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
-
-    Raises:
-      ValueError: a size is out of range, or buckets do not reach the sizes they must.
-    """
-
-    num_pages: int = 512
-    page_size: int = 64
-    max_batched_tokens: int = 512
-    max_num_seqs: int = 16
-    max_prefill_seqs: int | None = None
-    max_model_len: int | None = None
-    chunked_prefill: bool = True
-    prefix_caching: bool = True
-    recycling: bool = True
-    cache_dtype: DTypeLike | None = None
-    kv_scales: KVScales | None = None
-    decode_buckets: tuple[int, ...] | None = None
-    prefill_buckets: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_prefill_seqs is not None and self.max_prefill_seqs < 1:
-            raise ValueError(f"max_prefill_seqs: expected at least 1 or None, got {self.max_prefill_seqs}")
-        if self.num_pages * self.page_size >= 2**31:
-            raise ValueError(
-                f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
-                f" pages of {self.page_size}"
-            )
-        if self.max_num_seqs > self.max_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs: expected at most max_batched_tokens={self.max_batched_tokens}, so that every running"
-                f" request can decode in one step; got {self.max_num_seqs}"
-            )
-        for name, reach in (("decode_buckets", self.max_num_seqs), ("prefill_buckets", self.max_batched_tokens)):
-            buckets = getattr(self, name)
-            if buckets is None:
-                continue
-            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != reach:
-                raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
-
-    def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
-        """Static sizes of the device's side, for one cache group unless told of others."""
-        table_pages = -(-max_model_len // self.page_size)
-        return RunnerConfig(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            table_pages=table_pages if groups else min(self.num_pages, table_pages),
-            max_num_seqs=self.max_num_seqs,
-            max_prefill_seqs=self.prefill_seqs,
-            decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
-            prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
-            cache_dtype=self.cache_dtype,
-            kv_scales=self.kv_scales,
-            groups=groups,
-        )
-
-    @property
-    def prefill_seqs(self) -> int:
-        """Prefill rows of a step."""
-        return self.max_prefill_seqs or min(self.max_num_seqs, 8)
-
-
-def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
-    """first, first·base, ... and last."""
-    below = itertools.takewhile(lambda size: size < last, (first * base**i for i in itertools.count()))
-    return (*below, last)
+"""Callback for every token as it arrives; the reason is None until the last one."""
 
 
 @dataclasses.dataclass
 class _Tracked:
-    """A request with what only the engine knows of it."""
+    """A request with the engine's own records of it."""
 
     request: Request
     added_s: float
@@ -146,7 +56,7 @@ class _Tracked:
 
 @dataclasses.dataclass(frozen=True)
 class _Launched:
-    """A step under way."""
+    """A step that runs on the device."""
 
     result: StepResult
     planned_s: float
@@ -219,12 +129,12 @@ class Engine:
 
     @property
     def max_sequence_len(self) -> int:
-        """Tokens at which a request ends: what the model takes, or the cache."""
+        """Tokens at which a request ends: the lesser limit of model and cache."""
         return self._scheduler.max_len
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Whether `step` has any work left."""
         return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._undelivered)
 
     def warmup(self) -> float:
@@ -344,7 +254,7 @@ class Engine:
         return [self.output(request_id) for request_id in ids]
 
     def output(self, request_id: RequestId) -> RequestOutput:
-        """What has become of a request so far.
+        """Returns a request's output so far.
 
         Raises:
           ValueError: no such request.
@@ -352,7 +262,7 @@ class Engine:
         return self._find(request_id).output()
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops what is kept of a finished request, which otherwise stays for good.
+        """Drops the records of a finished request, which are otherwise kept for good.
 
         Raises:
           ValueError: no such request, or it has not finished.
@@ -363,7 +273,7 @@ class Engine:
         self._prompt_logits.pop(request_id, None)
 
     def prompt_logits(self, request_id: RequestId) -> np.ndarray:
-        """float32 [prompt length, V], NaN where the prefix cache spared computing; needs capture_logits.
+        """Returns float32 logits [prompt length, V], NaN where the prefix cache spared computing; needs capture_logits.
 
         Raises:
           ValueError: no such request, or the engine was not made to capture logits.
@@ -375,7 +285,7 @@ class Engine:
         return self._prompt_logits.get(request_id, empty)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine was made."""
+        """Returns totals since the engine was made."""
         cache = self._prefix_cache
         prefill_s = sum(r.duration_s * r.prefill_tokens / (r.prefill_tokens + r.decode_tokens) for r in self._records)
         decode_s = sum(r.duration_s for r in self._records) - prefill_s
@@ -406,7 +316,7 @@ class Engine:
         return self._tracked[request_id]
 
     def _pages(self, rows: Sequence[int]) -> int:
-        """The memory of so many rows of each cache group, in pages of all layers, rounded up."""
+        """Memory of so many rows of each cache group, in pages of all layers, rounded up."""
         shares = (len(g.layers) * Fraction(n, g.num_heads) for g, n in zip(self._groups, rows, strict=True))
         return math.ceil(sum(shares, Fraction(0)) / sum(len(g.layers) for g in self._groups))
 
@@ -459,13 +369,14 @@ class Engine:
             end += row.num_tokens
             num_prompt = min(row.num_tokens, len(request.prompt_ids) - row.start)
             tracked = self._tracked.get(request.request_id)
-            # Since the launch the request may have been forgotten, and its name been given to another one.
+            # Since the launch the request may have been forgotten, and its id given to another one.
             if num_prompt > 0 and tracked is not None and tracked.request is request:
                 kept = self._prompt_logits.setdefault(request.request_id, self.prompt_logits(request.request_id))
                 kept[row.start : row.start + num_prompt] = logits[first : first + num_prompt]
 
     def _recover(self) -> None:
-        """The step's caches were donated and may be gone: start from empty ones and compute everything again."""
+        """Starts from empty caches and computes everything again, since the step's caches were donated and may be
+        gone."""
         self._in_flight = None
         self._scheduler.requeue_all()
         self._runner.reset()

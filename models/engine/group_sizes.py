@@ -1,4 +1,4 @@
-"""How the memory of a cache is shared between the cache groups of a model."""
+"""Division of a cache's memory between the cache groups of a model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from models.config.deepseek import ModelConfig
-from models.config.windows import CacheGroup, HeadWindows, LayerWindow, cache_groups
+from models.config import CacheGroup, HeadWindows, LayerWindow, ModelConfig, cache_groups
 from pallas_attn import FULL
 from pallas_attn.cache import GroupPools, HeadPagePool
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSizes:
-    """The cache of one group, and what its pool goes by.
+    """Sizes and windows of one cache group.
 
     Attributes:
-      layers: of the model.
-      heads: what its pool is told to be seen: by each KV head if they have windows of their own, else by all as one.
-      head_wise: whether they have, so that tables are of row ids.
-      num_pages: of each layer.
+      layers: indices of its layers.
+      heads: windows that its pool recycles by: one for each KV head if heads have windows of their own, else one for
+        all.
+      head_wise: whether heads have windows of their own, so that tables hold row ids.
+      num_pages: pages of each layer.
     """
 
     layers: tuple[int, ...]
@@ -50,32 +50,35 @@ def group_sizes(
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
-    """Shares out the memory of `num_pages` in every layer.
+    """Divides the memory of `num_pages` in every layer between the cache groups.
 
-    Every group gets what the chunk of one step takes beyond what stays. All else is shared in proportion to what a
-    sequence holds of each group that is as long as `max_num_seqs` of them can be at once, and as the model takes.
+    Every group gets the pages that one step's chunk takes beyond those that stay. The rest is divided in proportion to
+    the pages that a sequence holds in each group, for sequences as long as `max_num_seqs` of them can be at once and as
+    the model takes.
 
-    Were it shared for the longest sequences alone, the groups with windows would hold as few of them as the others, and
-    short ones would run out of room there with the others nearly empty. As it is, fewer and longer sequences than
-    expected leave some of the groups with windows unused: `max_num_seqs` should be what is meant to run.
+    If it were divided for the longest sequences of the model, the groups with windows would hold as few sequences as
+    the others, and short sequences would run out of room there while the others are nearly empty. As it is, fewer and
+    longer sequences than expected leave pages of the groups with windows unused, so `max_num_seqs` should be the number
+    that is meant to run.
 
-    A model of one group has `num_pages` there, and so has every group of one whose pages are not recycled.
+    A single group gets all `num_pages`, and so does every group if pages are not recycled.
 
     Args:
-      config: of the model.
-      num_pages: pages of every layer, if all had as many.
+      config: the model.
+      num_pages: pages of every layer if the memory were divided evenly.
       page_size: tokens of a page.
       max_model_len: tokens of a sequence.
       max_num_seqs: sequences that run at once.
       step_tokens: new tokens of a sequence in one step at most.
-      recycling: whether pages that windows leave behind are given back; without, pools are told of no windows.
+      recycling: whether pages that windows leave behind are given back; if not, pools get no windows.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
     total = num_pages * config.num_hidden_layers
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
-        """For sequences of so many pages: how many fit, and what of each group one holds, and a chunk besides."""
+        """Number of sequences of so many pages that fit, and the pages of each group that one holds and that a chunk
+        adds."""
         held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
         chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
         return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
@@ -90,7 +93,7 @@ def group_sizes(
 
 
 def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: int, max_model_len: int) -> GroupPools:
-    """Their pools, with tables for sequences of `max_model_len`, or as long as the pools hold."""
+    """Makes the pools, with tables for sequences of `max_model_len` or as long as the pools hold."""
 
     def with_tables(num_pages: int) -> GroupPools:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
@@ -101,13 +104,13 @@ def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: in
 
 
 def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
-    """Pages that a sequence never exceeds, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
+    """Upper bound of a sequence's pages, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
     pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
 def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
-    """Pages in all layers, for so many of each group."""
+    """Pages in all layers, given the pages of each group."""
     return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
 
 
@@ -118,5 +121,5 @@ def _heads(window: LayerWindow) -> HeadWindows:
 
 
 def _unlimited(window: LayerWindow) -> LayerWindow:
-    """No window, for as many heads."""
+    """Replaces a window by none, for as many heads."""
     return HeadWindows((FULL,) * len(window.window), window.sink_tokens) if isinstance(window, HeadWindows) else None

@@ -1,4 +1,4 @@
-"""What the engine reports: of a request, of a step, of a whole run."""
+"""Reports of the engine: of a request, of a step, of a whole run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ type RequestId = int | str
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """What has become of a request so far. No time counts compilation.
+    """State and output of a request so far. No time includes compilation.
 
     Attributes:
-      request_id: the caller's.
+      request_id: the caller's name for the request.
       prompt_tokens: tokens of the prompt.
-      cached_tokens: those found in the prefix cache when the request was first admitted.
+      cached_tokens: prompt tokens found in the prefix cache when the request was first admitted.
       output_ids: generated tokens.
       finish_reason: "stop", "length", "abort", "refused", or None while it runs.
       refusal: why it was refused, else None.
       ttft_s: seconds from `add_request` to the first token, None before.
-      itl_s: seconds between tokens, one less than there are tokens.
+      itl_s: seconds between consecutive tokens.
     """
 
     request_id: RequestId
@@ -36,15 +36,15 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step, as it looked when its tokens had arrived.
+    """Record of one step, taken when its tokens had arrived.
 
     Attributes:
       ended_s: seconds since the engine was made.
       duration_s: since the step before it ended, or since it was planned if that was later.
-      prefill_tokens, decode_tokens: computed.
+      prefill_tokens, decode_tokens: numbers of computed tokens.
       cached_tokens: prompt tokens of requests admitted by this step that were not computed, being cached.
       used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
-      used_rows: the same in each cache group, as `GroupStats` counts.
+      used_rows: rows that belonged to requests in each cache group, counted as in `GroupStats`.
     """
 
     ended_s: float
@@ -58,13 +58,13 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """The pool of one cache group. A row is a page of one KV head where heads have windows of their own, else of all.
+    """Pool of one cache group. A row is a page of one KV head if heads have windows of their own, else of all heads.
 
     Attributes:
-      layers: of the model, that see alike.
+      layers: indices of its layers, which have equal windows.
       num_heads: rows of a page.
-      num_rows: of the pool.
-      used_rows, peak_rows: that belong to requests, and the most there were.
+      num_rows: rows of the pool.
+      used_rows, peak_rows: rows that belong to requests now, and at most so far.
     """
 
     layers: tuple[int, ...]
@@ -76,19 +76,19 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made. No time counts compilation, which is reported apart.
+    """Totals since the engine was made. No time includes compilation, which is reported apart.
 
     Attributes:
       steps: one record a step.
-      prefill_tokens, decode_tokens: computed.
+      prefill_tokens, decode_tokens: numbers of computed tokens.
       prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
       prefix_hit_rate: prompt tokens found in the prefix cache, of all that looked there; 0 without any.
-      used_pages, peak_pages, num_pages: pages that belong to requests, the most there were, and all. Where layers or
-        heads differ in what they hold, their part of the memory, in pages of all of them and rounded up.
+      used_pages, peak_pages, num_pages: pages that belong to requests now, at most so far, and in all. If layers or
+        heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up.
       preemptions: times a request gave up its pages to an older one.
       compilations, compile_s: step shapes compiled, and the seconds that took.
-      cache_bytes: of all layers.
-      groups: of every cache group.
+      cache_bytes: bytes of all layers' caches.
+      groups: statistics of every cache group.
     """
 
     steps: tuple[StepRecord, ...]

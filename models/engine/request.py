@@ -1,4 +1,4 @@
-"""What a caller asks for, and how far the engine has come with it."""
+"""Requests: the caller's prompt and sampling parameters, and the engine's progress with them."""
 
 import operator
 from collections.abc import Sequence
@@ -8,13 +8,12 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "refused"]
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
-"""Beyond these a draw has long become the likeliest token, or tokens as likely as one another; and from 1e-34 and 1e37
-on, what it divides or multiplies by the temperature is infinite in float32.
-"""
+"""Limits beyond which a draw is the likeliest token, or all tokens are equally likely; from 1e-34 and 1e37 on, logits
+divided or multiplied by the temperature are infinite in float32."""
 
 
 class RequestRefused(Exception):
-    """The request could not be completed even if it had the engine to itself; the message says why."""
+    """The request cannot be completed even with the engine to itself; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its continuation so far. All but the first four fields belong to the scheduler.
+    """A prompt and its continuation so far. The scheduler owns all fields but the first four.
 
     Attributes:
       request_id: The caller's name for it, unique among unfinished requests.
@@ -72,7 +71,7 @@ class Request:
       salt: Only requests of the same salt share cached prefixes. A text that UTF-8 can encode.
       token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
       num_in_flight: Tokens sampled by launched steps and not read back yet.
-      num_computed: Tokens whose K/V is in its pages, counting what launched steps will write.
+      num_computed: Tokens whose K/V is in its pages, including those that launched steps will write.
       prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
       num_published: Leading pages that have been published to the prefix cache or came from it.
       slot: While running, the request's batch slot in the pools, and its place in device arrays with one entry per

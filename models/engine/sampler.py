@@ -1,6 +1,4 @@
-"""Choosing the next token on the device; a draw depends on the request's seed and the token's position, on nothing
-else.
-"""
+"""Choice of the next token on the device; a draw depends on the request's seed and the token's position alone."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 
-@typing.no_type_check  # of the values: a pytree node may hold what its arrays are made of
+@typing.no_type_check  # of the values: a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-    """How to choose the token of each of n rows of logits.
+    """Sampling parameters of n rows of logits.
 
     Attributes:
       temperature: float32 [n]; 0 takes the likeliest token.
@@ -36,7 +34,7 @@ class SamplingRows:
 
 
 def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
-    """The next token of each row, and by how much it won.
+    """Chooses the next token of each row, and measures the margin by which it won.
 
     Temperature, then top-k, then top-p; the draw is the Gumbel-max trick, so that it too is an argmax.
 
@@ -60,9 +58,8 @@ def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, 
 
 
 def _is_kept(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float[Array, "n"]) -> Bool[Array, "n V"]:
-    """What top-k and then top-p keep. Nothing is sorted: a GPU takes longer to sort a hundred thousand logits of
-    several rows, and for one row XLA takes a sort that has the host wait.
-    """
+    """Mask of the tokens that top-k and then top-p keep. Nothing is sorted: a GPU takes longer to sort a hundred
+    thousand logits of several rows, and for one row XLA chooses a sort that makes the host wait."""
     ranks = _ranked(scaled)
     count = jnp.where(top_k == 0, scaled.shape[-1], top_k).astype(jnp.float32)
     among = ranks >= _highest_reaching(count, ranks, jnp.ones_like(scaled))
@@ -72,7 +69,8 @@ def _is_kept(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float
 
 
 def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
-    """Integers in the order of float32 values: negative ones with all bits turned, the others with the sign's."""
+    """Maps float32 values to integers of the same order: flips all bits of negative ones, and the sign bit of the
+    others."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -80,7 +78,7 @@ def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
 def _highest_reaching(
     target: Float[Array, "n"], ranks: UInt32[Array, "n V"], weights: Float[Array, "n V"]
 ) -> UInt32[Array, "n 1"]:
-    """The highest rank from which on a row's weights add up to its target; 0 if all of them do not.
+    """Highest rank from which on a row's weights add up to its target; 0 if all of them do not.
 
     Found four bits at a time, by one pass over the row and one over the sums of its parts of 256: XLA makes one kernel
     of 15 such sums, but not of 15 over a hundred thousand.

@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next step computes, and in which pages their K/V goes."""
+"""The scheduler: which tokens of which requests the next step computes, and in which pages their K/V goes."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -13,12 +13,13 @@ class Scheduler:
     """Continuous batching by token budget, first come first served.
 
     `schedule` plans a step, which the engine launches; `retire` takes what the step sampled. A step may be scheduled
-    and launched before the previous ones are retired, so that reading back overlaps with computing. Two things follow:
+    and launched before the previous ones are retired, so that reading back overlaps with computing. This has
+    consequences:
 
     - A request whose end is not known yet may have a token too many in flight, which `retire` drops.
     - The pages of a request that ended or was preempted may still be used by launched steps. They are released at once
-      all the same: the device runs steps in the order they were launched, and whoever gets the pages next writes to
-      them in a step launched later. For the same reason a page may be matched once the step that fills it was launched.
+      all the same: the device runs steps in the order they were launched, and their next owner writes to them in a step
+      launched later. For the same reason a page may be matched once the step that fills it was launched.
     - So may the pages behind a window, which every step recycles before it takes new ones: those that no query of a
       later step sees. Tokens in flight count as computed, because none is ever taken back.
 
@@ -48,8 +49,8 @@ class Scheduler:
             max_batched_tokens: New tokens per step, decode and prefill together.
             max_prefill_seqs: Prefill rows per step; None for as many as can run.
             max_model_len: Tokens per sequence, prompt and output together.
-            chunked_prefill: Whether prompts may be spread over steps. What no step holds after a preemption, or the
-                pools do not at once, always may.
+            chunked_prefill: Whether prompts may be spread over steps. Tokens that exceed a step after a preemption, or
+                the pools at once, always may.
             eos_token_ids: Tokens that end a sequence unless its request ignores them.
 
         Raises:
@@ -86,12 +87,12 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request lost its pages to an older one."""
+        """Number of times that a request lost its pages to an older one."""
         return self._num_preemptions
 
     @property
     def max_len(self) -> int:
-        """Tokens a sequence can come to: in the model, and in the pools."""
+        """Longest possible sequence in tokens, given the model and the pools."""
         return self._max_len
 
     @property
@@ -119,7 +120,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step, which has to be launched before anything else is asked of the scheduler.
+        """Plans the next step, which has to be launched before the scheduler is called again.
 
         Returns:
             The plan, or None when there is nothing to do before a launched step is retired or a request is added.
@@ -144,10 +145,11 @@ class Scheduler:
             tokens: Sampled ids, one for each of `plan.sampling_rows`.
 
         Returns:
-            The tokens that continue a request, with the request; its `finish_reason` says if this was the last one.
+            (request, token) for each token that continues a request; its `finish_reason` is set if this was the last
+            one.
 
         Raises:
-            ValueError: another plan is next, or `tokens` are not as many as `plan` samples.
+            ValueError: another plan is next, or the number of `tokens` is not that of the plan's samples.
         """
         if not self._launched or plan is not self._launched[0]:
             raise ValueError("plan must be the oldest launched plan that has not been retired")
@@ -158,7 +160,7 @@ class Scheduler:
             (row.request, token) for row, token in zip(rows, tokens, strict=True) if not row.request.is_finished
         ]
         reasons = [self._reason_to_finish(request, token) for request, token in continued]
-        self._launched.popleft()  # nothing has changed so far, should a token be no number
+        self._launched.popleft()  # nothing has changed so far, in case a token is no number
         for (request, token), reason in zip(continued, reasons, strict=True):
             request.num_in_flight -= 1
             request.token_ids.append(token)
@@ -175,7 +177,8 @@ class Scheduler:
         return True
 
     def requeue_all(self) -> None:
-        """Starts over after the contents of the cache were lost, as when a step raised after its caches were donated.
+        """Starts over after the contents of the cache were lost, such as when a step raised after its caches were
+        donated.
 
         Every request keeps the tokens that were read back and is computed again. Launched plans cannot be retired any
         more: as a draw depends on seed and position only, the tokens they lose are sampled again.
@@ -189,12 +192,13 @@ class Scheduler:
             self._prefix_cache.clear()
 
     def _recycle(self) -> None:
-        """Takes back what no step from now on reads of the running requests."""
+        """Recycles the pages of running requests that no later step reads."""
         slots = [cast(int, request.slot) for request in self._running]
         self._pools.recycle(slots, [request.num_computed for request in self._running])
 
     def _schedule_decode(self) -> list[ScheduledRow]:
-        """At most as many rows as the budget: a request is only admitted if the others leave a token for it."""
+        """Schedules one row for each decoding request. The budget suffices: a request is admitted only if it leaves a
+        token for each of the others."""
         rows = []
         for request in tuple(self._running):
             if request.is_prefilling or self._is_full_length(request, request.num_tokens):
@@ -216,7 +220,7 @@ class Scheduler:
             fits = num_tokens == lacking or self._chunked_prefill or lacking > self._max_batched_tokens
             if not fits:
                 break
-            if request is self._running[0]:  # alone, with nobody to wait for
+            if request is self._running[0]:  # it runs alone, so waiting would free nothing
                 num_tokens = min(num_tokens, self._pools.room(cast(int, request.slot)) - request.num_computed)
             if num_tokens < 1 or not self._allocate(request, num_tokens):
                 break
@@ -237,7 +241,7 @@ class Scheduler:
             return None
         request = self._waiting[0]
         if request.num_in_flight:
-            return None  # what it has to compute is not all known
+            return None  # its last tokens are still on the device
         cache, known = self._prefix_cache, request.token_ids
         prefix = None if cache is None else cache.lookup(known, request.salt)
         step_tokens = self._max_batched_tokens
@@ -253,15 +257,15 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request) -> bool:
-        """Allocates room for one more token, preempting the youngest running requests until there is. False if the
-        request was preempted itself, now or to make room for an older one."""
+        """Allocates room for one more token, preempting the youngest running requests as needed. False if the request
+        was preempted itself, now or to make room for an older one."""
         while request.is_running and not self._allocate(request, 1):
             self._requeue(self._running[-1])
             self._num_preemptions += 1
         return request.is_running
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request the rows it lacks to hold `num_tokens` more, or nothing if they are not there."""
+        """Gives a request the rows it lacks to hold `num_tokens` more; False, and no rows, if too few are free."""
         end = request.num_computed + num_tokens
         if num_tokens <= -request.num_computed % self._page_size:
             return True  # in the page it has begun, as most decode rows are
@@ -272,7 +276,7 @@ class Scheduler:
         return True
 
     def _publish(self, request: Request) -> None:
-        """Lets others match the full pages whose tokens are known and whose K/V is written by launched steps."""
+        """Publishes the full pages whose tokens are known and whose K/V is written by launched steps."""
         num_tokens = min(request.num_computed, len(request.token_ids))
         num_full = num_tokens // self._page_size
         if self._prefix_cache is not None and num_full > request.num_published:
@@ -301,7 +305,7 @@ class Scheduler:
         request.num_computed = request.prefill_end = 0
 
     def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
-        """Whether, and why, a request ends with its next token."""
+        """Reason for which a request ends with its next token; None if it goes on."""
         params = request.params
         if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
             return "stop"

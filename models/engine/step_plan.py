@@ -1,4 +1,4 @@
-"""What one step of the engine computes, as the scheduler tells the runner."""
+"""Plan of one step of the engine, which the scheduler makes and the runner carries out."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class ScheduledRow:
     """New tokens of one request in one step.
 
     Attributes:
-      request: Whose tokens; its pages are its own until the step has been launched.
+      request: Owner of the tokens; it keeps its pages until the step has been launched.
       slot: The request's batch slot, and its place in device arrays with one entry per running request.
       start: Position of the first new token, which is the number of tokens before it in the cache.
       num_tokens: New tokens.

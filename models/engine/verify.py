@@ -1,13 +1,13 @@
-"""Checking an engine's tokens by decoding again, plainly: each sequence in one forward of its own, with no chunks, no
-absorbed weights, and no cache but a fresh one of its own.
+"""Verification of an engine's tokens by decoding again plainly: each sequence in one forward of its own, with no
+chunks, no absorbed weights, and a fresh cache.
 
-Every output token is held against the one that the plain run samples after the same tokens, with the same seed and
+Every output token is compared with the one that the plain run samples after the same tokens, with the same seed and
 position. Two computations round differently, so tokens may differ where a choice is a near tie, and only there.
 
 How near was measured, in 28,000 tokens of the small random models and the goldens. In float32 logits move by at most
 4e-5, and no token differed. In bfloat16 they move by 0.05 as a rule, but by several units where a token's experts are
-themselves a near tie: 3% of the tokens differed (6% at worst), which the plain run had behind by up to 4.2. A tolerance
-that wide says little of a single token, so it also counts how many had to use it.
+themselves a near tie: 3% of the tokens differed (6% at worst), by margins of up to 4.2. A tolerance that wide says
+little about a single token, so the number of tokens that needed it is limited, too.
 
 Over quantised keys and values the plain run quantises alike, but a rounding error of the last place can move one to the
 next of 255 values: in 5,800 tokens of float32 models logits moved by at most 0.012, and no token differed.
@@ -26,33 +26,36 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.decoder.caches import Caches, KVScales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, Step, split_model
-from models.decoder.step_metadata import GroupTables, StepMetadata
+from models.decoder import (
+    AttentionSettings,
+    Caches,
+    Decoder,
+    KVScales,
+    Step,
+    pad_tokens,
+    power_of_two,
+    run_sequence,
+    split_model,
+)
 from models.engine.request import SamplingParams
 from models.engine.sampler import SamplingRows, sample
-from pallas_attn import PAGE_NONE
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.05}
-"""How far apart two logits may be and still count as tied, by the dtype of the model or of its quantised cache."""
+"""Distance at which two logits still count as tied, by the dtype of the model or of its quantised cache."""
 
 MOST_TIED = 0.25
-"""The share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
+"""Largest share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
 
-PAGE_SIZE = 64
-"""Tokens a page of the plain run's own cache holds."""
-
-_FEW_TIED = 4  # too few tokens to make a share of
+_FEW_TIED = 4  # tokens too few to judge a share by
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A request and what an engine made of it.
+    """A request and an engine's output for it.
 
     Attributes:
       prompt_ids, output_ids: as given and as generated.
-      params: how it was sampled.
+      params: its sampling parameters.
       finished: whether the output ended by itself, so that its end is checked too.
     """
 
@@ -64,13 +67,13 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first token that is not what the plain run gives.
+    """The first token that differs from the plain run's.
 
     Attributes:
       position: in the output, from 0.
       got: the engine's token, None where its output ended too early.
       wanted: the plain run's token, None where the output should have ended.
-      margin: by how much `wanted` won in the plain run, in logits; 0 where the output should have ended.
+      margin: distance in logits by which `wanted` won in the plain run; 0 where the output should have ended.
     """
 
     position: int
@@ -81,7 +84,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class RequestCheck:
-    """One request's tokens against the plain run.
+    """Comparison of one request's tokens with the plain run's.
 
     Attributes:
       equal: tokens that are the same.
@@ -96,11 +99,11 @@ class RequestCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """All requests against the plain run.
+    """Comparison of all requests with the plain run.
 
     Attributes:
       requests: one check a request, in their order.
-      tolerance: what counted as tied, in logits.
+      tolerance: distance of logits that counted as tied.
     """
 
     requests: tuple[RequestCheck, ...]
@@ -137,9 +140,10 @@ def verify(
 
     Args:
       model: the one the engine ran.
-      decoded: what it did.
+      decoded: its requests and their outputs.
       max_len: tokens a sequence could have in the engine, prompt and output.
-      tolerance: logits that close are tied; None for `TOLERANCE` of the model's dtype, or of a quantised cache's.
+      tolerance: distance at which logits are tied; None for `TOLERANCE` of the model's dtype, or of a quantised
+        cache's.
       cache_dtype, kv_scales: of the engine's cache, as `EngineConfig` has them.
     """
     if tolerance is None:
@@ -151,7 +155,7 @@ def verify(
 
 
 def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
-    """How long the output should be, given that its tokens are right."""
+    """Length that the output should have, given that its tokens are right."""
     params = decoded.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     stopped = (i + 1 for i, token in enumerate(decoded.output_ids) if token in stops)
@@ -168,10 +172,11 @@ class PlainRun:
         cache_dtype: DTypeLike | None = None,
         kv_scales: KVScales | None = None,
     ):
-        """Compiles nothing yet; sequences are padded to powers of two, each length of which is compiled once.
+        """Prepares a plain run. Sequences are padded to powers of two, and each length is compiled when it is first
+        used.
 
         Args:
-          model: attends as it will; here in the portable implementation, MLA expanding its latents.
+          model: its weights are used, but attention runs in the portable implementation, with MLA expanded.
           max_output: most tokens of an output.
           cache_dtype, kv_scales: of the cache, so that quantised keys and values are rounded as the engine's were.
         """
@@ -179,12 +184,12 @@ class PlainRun:
         shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
         step, self._weights = split_model(nnx.merge(nnx.graphdef(shapes), nnx.state(model)))
         self._eos = model.config.eos_token_ids
-        self._num_rows = bucket(max_output + 1, 32)
-        allocate = functools.partial(model.allocate_caches, page_size=PAGE_SIZE, dtype=cache_dtype, scales=kv_scales)
+        self._num_rows = power_of_two(max_output + 1, 32)
+        allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)
         self._choose = jax.jit(functools.partial(_choose, step, allocate))
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
-        """Holds one request against what is sampled here; arguments as `verify` takes them."""
+        """Compares one request with the tokens that are sampled here; arguments as for `verify`."""
         output = list(decoded.output_ids)
         wanted, margins, is_tied = self.choose(decoded, tolerance)
         due = _due_length(decoded, max_len, self._eos)
@@ -204,15 +209,14 @@ class PlainRun:
         return RequestCheck(equal, tied, difference)
 
     def choose(self, decoded: Decoded, tolerance: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What is sampled after the prompt, and after each output token.
+        """Samples after the prompt, and after each output token.
 
         Returns:
           int32 tokens, float32 margins by which they won, and whether the token that did come next is tied with them
           (False after the last); each [outputs + 1].
         """
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
-        padded = np.zeros(bucket(len(tokens), 256), np.int32)
-        padded[: len(tokens)] = tokens
+        padded = pad_tokens(tokens)
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
         rows = np.minimum(np.arange(first, first + self._num_rows, dtype=np.int32), last)
         following = padded[np.minimum(rows + 1, last)]
@@ -233,7 +237,7 @@ class PlainRun:
 
 def _choose(
     step: Step,
-    allocate: Callable[[int], Caches],
+    allocate: Callable[[int, int], Caches],
     weights: list[Array],
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
@@ -242,35 +246,11 @@ def _choose(
     following: Int32[Array, "n"],
     tolerance: Float[Array, ""],
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
-    """Samples at `rows`, and again with the logits of the tokens that did follow, and of those that should have, moved
+    """Samples at `rows`, and again with the logits of the tokens that did follow and of those that should have moved
     towards each other by half the tolerance."""
-    metadata = one_chunk(tokens.shape[0], num_tokens, rows)
-    logits, _ = step(weights, tokens, allocate(metadata.of_group(0).prefill_block_tables.shape[1]), metadata)
+    logits, _ = run_sequence(step, weights, allocate, tokens, num_tokens, rows)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     nudged = logits.at[row, following].add(tolerance / 2).at[row, wanted].add(-tolerance / 2)
     chosen, _ = sample(nudged, sampling)
     return wanted, margins, chosen == following
-
-
-def one_chunk(length: int, num_tokens: Int32[Array, ""], rows: Int32[Array, "n"]) -> StepMetadata:
-    """A step of one sequence from its start, its pages in order."""
-    positions = jnp.arange(length, dtype=jnp.int32)
-    tables = GroupTables(
-        slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
-        decode_block_tables=jnp.zeros((0, 1), jnp.int32),
-        prefill_block_tables=jnp.arange(-(-length // PAGE_SIZE), dtype=jnp.int32)[None],
-    )
-    return StepMetadata(
-        positions=positions,
-        groups=(tables,),
-        decode_kv_lens=jnp.zeros(0, jnp.int32),
-        cu_q_lens=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
-        prefill_kv_lens=num_tokens[None],
-        logit_rows=rows,
-    )
-
-
-def bucket(size: int, smallest: int) -> int:
-    """The power of two a size is padded to. Small ones are not worth a compilation each."""
-    return max(smallest, 1 << (size - 1).bit_length())

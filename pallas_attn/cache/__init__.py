@@ -1,4 +1,4 @@
-"""Host-side cache management in plain Python: which page holds what, and who may use it."""
+"""Cache management on the host in plain Python: the contents of every page, and the sequences that hold it."""
 
 from pallas_attn.cache.errors import CacheError, InconsistentCache, OutOfPages, PageError
 from pallas_attn.cache.group_pools import GroupPools

@@ -1,4 +1,4 @@
-"""What can go wrong in cache management. Whoever catches one of these finds the state as it was before the call."""
+"""Errors of cache management. Each leaves the state as it was before the call."""
 
 
 class CacheError(Exception):
@@ -20,7 +20,7 @@ class OutOfPages(CacheError):
 
 
 class PageError(CacheError):
-    """A page id was used in a way its state forbids: unknown, free already, or holding something else."""
+    """A page id is unknown, already free, or holds other contents than the call assumes."""
 
 
 class InconsistentCache(CacheError):

@@ -1,4 +1,4 @@
-"""The pools of all cache groups of a model, in which a sequence has rows at the same time."""
+"""The pools of all cache groups of a model; a sequence has rows in each of them."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,17 +11,18 @@ from pallas_attn.cache.head_page_pool import HeadPagePool
 
 
 class GroupPools:
-    """One `HeadPagePool` for each cache group, the layers of equal windows; a sequence has one batch slot in all.
+    """One `HeadPagePool` for each cache group, the layers of equal windows; a sequence has one batch slot in all of
+    them.
 
-    What is said of one pool holds for all of them together: a sequence gets room in every group or in none. Nothing
-    that raises has changed anything. Not thread-safe.
+    Properties of one pool hold for all of them together: a sequence gets room in every group or in none. A call that
+    raises changes nothing. Not thread-safe.
     """
 
     def __init__(self, pools: Sequence[HeadPagePool]) -> None:
-        """Takes the pools over: whoever still uses one of them directly only looks.
+        """Takes over the pools; from now on they may be read directly, but not changed.
 
         Args:
-            pools: All their rows free, of one page size and as many batch slots and table entries.
+            pools: Pools with all rows free, of equal page size, batch slots and table entries.
 
         Raises:
             ValueError: no pools, or they differ where they must not.
@@ -46,7 +47,7 @@ class GroupPools:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens that a table has pages for."""
+        """Tokens that a table has entries for."""
         return self._pools[0].table_tokens
 
     @property
@@ -66,7 +67,8 @@ class GroupPools:
         return least * self.page_size
 
     def lacking_pool(self, num_tokens: int) -> HeadPagePool | None:
-        """The first pool too small for a sequence of `num_tokens`, were it there alone and grew one by one."""
+        """First pool that is too small for a sequence of `num_tokens` alone in it and growing one by one; None if all
+        suffice."""
         for pool in self._pools:
             if pool.peak_rows(num_tokens, step_tokens=1) > pool.num_rows:
                 return pool
@@ -75,13 +77,13 @@ class GroupPools:
     def has_room(
         self, num_tokens: int, *, step_tokens: int, prefix: Sequence[Int32[np.ndarray, "_ pages"]] | None = None
     ) -> bool:
-        """Whether what is free now takes a new sequence all the way to `num_tokens`.
+        """Whether the free rows suffice for a new sequence all the way to `num_tokens`.
 
         Args:
-            num_tokens: Tokens of the sequence in the end.
+            num_tokens: Final length of the sequence.
             step_tokens: New tokens of one step at most.
-            prefix: The rows it begins with, group by group, as `PrefixCache.lookup` finds them. Those of them that
-                nobody holds are free now, and not for anything else.
+            prefix: The rows it begins with, group by group, as `PrefixCache.lookup` finds them. Free ones among them
+                are not available for anything else.
         """
         for group, pool in enumerate(self._pools):
             rows = np.empty((pool.num_heads, 0), np.int32) if prefix is None else prefix[group]
@@ -92,7 +94,7 @@ class GroupPools:
         return True
 
     def room(self, batch_slot: int) -> int:
-        """Tokens up to which a sequence could `allocate` with what is free now."""
+        """Tokens up to which `allocate` could make room for a sequence with the free rows."""
         return min(pool.room(batch_slot) for pool in self._pools)
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
@@ -113,7 +115,7 @@ class GroupPools:
 
         Args:
             batch_slot: Idle.
-            prefix: Rows group by group, of as many pages.
+            prefix: Rows group by group, of equal numbers of pages.
 
         Raises:
             PageError, ValueError: as `HeadPagePool.adopt`, or not one of `prefix` for each group.
@@ -132,7 +134,7 @@ class GroupPools:
         Raises:
             ValueError: as `HeadPagePool.recycle`.
         """
-        # All or none: what one pool accepts all do, as their sequences have room and queries in common.
+        # Every pool accepts or none does, since sequences have the same room and queries in all of them.
         return tuple(pool.recycle(batch_slots, oldest_queries) for pool in self._pools)
 
     def release(self, batch_slot: int) -> None:
@@ -162,7 +164,7 @@ class GroupPools:
         return tuple(pool.tables(batch_slots) for pool in self._pools)
 
     def watch_reuse(self, on_reuse: Callable[[int, int], None]) -> None:
-        """Has `on_reuse(group, row)` called whenever a row is handed out; see `PagePool.watch_reuse`.
+        """Registers `on_reuse(group, row)` to be called whenever a row is handed out; see `PagePool.watch_reuse`.
 
         Raises:
             ValueError: the pools are watched already.

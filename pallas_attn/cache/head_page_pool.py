@@ -1,4 +1,4 @@
-"""Rows of a head-wise paged KV cache: which head of which sequence owns them, and which of them nobody reads again."""
+"""Rows of a head-wise paged KV cache: their owners, and which of them are never read again."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ PAGE_NONE = -1  # the one of pallas_attn.types, which imports jax
 
 @runtime_checkable
 class WindowPerHead(Protocol):
-    """What is read of a `pallas_attn.HeadWindow`, whose module imports jax."""
+    """The fields of a `pallas_attn.HeadWindow`, whose module imports jax."""
 
     @property
     def window(self) -> ArrayLike | Sequence[int]: ...
@@ -29,25 +29,24 @@ class HeadPagePool:
     """Hands out the rows of layers with equal windows to the KV heads of the sequences in a batch.
 
     A row is one page of one KV head, and any head may own any row: what windowed heads give back, full heads can use.
-    (Layers whose heads all see the same need no rows of their own for each: their pool has one head, and a row of it is
-    a page of all heads.)
+    (Layers whose heads have equal windows need no rows for each head: their pool has one head, and a row of it is a
+    page of all heads.)
 
     A sequence is known by its batch slot. Its heads get rows for the same pages at the same time, all or none, and keep
-    them until the sequence is released, but for the pages that are *recycled*: those of which a head can see no token
-    any more, because they lie behind its sink tokens and outside the window of every query still to come.
+    them until the sequence is released, except for *recycled* pages: those in which no later query of a head sees a
+    token, because they are behind its sink tokens and outside the windows of all later queries.
 
     Sequences that begin with the same tokens may share the rows of whole pages: `adopt` gives a new sequence those that
-    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when nobody holds
-    one. Rows are handed out again least recently freed first.
+    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when it has no
+    references. Rows are handed out again least recently freed first.
 
-    What is still to come, only the caller knows. The oldest query of any later step is the first token whose K/V is not
+    Only the caller knows the later queries. The oldest one of any later step is the first token whose K/V is not
     final: a token that was computed on trial and can be rejected is computed again, and then sees what it saw before.
-    So recycling follows the tokens that are accepted, never those that are written. Steps that are launched already do
+    So recycling follows the tokens that are accepted, never those that are written. Steps that are already launched do
     not count: the device runs them before any step that writes to the rows they read.
 
     With `recycle` before each `allocate`, a sequence holds at most `peak_rows`. Row ids depend on the order of calls
-    only, so that processes which are told the same hand out the same. Nothing that raises has changed anything. Not
-    thread-safe.
+    only, so processes that make equal calls hand out equal rows. A call that raises changes nothing. Not thread-safe.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class HeadPagePool:
 
         Args:
             num_rows: N·Hkv, rows of a cache of N pages.
-            window: What each KV head sees: the very `HeadWindow` that the attention operations are given. Read here,
-                and never again.
+            window: Window of each KV head, the same `HeadWindow` that the attention operations take. Read here, and
+                never again.
             page_size: ps, tokens per page.
             max_num_seqs: Batch slots.
             max_pages_per_seq: P, table entries of a head.
@@ -96,7 +95,7 @@ class HeadPagePool:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens that a table has pages for."""
+        """Tokens that a table has entries for."""
         return self._tables.shape[2] * self._page_size
 
     @property
@@ -113,7 +112,7 @@ class HeadPagePool:
         return self._rows.num_owned
 
     def num_free_of(self, rows: ArrayLike) -> int:
-        """How many of `rows` nobody holds; PAGE_NONE is none of them.
+        """Number of `rows` that are free, not counting PAGE_NONE.
 
         Raises:
             PageError: a row is not of this pool.
@@ -122,16 +121,15 @@ class HeadPagePool:
 
     @property
     def free_fraction(self) -> float:
-        """The part of all rows that is free, from 0.0 to 1.0: not rounded to pages of all heads, so that each row that
-        comes free shows."""
+        """Free share of all rows, from 0.0 to 1.0, not rounded to pages of all heads, so that each freed row shows."""
         return self.num_free / self.num_rows
 
     def peak_rows(self, num_tokens: int, *, step_tokens: int, num_cached: int = 0) -> int:
-        """Rows that a sequence never exceeds on its way to `num_tokens`, if it is recycled before each `allocate`: in
-        each head the pages of its sink tokens, of the window and of a step's new tokens.
+        """Upper bound of the rows that a sequence holds on its way to `num_tokens`, if it is recycled before each
+        `allocate`: in each head the pages of its sink tokens, of the window and of a step's new tokens.
 
         Args:
-            num_tokens: Tokens of the sequence in the end.
+            num_tokens: Final length of the sequence.
             step_tokens: New tokens of one step at most, including those that may be rejected.
             num_cached: Tokens of whole pages that it begins with by adopting their rows, which are not counted.
 
@@ -151,20 +149,20 @@ class HeadPagePool:
     def unseen_pages(
         self, oldest_query: int | np.ndarray
     ) -> tuple[Int64[np.ndarray, "Hkv"], Int64[np.ndarray, "... Hkv"]]:
-        """The pages of each head in which no query at `oldest_query` or after it sees a token.
+        """Pages of each head in which no query at `oldest_query` or after it sees a token.
 
         Args:
             oldest_query: Position of a query, or of several [...].
 
         Returns:
-            The first such page, ceil(sink_tokens / ps), and the end of them, floor((oldest_query + 1 - window) / ps),
-            or the first page where there are none.
+            The first such page, ceil(sink_tokens / ps), and the end of the range, floor((oldest_query + 1 - window) /
+            ps), or the first page if the range is empty.
         """
         behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
 
     def allocated_tokens(self, batch_slot: int) -> int:
-        """Tokens that a sequence has room for, those in recycled pages included.
+        """Tokens that a sequence has room for, including those in recycled pages.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -173,7 +171,7 @@ class HeadPagePool:
         return int(self._num_pages[batch_slot]) * self._page_size
 
     def room(self, batch_slot: int) -> int:
-        """Tokens up to which `allocate` could make room with the rows that are free now.
+        """Tokens up to which `allocate` could make room with the free rows.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -182,7 +180,7 @@ class HeadPagePool:
         return min(self.allocated_tokens(batch_slot) + pages * self._page_size, self.table_tokens)
 
     def num_lacking(self, batch_slot: int, num_tokens: int) -> int:
-        """Rows that `allocate` would take.
+        """Number of rows that `allocate` would take.
 
         Raises:
             ValueError: as for `allocate`.
@@ -217,8 +215,8 @@ class HeadPagePool:
 
         Args:
             batch_slot: Idle.
-            rows: Of its first pages in each head, which may be free if what they hold is still known; PAGE_NONE just
-                where no query after them sees a token.
+            rows: Rows of its first pages in each head, which may be free if their contents are still known; PAGE_NONE
+                exactly where no query after them sees a token.
 
         Raises:
             ValueError: the batch slot is unknown or not idle, or `rows` are of other heads, more pages than a table
@@ -234,7 +232,7 @@ class HeadPagePool:
         _, self._first_page[batch_slot] = self.unseen_pages(num_pages * self._page_size)
 
     def check_adoptable(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> list[int]:
-        """The rows of which `adopt` takes a reference, page by page.
+        """Checks the arguments of `adopt`, and returns the rows that it takes a reference of, page by page.
 
         Raises:
             PageError, ValueError: as `adopt`.
@@ -280,7 +278,7 @@ class HeadPagePool:
         oldest = self._known_queries(batch_slots, _integers("oldest_queries", oldest_queries))
         start, (_, end) = self._first_page[batch_slots], self.unseen_pages(oldest)
         num_pages = np.maximum(end - start, 0).ravel()
-        # One entry for each page that goes: the sequence and head it is of, and which of their pages it is.
+        # One entry for each recycled page: its sequence, its head, and its index.
         which = np.repeat(np.arange(num_pages.size), num_pages)
         page = start.ravel()[which] + np.arange(which.size) - (np.cumsum(num_pages) - num_pages)[which]
         sequence, head = np.divmod(which, self.num_heads)
@@ -320,7 +318,7 @@ class HeadPagePool:
             state[[first, second]] = state[[second, first]]
 
     def tables(self, batch_slots: ArrayLike) -> Int32[np.ndarray, "B Hkv P"]:
-        """Head-wise block tables of a step, as the attention operations take them.
+        """Head-wise block tables of a step, in the form that the attention operations take.
 
         Args:
             batch_slots: [B], the sequences' batch slots; -1 for an idle row.
@@ -337,7 +335,7 @@ class HeadPagePool:
         return tables
 
     def rows(self, batch_slot: int) -> Int32[np.ndarray, "Hkv pages"]:
-        """The rows of a sequence by page, PAGE_NONE where one is recycled; a copy.
+        """Copies a sequence's rows by page, PAGE_NONE where one is recycled.
 
         Raises:
             ValueError: an unknown batch slot.
@@ -346,7 +344,7 @@ class HeadPagePool:
         return self._tables[batch_slot, :, : self._num_pages[batch_slot]].copy()
 
     def slots(self, batch_slots: ArrayLike, positions: ArrayLike) -> Int32[np.ndarray, "T Hkv"]:
-        """Where `write_kv` puts each new token of a step.
+        """Slots of each new token of a step, in the form that `write_kv` takes.
 
         Args:
             batch_slots: [T], the batch slot of each token's sequence; -1 for padding.
@@ -373,7 +371,7 @@ class HeadPagePool:
         return np.where(real[:, None], rows * self._page_size + offset[:, None], PAGE_NONE).astype(np.int32)
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Has `on_reuse(row)` called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
+        """Registers `on_reuse(row)` to be called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
 
         Raises:
             ValueError: the pool has a watcher already.
@@ -418,7 +416,8 @@ class HeadPagePool:
         return known
 
     def _known_queries(self, batch_slots: np.ndarray, oldest_queries: np.ndarray) -> np.ndarray:
-        """`oldest_queries`, one for each of different batch slots and not before what was said."""
+        """Validates `oldest_queries`: one for each of different batch slots, and none smaller than in an earlier
+        call."""
         if oldest_queries.shape != batch_slots.shape or len(np.unique(batch_slots)) != len(batch_slots):
             wanted = f"one for each of different batch_slots {batch_slots.tolist()}"
             raise ValueError(f"oldest_queries must be {wanted}, got {len(oldest_queries)}")
@@ -430,7 +429,8 @@ class HeadPagePool:
 
 
 def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
-    """Window and sink tokens of each head, in 64 bits: positions and unlimited windows add up to more than 32 hold."""
+    """Window and sink tokens of each head, in 64 bits, since positions and unlimited windows add up to more than 32
+    hold."""
     if not isinstance(window, WindowPerHead):
         raise ValueError(f"window must be a HeadWindow, got {window!r}")
     widths, sink_tokens = _integers("window.window", window.window), _integers("window.sink_tokens", window.sink_tokens)

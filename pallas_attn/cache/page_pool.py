@@ -10,7 +10,7 @@ class PagePool:
     """Hands out page ids `[0, num_pages)` and counts who holds them.
 
     A page is *owned* while its reference count is positive and *free* otherwise. Free pages are handed out again least
-    recently freed first, so what a free page holds survives for as long as possible and a prefix cache can still
+    recently freed first, so the contents of a free page survive for as long as possible and a prefix cache can still
     `reclaim` it. Every operation costs O(1) per page, and one that raises has changed nothing. Not thread-safe.
     """
 
@@ -88,7 +88,7 @@ class PagePool:
     def reclaim(self, pages: Iterable[int]) -> None:
         """Adds one reference per mention of a page, taking it back from the free ones if it is among them.
 
-        For a caller that knows what a free page still holds, as a prefix cache does.
+        For a caller that knows the contents of a free page, such as a prefix cache.
 
         Raises:
             PageError: a page is not of this pool.
@@ -102,7 +102,7 @@ class PagePool:
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops one reference per mention of a page; pages that nobody references any more become free.
+        """Drops one reference per mention of a page; pages without references become free.
 
         Args:
             pages: In the order of the sequence they belong to. The last becomes the first to be handed out again,
@@ -122,13 +122,14 @@ class PagePool:
                 self._free[page] = None
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Has `on_reuse(page)` called whenever `allocate` hands out a page, before its new owner can write to it.
+        """Registers `on_reuse(page)` to be called whenever `allocate` hands out a page, before its new owner can write
+        to it.
 
         Args:
             on_reuse: Must neither raise nor call the pool.
 
         Raises:
-            ValueError: the pool has a watcher already: what one knows about pages, another would not see.
+            ValueError: the pool has a watcher already; a second one would miss what the first one reclaims.
         """
         if self._on_reuse is not None:
             raise ValueError("on_reuse: the pool is watched already")

@@ -45,11 +45,11 @@ class PrefixCache:
 
     A page has a row for each head of each cache group. Heads with windows give up theirs one by one, and need not have
     all of them: a prefix is a hit if every head still has the rows that the first token after it sees, those of its
-    sink tokens and of its window. So a prefix may be one although a shorter one is not.
+    sink tokens and of its window. So a prefix may be a hit although a shorter one is not.
 
-    The cache holds no references. A published row that everybody released is free, and matchable until its pool hands
-    it out again; then it is forgotten. With it go the pages after it if none of them can be part of a hit any more:
-    where a head sees everything, or sink tokens.
+    The cache holds no references. A published row without references is free, and matchable until its pool hands it out
+    again; then it is forgotten. The pages after it are forgotten with it if none of them can be part of a hit any more:
+    if its head sees everything, or its tokens are sink tokens.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PrefixCache:
         self._seed = secrets.token_bytes(32)
         self._by_digest: dict[bytes, _Node] = {}
         self._by_row: tuple[dict[int, _Node], ...] = tuple({} for _ in pools.pools)
-        # Of each lane: its group, and from which page to which the longest sequence has none in the end.
+        # For each lane: its group, and the range of pages that the longest sequence lacks in the end.
         self._groups = [group for group, pool in enumerate(pools.pools) for _ in range(pool.num_heads)]
         starts, ends = self._unseen_pages(pools.pools[0].table_tokens)
         self._unseen = list(zip(starts.tolist(), ends.tolist(), strict=True))
@@ -88,7 +88,7 @@ class PrefixCache:
 
     @property
     def num_published(self) -> int:
-        """Pages of which some row can be matched, owned or free."""
+        """Number of pages with at least one row that can be matched, owned or free."""
         return len(self._by_digest)
 
     @property
@@ -105,15 +105,15 @@ class PrefixCache:
         return row in self._by_row[group]
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> Prefix:
-        """The rows that `match` would take, without a reference to them.
+        """Finds the rows that `match` would take, without taking a reference to them.
 
         Args:
             tokens: Token ids of a prompt.
-            salt: Isolates whoever uses another one.
+            salt: Prefixes are shared only under the same salt.
 
         Returns:
-            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: that
-            token's logits are what the caller is after.
+            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: the caller
+            needs that token's logits.
         """
         path = [node.rows for node in self._path(tokens, salt)]
         rows = np.array(path, np.int32).reshape(-1, len(self._groups))  # [pages, lanes]
@@ -142,7 +142,7 @@ class PrefixCache:
 
     def publish(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """Makes the full pages of a sequence matchable. Their K/V must have been written, or be certain to be written
-        before anything launched later can read it; nobody may write to them from now on.
+        before anything launched later can read it; no call may write to them from now on.
 
         Of several rows with the same contents the first published stays the one that is matched; where it is gone,
         another takes its place. Pages published before cost nothing: the call may be repeated as a sequence grows.
@@ -167,7 +167,7 @@ class PrefixCache:
             digest, node = self._find(parent, salt, page_tokens)
             if node is None:
                 if digest in self._by_digest or digest in fresh:
-                    break  # a collision: without this page nobody can reach the next ones either
+                    break  # a collision: without this page the next ones cannot be reached either
                 node = fresh[digest] = _Node([PAGE_NONE] * len(own), digest, parent, salt, page_tokens, index + 1)
             self._require_unpublished_elsewhere(node, own)
             path.append((node, own))
@@ -217,21 +217,21 @@ class PrefixCache:
                     raise InconsistentCache(f"row {row} of group {group} belongs to a page that is gone")
 
     def _longest_hit(self, rows: Int32[np.ndarray, "pages lanes"]) -> int:
-        """How many of these pages, from the first, a hit can have at most."""
+        """Length in pages of the longest hit among the first of these pages."""
         pages = np.arange(len(rows))
-        # What is absent lies behind every sink token: a page that is needed for good takes those after it along.
+        # An absent page lies behind every sink token: dropping a page that is always needed also drops those after it.
         last_absent = np.maximum.accumulate(np.where(rows == PAGE_NONE, pages[:, None], -1), axis=0)
         _, ends = self._unseen_pages((pages + 1) * self._page_size)
         [hits] = np.nonzero((last_absent < ends).all(axis=1))
         return int(hits[-1]) + 1 if len(hits) else 0
 
     def _unseen_pages(self, oldest_query: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`HeadPagePool.unseen_pages` of all lanes."""
+        """Concatenates `HeadPagePool.unseen_pages` of all lanes."""
         starts, ends = zip(*(pool.unseen_pages(oldest_query) for pool in self._pools.pools), strict=True)
         return np.concatenate(starts), np.concatenate(ends, axis=-1)
 
     def _rows_of(self, batch_slot: int, num_pages: int) -> Int32[np.ndarray, "pages lanes"]:
-        """The rows of a sequence's first pages."""
+        """Rows of a sequence's first pages."""
         rows = np.concatenate([pool.rows(batch_slot) for pool in self._pools.pools])
         if num_pages > rows.shape[1]:
             limit = f"the {rows.shape[1] * self._page_size} that batch slot {batch_slot} has room for"
@@ -243,11 +243,12 @@ class PrefixCache:
 
     def _digest(self, parent: _Node | None, salt: str, tokens: bytes) -> bytes:
         fields = (self._seed, salt.encode(), b"" if parent is None else parent.digest, tokens)
-        # With their lengths, because a salt could otherwise be chosen to read like another salt and its tokens.
+        # With their lengths, since a salt could otherwise be chosen to read like another salt and its tokens.
         return self._hash(b"".join(len(value).to_bytes(8, "little") + value for value in fields))
 
     def _find(self, parent: _Node | None, salt: str, tokens: bytes) -> tuple[bytes, _Node | None]:
-        """The digest of `tokens` after `parent`, and the node that holds exactly that if there is one."""
+        """Computes the digest of `tokens` after `parent`, and finds the node that holds exactly these tokens, if
+        any."""
         digest = self._digest(parent, salt, tokens)
         node = self._by_digest.get(digest)
         if node is not None and (node.parent, node.salt, node.tokens) == (parent, salt, tokens):
@@ -255,7 +256,7 @@ class PrefixCache:
         return digest, None
 
     def _path(self, tokens: Sequence[int], salt: str) -> list[_Node]:
-        """The published pages that `tokens` begin with, but for their last token.
+        """Finds the published pages that `tokens` begin with, leaving out the last token.
 
         Those that the last call found are not hashed again: a prompt that waits for room is looked up every step.
         """
@@ -271,12 +272,13 @@ class PrefixCache:
         return path
 
     def _nodes_of(self, rows: Sequence[int]) -> Iterator[_Node | None]:
-        """The page of each lane's row, if that is published."""
+        """Yields the page of each lane's row, None if it is not published."""
         for group, row in zip(self._groups, rows, strict=True):
             yield self._by_row[group].get(row)
 
     def _last_published(self, tokens: Sequence[int], rows: np.ndarray, salt: str) -> _Node | None:
-        """The node of the last published one of a sequence's pages, so that it is not hashed all over as it grows."""
+        """Finds the last published one of a sequence's pages, so that a growing sequence is not hashed from its
+        start."""
         for index in reversed(range(len(rows))):
             for node in filter(None, self._nodes_of(rows[index].tolist())):
                 if (node.depth, node.salt, node.tokens) != (index + 1, salt, self._page_tokens(tokens, index)):
@@ -290,7 +292,7 @@ class PrefixCache:
                 raise PageError(f"cannot publish rows {node.rows}: they are published with other contents")
 
     def _fill(self, node: _Node, rows: Sequence[int]) -> None:
-        """Makes rows those of a page in the lanes where it has none."""
+        """Registers rows as a page's in the lanes where it has none."""
         for lane, row in enumerate(rows):
             if row != PAGE_NONE and node.rows[lane] == PAGE_NONE:
                 node.rows[lane] = row
@@ -302,7 +304,7 @@ class PrefixCache:
         return not start <= node.depth - 1 < end
 
     def _forget(self, group: int, row: int) -> None:
-        """Drops a row that its pool hands out again, and the pages that it leaves of no use."""
+        """Drops a row that its pool hands out again, and the pages that become useless without it."""
         node = self._by_row[group].pop(row, None)
         if node is None:
             return
@@ -314,7 +316,7 @@ class PrefixCache:
             self._prune(node)
 
     def _drop(self, node: _Node) -> None:
-        """Forgets a page and all that follow it."""
+        """Forgets a page and all pages after it."""
         if node.parent is not None:
             node.parent.children.remove(node)
         doomed = [node]
@@ -328,7 +330,7 @@ class PrefixCache:
         self._prune(node.parent)
 
     def _prune(self, node: _Node | None) -> None:
-        """Forgets a page without rows, unless pages after it are found by way of it, and then those before it."""
+        """Forgets a page that has no rows and no pages after it, and then its ancestors likewise."""
         while node is not None and not node.children and all(row == PAGE_NONE for row in node.rows):
             del self._by_digest[node.digest]
             if node.parent is not None:

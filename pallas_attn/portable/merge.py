@@ -23,6 +23,12 @@ def merge_states(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> outs, lses = jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]), jnp.zeros((2, 1))  # two parts of equal weight
+      >>> out, lse = pallas_attn.merge_states(outs, lses)
+      >>> out.tolist(), round(float(lse[0]), 3)
+      ([[0.5, 0.5]], 0.693)
     """
     if outs.ndim < 2 or not outs.shape[0]:
         raise ValueError(f"outs: expected shape [n, ..., D] with n at least 1, got {list(outs.shape)}")

@@ -21,6 +21,10 @@ def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
 
     Raises:
       ValueError: not a vector of int32.
+
+    Example:
+      >>> pallas_attn.cumulative_lens(jnp.array([3, 0, 2], jnp.int32)).tolist()
+      [0, 3, 3, 5]
     """
     checks.Dims().check("lens", lens, "S", checks.INT)
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
@@ -41,6 +45,11 @@ def token_positions(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2, 3], jnp.int32), jnp.array([9, 4], jnp.int32)
+      >>> pallas_attn.token_positions(cu_q_lens, kv_lens, length=5).tolist()
+      [7, 8, 3, -1, -1]
     """
     _, position = _locate(cu_q_lens, kv_lens, length)
     return position
@@ -68,6 +77,12 @@ def slot_mapping(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2, 3], jnp.int32), jnp.array([9, 4], jnp.int32)
+      >>> pallas_attn.slot_mapping(block_tables, cu_q_lens, kv_lens, page_size=4, length=4).tolist()
+      [3, 8, 15, -1]
     """
     dims = checks.Dims(S=kv_lens.shape[0])
     dims.check("block_tables", block_tables, "S P" if block_tables.ndim == 2 else "S Hkv P", checks.INT)
@@ -94,6 +109,10 @@ def is_prefill(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> pallas_attn.is_prefill(2, jnp.array([0, 1, 3], jnp.int32), length=6).tolist()
+      [False, False, True, True, True, False]
     """
     checks.Dims().check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     token = jnp.arange(length, dtype=jnp.int32)
@@ -143,6 +162,12 @@ def validate_metadata(
 
     Raises:
       ValueError: naming the argument, the position in it, what was wanted and the value there.
+
+    Example:
+      >>> pallas_attn.validate_metadata([[5, 0]], [7], num_pages=6, page_size=4)
+      >>> pallas_attn.validate_metadata([[6, 0]], [7], num_pages=6, page_size=4)
+      Traceback (most recent call last):
+      ValueError: block_tables[0, 0]: expected an id from 0 to 5 or PAGE_NONE, got 6
     """
     tables, lens = _integers("block_tables", block_tables), _integers("kv_lens", kv_lens)
     dims = checks.Dims()

@@ -12,7 +12,7 @@ from pallas_attn.portable.visibility import PageWalk, in_window, page_walk
 from pallas_attn.types import HeadWindow, PagedKV
 
 
-class Lanes(NamedTuple):
+class HeadRows(NamedTuple):
     """How (sequence, head) pairs become rows of heads that walk the same pages.
 
     With one window for all heads a row is a sequence and its H = Hkv heads walk together. Head-wise windows or tables
@@ -27,10 +27,10 @@ class Lanes(NamedTuple):
     rows_per_sequence: int
 
     @staticmethod
-    def of(num_kv_heads: int, window: int | HeadWindow | None, table_rank: int) -> Lanes:
+    def of(num_kv_heads: int, window: int | HeadWindow | None, table_rank: int) -> HeadRows:
         if isinstance(window, HeadWindow) or table_rank == 3:
-            return Lanes(1, num_kv_heads)
-        return Lanes(num_kv_heads, 1)
+            return HeadRows(1, num_kv_heads)
+        return HeadRows(num_kv_heads, 1)
 
     def split(self, x: Float[Array, "S M Hq D"], num_kv_heads: int) -> Float[Array, "rows H MG D"]:
         """Queries [S, M, Hq, D] as rows [S·Hkv/H, H, M·G, D]."""
@@ -59,7 +59,7 @@ class PageTiles:
         block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
         window: HeadWindow,
         *,
-        lanes: Lanes,
+        head_rows: HeadRows,
         sequence: Int32[Array, "n"],
         first_query: Int32[Array, "n"],
         end: Int32[Array, "n"],
@@ -67,15 +67,15 @@ class PageTiles:
         pool_rows: int,
         tile_tokens: int,
     ):
-        """Rows are `lanes.rows_per_sequence` for each entry of `sequence`, whose queries span [first_query, end).
+        """Rows are `head_rows.rows_per_sequence` for each entry of `sequence`, whose queries span [first_query, end).
 
         The pool has pool_rows = N·Hkv rows.
         """
-        self._tables, self._windows, self._lanes, self._sequence = block_tables, window, lanes, sequence
+        self._tables, self._windows, self._head_rows, self._sequence = block_tables, window, head_rows, sequence
         self._page_size, self._pool_rows = page_size, pool_rows
         self._pages = max(1, min(tile_tokens // page_size, block_tables.shape[-1]))
         # The heads of a row have one window between them, or are one head.
-        of_row = [x.reshape(lanes.rows_per_sequence, lanes.heads)[None, :, 0] for x in _fields(window)]
+        of_row = [x.reshape(head_rows.rows_per_sequence, head_rows.heads)[None, :, 0] for x in _fields(window)]
         walk = page_walk(first_query[:, None], end[:, None], *of_row, page_size=page_size)
         self._walk = PageWalk(*(x.reshape(-1) for x in walk))
         self.num_tiles = -(-self._walk.num_pages // self._pages)
@@ -95,18 +95,18 @@ class PageTiles:
         return row_ids, position.reshape(rows.shape[0], -1), jnp.repeat(exists, self._page_size, axis=-1)
 
     def _row_ids(self, rows: Int32[Array, "W"], entry: Int32[Array, "W pages"]) -> Int32[Array, "W H pages"]:
-        sequence = self._sequence[rows // self._lanes.rows_per_sequence]
+        sequence = self._sequence[rows // self._head_rows.rows_per_sequence]
         heads = self.heads(rows)
         if self._tables.ndim == 3:
             return self._tables[sequence[:, None, None], heads[:, :, None], entry[:, None, :]]
         page = self._tables[sequence[:, None], entry][:, None, :]
-        num_kv_heads = self._lanes.heads * self._lanes.rows_per_sequence
+        num_kv_heads = self._head_rows.heads * self._head_rows.rows_per_sequence
         return jnp.where(page < 0, page, page * num_kv_heads + heads[:, :, None])
 
     def heads(self, rows: Int32[Array, "W"]) -> Int32[Array, "W H"]:
         """The KV heads of each row."""
-        first = rows % self._lanes.rows_per_sequence * self._lanes.heads
-        return first[:, None] + jnp.arange(self._lanes.heads, dtype=jnp.int32)[None]
+        first = rows % self._head_rows.rows_per_sequence * self._head_rows.heads
+        return first[:, None] + jnp.arange(self._head_rows.heads, dtype=jnp.int32)[None]
 
     def in_window(
         self, rows: Int32[Array, "W"], key: Int32[Array, "W K"], query: Int32[Array, "W M"]

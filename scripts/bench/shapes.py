@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decode:
-    """One layer's decode step.
+    """Shape of one layer's decode step.
 
     Attributes:
       batch: B sequences of at most `context` tokens.
@@ -31,7 +31,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """One layer's prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
+    """Shape of one layer's prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
 
     sequences: int
     new_tokens: int
@@ -55,7 +55,7 @@ DECODE = {
     "gpt-oss-120b, full": Decode(64, 8192, 64, 8, 64, learned_sinks=True),
     "long context": Decode(1, 131072, 32, 8, 128),
 }
-"""Decode steps by model and what is particular about the step."""
+"""Decode steps by model and particularity of the step."""
 
 PREFILL = {
     "llama-3-8b, first chunk": Prefill(4, 2048, 0, 32, 8, 128),
@@ -64,12 +64,12 @@ PREFILL = {
     "gpt-oss-120b, local": Prefill(1, 4096, 4096, 64, 8, 64, window=128, learned_sinks=True),
     "gemma-2-27b, local": Prefill(1, 4096, 4096, 32, 16, 128, window=4096, soft_cap=50.0),
 }
-"""Prefill chunks by model and what is particular about the chunk."""
+"""Prefill chunks by model and particularity of the chunk."""
 
 
 @dataclass(frozen=True)
 class MlaDecode:
-    """One layer's absorbed decode step; `batch` sequences of at most `context` tokens."""
+    """Shape of one layer's absorbed decode step; `batch` sequences of at most `context` tokens."""
 
     batch: int
     context: int
@@ -82,7 +82,7 @@ class MlaDecode:
 
 @dataclass(frozen=True)
 class MlaPrefill:
-    """One layer's expanded prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
+    """Shape of one layer's expanded prefill chunk: `sequences` of `new_tokens` each after `cached_tokens` each."""
 
     sequences: int
     new_tokens: int
@@ -102,11 +102,11 @@ MLA_DECODE = {
     "deepseek-v3, an eighth of its heads": MlaDecode(64, 8192, 16, queries=2),
     "long context": MlaDecode(1, 131072, 128),
 }
-"""Absorbed decode steps by model and what is particular about the step."""
+"""Absorbed decode steps by model and particularity of the step."""
 
 MLA_PREFILL = {
     "deepseek-v2-lite, first chunk": MlaPrefill(2, 2048, 0, 16),
     "deepseek-v2-lite, many short": MlaPrefill(32, 64, 1024, 16),
     "deepseek-v3, later chunk": MlaPrefill(1, 2048, 14336, 128),
 }
-"""Expanded prefill chunks by model and what is particular about the chunk."""
+"""Expanded prefill chunks by model and particularity of the chunk."""

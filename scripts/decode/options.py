@@ -1,4 +1,4 @@
-"""The command line of run_decode, and what can be told of it before anything is loaded."""
+"""The command line of run_decode, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.engine.request import SamplingParams
-from scripts.decode.command_line import Parser, UsageError, check_writable
-from scripts.decode.model_options import (
+from models.engine import SamplingParams
+from scripts.cli.command_line import Parser, UsageError, check_writable
+from scripts.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
     add_computation,
@@ -47,8 +47,8 @@ exit status:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `params` made of those on sampling, `implementation` as the operations and `kv_dtype`
-    as the engine takes it.
+    """Parses and checks the options; `params` are made of those on sampling, `implementation` is as the operations take
+    it, `kv_dtype` as the engine does.
 
     Raises:
       UsageError: options that are wrong by themselves or together, or files that cannot be written.

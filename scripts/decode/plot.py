@@ -1,4 +1,4 @@
-"""A picture of a run: what its steps computed, how full the pool was, how long people waited."""
+"""Picture of a run: the tokens of its steps, the pages in use, and the waiting times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from models.engine.outputs import EngineStats, RequestOutput, StepRecord
+from models.engine import EngineStats, RequestOutput, StepRecord
 from scripts.decode.report import Report
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision.
+# Okabe and Ito's colours, which can be told apart with any kind of colour vision.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#666666"
 
 
@@ -21,7 +21,7 @@ def plot_run(path: Path, report: Report) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    from matplotlib.figure import Figure  # an extra of the package
+    from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(10, 9), layout="constrained")
     figure.get_layout_engine().set(hspace=0.06)  # pyrefly: ignore[missing-attribute]
@@ -48,7 +48,7 @@ def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def _of_steps(steps: Sequence[StepRecord], field: str) -> np.ndarray:
-    """One number a step; of a run that was interrupted before the first one, 0."""
+    """One number for each step; 0 for a run that was interrupted before the first one."""
     return np.array([getattr(step, field) for step in steps] or [0])
 
 
@@ -81,7 +81,7 @@ def _draw_latencies(axes: Any, outputs: Sequence[RequestOutput]) -> None:
 
 
 def _finish(axes: Any, title: str) -> None:
-    """Title, legend, ticks and grid alike in all panels."""
+    """Sets title, legend, ticks and grid alike in all panels."""
     axes.set_title(title, loc="left")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=3, frameon=False)

@@ -1,4 +1,4 @@
-"""What run_decode says on stderr while it works."""
+"""Progress of run_decode on stderr."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """A line on a terminal that goes away when it is done; or nothing."""
+    """A line on a terminal that disappears when the work is done; or nothing."""
 
     def __init__(self, shown: bool):
         self._console = Console(stderr=True, quiet=not shown)
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """Says what is going on, for something that cannot say how far it is."""
+        """Shows a description of work whose progress is unknown."""
         return self._console.status(f"{what} ...")
 
     @contextlib.contextmanager
     def tokens(self, most: int) -> Iterator[Callable[[int], None]]:
-        """A bar of at most that many tokens; call what it gives with how many have come."""
+        """Shows a bar of at most so many tokens; call the returned function with the number of new ones."""
         columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as progress:
             bar = progress.add_task("decoding", total=most)

@@ -1,4 +1,4 @@
-"""What a run of run_decode came to: as JSON for programs, as a table for people."""
+"""Report of a run of run_decode: as JSON for programs, as a table for people."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from rich.table import Table
 from rich.text import Text
 
 import pallas_attn
-from models.engine.outputs import EngineStats, RequestOutput
-from models.engine.verify import Difference, Verification
+from models.engine import Difference, EngineStats, RequestOutput, Verification
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All there is to tell of a run.
+    """All results of a run.
 
     Attributes:
       model: its name.
-      outputs: of the requests, in their order.
-      texts: of the outputs; None without a tokenizer.
-      stats: of the engine.
+      outputs: outputs of the requests, in their order.
+      texts: texts of the outputs; None without a tokenizer.
+      stats: statistics of the engine.
       page_size: tokens a page holds.
       run_s: seconds from the first step to the last, without compilation.
-      implementation: operation to the implementation it ran on.
-      verification: None if it was not asked for, or the run was interrupted.
+      implementation: implementation that each operation ran on.
+      verification: result of verifying; None if it was not requested, or the run was interrupted.
     """
 
     model: str
@@ -50,7 +49,7 @@ class Report:
         return f"{len(self.outputs)} {noun} on {self.model}"
 
     def to_json(self) -> dict[str, Any]:
-        """`{"requests": [...], "run": {...}}`, times in seconds."""
+        """Makes `{"requests": [...], "run": {...}}`, times in seconds."""
         requests: list[dict[str, Any]] = [
             {
                 "prompt_tokens": output.prompt_tokens,
@@ -86,7 +85,7 @@ class Report:
         return {"requests": requests, "run": run}
 
     def print(self, console: Console) -> None:
-        """The requests in a table, and the run below it."""
+        """Prints the requests in a table, and the run below it."""
         console.print(Group(self._requests_table(), self._run_table()))
 
     def _requests_table(self) -> Table:
@@ -138,19 +137,19 @@ class Report:
 
 
 def device_name() -> str:
-    """The platform that jax computes on, and what the device calls itself."""
+    """Name of the platform that jax computes on, and of the device."""
     device = jax.devices()[0]
     return device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on, by name."""
+    """Versions that a result depends on, by name."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
     return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
 
 
 def differences(verification: Verification) -> list[str]:
-    """One sentence for each request that is not what the plain run gives, and one if too many tokens are tied."""
+    """Makes one sentence for each request that differs from the plain run, and one if too many tokens are tied."""
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]
     if verification.too_many_tied:
@@ -183,7 +182,7 @@ def _by_implementation(implementation: Mapping[str, str]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds in three digits or so."""
+    """Formats milliseconds in about three digits."""
     ms = 1e3 * seconds
     digits = 0 if ms >= 100 else 1 if ms >= 1 else 2
     return f"{ms:,.{digits}f} ms"

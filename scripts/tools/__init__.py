@@ -1,1 +1,1 @@
-"""For those who change the code: goldens, disassembly, the README's example."""
+"""Tools for those who change the code: goldens, disassembly, the README's example."""

@@ -1,4 +1,4 @@
-"""The models that goldens are made of (see make_goldens.py): small, and drawn so that every part of them shows."""
+"""Models of the goldens (see make_goldens.py): small, and drawn so that every part of them changes the output."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The mistakes that a golden must show, each as a change to a copy of the right model (see make_goldens.py)."""
+"""Mistakes that a golden must detect, each as a change to a copy of the right model (see make_goldens.py)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ign
 
 
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Routers of DeepSeek's models."""
+    """Finds routers of DeepSeek's models."""
     return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
 
 
 def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Routers of gpt-oss."""
+    """Finds routers of gpt-oss."""
     return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
 
 
 def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The experts of each layer of gpt-oss."""
+    """Finds the experts of each layer of gpt-oss."""
     return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
@@ -47,10 +47,10 @@ def is_v3(gate: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses; `routing` says what transformers does."""
+    """Rule by which a router chooses; `routing` makes that of transformers."""
 
     best_in_group: int  # how many of a group's best scores make the group's score
-    masked_score: float  # of experts outside the chosen groups
+    masked_score: float  # score of experts outside the chosen groups
     biased_weights: bool = False
     normalise: bool = False
 
@@ -62,7 +62,7 @@ def routing(gate: nn.Module) -> Routing:
 
 
 def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, ...]:
-    """Router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
+    """Computes router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
     logits = F.linear(hidden.view(-1, gate.hidden_dim), gate.weight)
     scores = logits.sigmoid() if is_v3(gate) else logits.softmax(-1)
     biased = scores + gate.e_score_correction_bias if is_v3(gate) else scores
@@ -73,7 +73,7 @@ def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.
 
 
 def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A router's forward pass by the given rule: router logits, weights and experts."""
+    """Runs a router's forward pass by the given rule: router logits, weights and experts."""
     logits, scores, biased, _, masked = choose(gate, hidden, rule)
     experts = masked.topk(gate.top_k).indices
     weights = (biased if rule.biased_weights else scores).gather(1, experts)
@@ -83,7 +83,7 @@ def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.T
 
 
 def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
-    """How far the closest decision of any token is from the other way, for experts and for groups.
+    """Margin of the closest decision of any token, for experts and for groups.
 
     Softmax scores are compared by their logarithms, whose rounding errors do not depend on how small the scores are.
     """
@@ -97,13 +97,13 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
 
 
 def cut_margin(scores: torch.Tensor, chosen: int) -> float:
-    """The smallest gap, over rows, between the worst score chosen and the best that was not."""
+    """Smallest gap, over rows, between the worst score chosen and the best that was not."""
     best = scores.topk(chosen + 1).values
     return (best[:, -2] - best[:, -1]).min().item()
 
 
 def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
-    """The smallest routing margin of any token in any layer; None without routers."""
+    """Smallest routing margin of any token in any layer; None without routers."""
     margins = []
 
     def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -227,7 +227,7 @@ def drop_router_biases(model: PreTrainedModel) -> None:
 
 
 def weigh_among_all_experts(model: PreTrainedModel) -> None:
-    """The chosen experts' weights are their share of all experts' softmax, and do not sum to one."""
+    """Take the chosen experts' weights as their share of all experts' softmax, which does not sum to one."""
 
     def route_wrongly(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = F.linear(hidden, router.weight, router.bias)
@@ -286,13 +286,13 @@ def drop_shared_experts(model: PreTrainedModel) -> None:
 
 
 def change_routing(model: PreTrainedModel, **changes: Any) -> None:
-    """Without changes it leaves the model what it was."""
+    """Apply no change; the model must stay the same."""
     for gate in gates(model):
         gate.forward = partial(route, gate, replace(routing(gate), **changes))
 
 
 def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
-    """The mistakes a model of this configuration can make, each as a change to a copy of the right model."""
+    """List the mistakes that a model of this configuration can make, each as a change to a copy of the right model."""
     return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
 
 

@@ -1,4 +1,4 @@
-"""Write tests/goldens: small checkpoints, and what Hugging Face transformers computes with them.
+"""Write tests/goldens: small checkpoints, and the outputs that Hugging Face transformers computes with them.
 
     pip install torch==2.13.0 transformers==5.23.0
     python scripts/tools/make_goldens.py [--out tests/goldens] [NAME ...]
@@ -40,15 +40,15 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 9, 40, 75)
-SHARED_PREFIX = 32  # of the two longest prompts, so that prefix caching has something to find
+SHARED_PREFIX = 32  # tokens of the two longest prompts, so that prefix caching has something to find
 
 SINK_SPREAD = 2.0  # learned sinks weigh as much as keys do
 
 GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
 
-MIN_MUTATION = 1e-2  # parity is asked to 1e-4
-MIN_TOKEN_MARGIN = 1e-3  # a token is compared where its margin is larger: here, everywhere
-MIN_ROUTING_MARGIN = 5e-4  # between the worst expert or group that was chosen and the best that was not
+MIN_MUTATION = 1e-2  # tolerance of the tests for parity
+MIN_TOKEN_MARGIN = 1e-3  # least margin of compared tokens: here, all of them
+MIN_ROUTING_MARGIN = 5e-4  # least distance between the worst expert or group chosen and the best that was not
 MIN_DISTINCT_TOKENS = 12
 MAX_ROUNDING = 2e-5
 
@@ -73,7 +73,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def random_model(golden: Golden) -> PreTrainedModel:
-    """The golden's model, with weights wide enough that every part of it matters."""
+    """Make the golden's model, with weights wide enough that every part of it matters."""
     model = AutoModelForCausalLM.from_config(golden.config, **EAGER).eval()
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -94,7 +94,7 @@ def load(directory: Path) -> PreTrainedModel:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of these tensors, which are named as in a checkpoint's files."""
+    """Make the model of these tensors, which are named as in a checkpoint's files."""
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         save_file(tensors, Path(directory, "model.safetensors"), metadata={"format": "pt"})
@@ -102,7 +102,8 @@ def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def published_config(model: PreTrainedModel) -> dict[str, object]:
-    """The configuration in the keys of published config.json files, which are older than those of transformers 5."""
+    """Write the configuration in the keys of published config.json files, which are older than those of transformers
+    5."""
     keys = model.config.to_diff_dict()
     for newer in ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave"):
         keys.pop(newer, None)
@@ -153,24 +154,26 @@ def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) 
 
 
 def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """[ceil(rows / 128), ceil(columns / 128)] -> [rows, columns]: the last block of a row or column may be smaller."""
+    """Expand [ceil(rows / 128), ceil(columns / 128)] to [rows, columns]; the last block of a row or column may be
+    smaller."""
     rows, columns = shape
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [rows, columns] as float8_e4m3fn, and its `weight_scale_inv`, by which a reader multiplies."""
+    """Quantise a weight [rows, columns] to float8_e4m3fn and its `weight_scale_inv`, by which a reader multiplies."""
     scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
     return (weight / expand_blocks(scale_inv, weight.shape)).to(torch.float8_e4m3fn), scale_inv
 
 
 def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Projections as fp8 and scales, the router's bias in float32, all else in bfloat16, as V3 is published."""
+    """Quantise as V3 is published: projections as fp8 and scales, the router's bias in float32, all else in
+    bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     quantised = {}
     for name, tensor in sorted(tensors.items()):
         if re.search(r"\.(self_attn|mlp)\..*_proj\w*\.weight$", name):
-            # a scale taken from the wrong block shows only where blocks differ in magnitude
+            # a scale taken from the wrong block shows only if blocks differ in magnitude
             blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
             gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
             quantised[name], quantised[f"{name}_scale_inv"] = quantise(tensor * expand_blocks(gains, tensor.shape))
@@ -182,7 +185,7 @@ def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int) -> dict[str
 def dequantise_checkpoint(
     tensors: dict[str, torch.Tensor], expand: Callable[[torch.Tensor, torch.Size], torch.Tensor] = expand_blocks
 ) -> dict[str, torch.Tensor]:
-    """The twin: every tensor in float32, with its scales multiplied in."""
+    """Make the twin: every tensor in float32, with its scales multiplied in."""
     twin = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     for name, tensor in twin.items():
         if f"{name}_scale_inv" in tensors:
@@ -191,7 +194,8 @@ def dequantise_checkpoint(
 
 
 def prediction_layer(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it unread."""
+    """Draw the layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it
+    unread."""
     last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
     layer = {name.replace(last, extra): tensor for name, tensor in tensors.items() if name.startswith(last)}
     head = tensors["lm_head.weight"]
@@ -229,7 +233,7 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
 
 
 def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [E, in, out] as blocks uint8 [E, out, in / 32, 16] and scales uint8 [E, out, in / 32]."""
+    """Pack experts [E, in, out] as blocks uint8 [E, out, in / 32, 16] and scales uint8 [E, out, in / 32]."""
     groups = weight.transpose(1, 2).unflatten(-1, (-1, MXFP4_GROUP))
     exponents = (groups.abs().amax(-1, keepdim=True) / max(FP4_VALUES)).log2().ceil()
     distances = (groups * 2.0**-exponents)[..., None] - torch.tensor(FP4_VALUES)
@@ -240,7 +244,7 @@ def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack_checkpoint(
     tensors: dict[str, torch.Tensor], change: Callable[..., tuple[torch.Tensor, ...]] = lambda *packed: packed
 ) -> dict[str, torch.Tensor]:
-    """The twin: every tensor in float32, experts as transformers unpacks them, their parts changed before."""
+    """Make the twin: every tensor in float32, experts as transformers unpacks them, their parts changed before."""
     twin = {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
     for name in tensors:
         if name.endswith("_blocks"):
@@ -271,7 +275,7 @@ def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
 
 
 def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """What mistakes in unpacking do to the logits."""
+    """Measure how mistakes in unpacking change the logits."""
     mistakes = {
         "mxfp4_scales_dropped": lambda blocks, scales: (blocks, torch.full_like(scales, 127)),
         "mxfp4_halves_of_bytes_swapped": lambda blocks, scales: (blocks >> 4 | blocks << 4, scales),
@@ -295,14 +299,14 @@ def draw_prompts(golden: Golden) -> list[list[int]]:
 
 
 def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list[list[int]]) -> float:
-    """The largest difference between the two models in any logit of any prompt."""
+    """Find the largest difference between the two models in any logit of any prompt."""
     batches = [torch.tensor([prompt]) for prompt in prompts]
     return max((model(batch).logits - other(batch).logits).abs().max().item() for batch in batches)
 
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
-    """The prompt's logits and what is cached of it, then NEW_TOKENS greedy tokens, each with its margin."""
-    cache = DynamicCache()  # of all tokens: one made for the configuration forgets those that left the window
+    """Compute the prompt's logits and its cache, then NEW_TOKENS greedy tokens, each with its margin."""
+    cache = DynamicCache()  # keeps all tokens; one made for the configuration drops those that left the window
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
     cached = cached_arrays(model.config, cache)
     tops = [logits[-1].topk(2)]
@@ -318,7 +322,7 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
-    """What the prompt left in the cache: latents [layers, T, L + R], or keys and values [layers, Hkv, T, D]."""
+    """Read the prompt's part of the cache: latents [layers, T, L + R], or keys and values [layers, Hkv, T, D]."""
     if is_latent(config):
         # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
@@ -329,7 +333,7 @@ def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np
 
 
 def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """What each mistake does to the logits of this model: its largest change."""
+    """Measure how much each mistake changes the logits of this model."""
     control = deepcopy(model)
     change_routing(control)
     require(largest_change(model, control, prompts) < MAX_ROUNDING, "the routing here is not that of transformers")
@@ -342,7 +346,7 @@ def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str
 
 
 def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """The same for mistakes in reading the scales of a quantised checkpoint."""
+    """Measure how much mistakes in reading the scales of a quantised checkpoint change the logits."""
     mistakes = {
         "fp8_scales_dropped": lambda scales, shape: torch.ones(shape),
         "fp8_scales_divide": lambda scales, shape: 1 / expand_blocks(scales, shape),
@@ -359,7 +363,7 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
 
 
 def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float | None:
-    """Refuse a golden that is degenerate or decided by rounding; returns its closest routing decision, if any."""
+    """Refuse a golden that is degenerate or decided by rounding; return its closest routing decision, if any."""
     for prompt, run in zip(prompts, runs, strict=True):
         tokens = run["tokens"].tolist()
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
@@ -375,9 +379,9 @@ def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[
 
 
 def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """What each mistake that the golden is there to show does to the logits."""
+    """Measure how much each mistake that the golden must detect changes the logits."""
     if golden.mxfp4:
-        return mxfp4_mutation_table(directory, model, prompts)  # the golden that is not packed shows the others
+        return mxfp4_mutation_table(directory, model, prompts)  # the golden that is not packed detects the others
     quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
     return mutation_table(model, prompts) | quantised
 

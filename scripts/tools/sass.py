@@ -1,4 +1,4 @@
-"""Reads the listing of a kernel that nvdisasm or cuobjdump wrote: its instructions, and the loops they form."""
+"""Parser of a kernel's listing by nvdisasm or cuobjdump: its instructions, and the loops they form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
     "float": r"[FHD][A-Z]\w*",
     "other": r"\w*",
 }
-"""Kinds of instructions by opcode; the first pattern that fits decides."""
+"""Kinds of instructions by opcode; the first pattern that matches decides."""
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;/\n]*)")
 JUMP = re.compile(r"BRA|BRXU?|JMP|JMXU?")
@@ -45,18 +45,19 @@ class Instruction:
 
     @property
     def multiply_adds(self) -> int:
-        """Of a warpgroup's tensor-core instruction, such as HGMMA.64x128x16.F32.BF16; 0 of others."""
+        """Multiply-adds of a warpgroup's tensor-core instruction, such as HGMMA.64x128x16.F32.BF16; 0 for other
+        instructions."""
         shape = re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", self.opcode)
         return math.prod(map(int, shape.groups())) if shape else 0
 
     @property
     def operand_bits(self) -> int:
-        """Bits of the numbers that a tensor-core instruction multiplies."""
+        """Bits of the operands that a tensor-core instruction multiplies."""
         return 8 if self.head in ("QGMMA", "IGMMA") else 32 if "TF32" in self.opcode else 16
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that each thread reads or writes; 0 of other instructions."""
+        """Bytes of shared memory that each thread reads or writes; 0 for other instructions."""
         if self.head in ("LDSM", "STSM"):
             return 4 * int(self.opcode[-1]) if self.opcode[-2:] in (".2", ".4") else 4
         if self.head in ("LDS", "STS"):
@@ -67,14 +68,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel's instructions, and of each those that may be next."""
+    """A kernel's instructions, and for each of them the possible next ones."""
 
     instructions: Sequence[Instruction]
     successors: Sequence[frozenset[int]]
 
 
 def parse(listing: str) -> Kernel:
-    """Reads one kernel.
+    """Parses the listing of one kernel.
 
     Raises:
       ValueError: there is none, or it jumps to where it has nothing.
@@ -109,7 +110,7 @@ def _successors(instructions: Sequence[Instruction], places: dict[str, int], n: 
 
 
 def loops(kernel: Kernel) -> list[frozenset[int]]:
-    """The instructions of each natural loop: its first, and those that lead back to it without passing it."""
+    """Finds the instructions of each natural loop: its first, and those that lead back to it without passing it."""
     dominators = _dominators(kernel)
     bodies: dict[int, set[int]] = {}
     predecessors: list[list[int]] = [[] for _ in kernel.instructions]
@@ -129,7 +130,7 @@ def loops(kernel: Kernel) -> list[frozenset[int]]:
 
 
 def _dominators(kernel: Kernel) -> dict[int, int]:
-    """For each instruction that is reached, those that every way to it passes, as a set of bits."""
+    """Finds, for each reachable instruction, the instructions on every way to it, as a set of bits."""
     dominators = {0: 1}
     waiting = [0]
     while waiting:
@@ -145,7 +146,7 @@ def _dominators(kernel: Kernel) -> dict[int, int]:
 
 
 def main_loops(kernel: Kernel) -> list[list[Instruction]]:
-    """The innermost loops that use tensor cores, without the loops inside them: what each pass executes."""
+    """Finds the innermost loops that use tensor cores, each without the loops inside it."""
     found = loops(kernel)
     innermost = set()
     for n, instruction in enumerate(kernel.instructions):

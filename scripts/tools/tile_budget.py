@@ -1,12 +1,12 @@
-"""What a kernel's main loop issues for one tile of the cache, beside the time that the tile's bytes take to arrive.
+"""Compares the instructions of a kernel's main loop for one tile of the cache with the time that the tile's bytes take.
 
     make tile-budget
     python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
 
-A static forecast: where a tile takes more cycles than its bytes do, no schedule makes the kernel keep up with the
-memory. Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each
-takes a cycle to issue; what its pipe takes is in `pipe_cycles`. Both sides of a branch are counted, so a path that few
-tiles take, such as masking, makes the forecast worse than it is.
+A static forecast: if a tile takes more cycles than its bytes, no schedule makes the kernel keep up with the memory.
+Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each takes a
+cycle to issue; `pipe_cycles` has the cycles of its pipe. Both sides of a branch are counted, so a path that few tiles
+take, such as masking, makes the forecast too pessimistic.
 
 A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
 are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
@@ -33,30 +33,30 @@ from scripts.tools.sass import GROUPS, Instruction, main_loops, parse
 
 ISSUE = "issue"
 PIPES = {"float": ("fma", 128), "integer": ("alu", 64), "convert": ("convert", 64), "exp2": ("exp2", 16)}
-"""Where a group's instructions go, and the results a clock of a multiprocessor of compute capability 9.0: from the
+"""Pipe of each group of instructions, and its results per clock on a multiprocessor of compute capability 9.0, from the
 throughput table of the CUDA C++ programming guide."""
 PIPES_OF_OPCODES = {
     "IMAD": ("fma", 64),
     "SHFL": ("shuffle", 32),
     **dict.fromkeys(("FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2"), ("alu", 64)),
 }
-"""Those that go elsewhere."""
+"""Pipes of single opcodes that differ from their group's."""
 SHARED_BYTES = 128
-"""Bytes a clock of its shared memory."""
+"""Bytes per clock of a multiprocessor's shared memory."""
 TENSOR_BITS = 2048 * 16
-"""Multiply-adds a clock of its tensor cores, times the bits of a factor."""
+"""Multiply-adds per clock of a multiprocessor's tensor cores, times the bits of a factor."""
 WARPGROUP = 128
-"""Threads."""
+"""Threads of a warpgroup."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What one tile costs a multiprocessor.
+    """Cost of one tile on a multiprocessor.
 
     Attributes:
       counts: instructions by group (`sass.GROUPS`).
       cycles: by pipe, ISSUE among them; they work side by side.
-      num_bytes: of the tile.
+      num_bytes: bytes of the tile.
     """
 
     counts: Mapping[str, float]
@@ -65,20 +65,20 @@ class Budget:
 
     @property
     def busiest(self) -> str:
-        """The pipe that takes longest."""
+        """The slowest pipe."""
         return max(self.cycles, key=lambda pipe: self.cycles[pipe])
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Copy bandwidth in bytes a second, and clock in hertz; of an H200 unless given."""
+    """Copy bandwidth in bytes per second, and clock in hertz; an H200's by default."""
 
     bandwidth: float = 4.3e12
     multiprocessors: int = 132
     clock: float = 1.98e9
 
     def arrival_cycles(self, num_bytes: int) -> float:
-        """Cycles in which one multiprocessor gets so many bytes when all get as many."""
+        """Cycles in which one multiprocessor receives so many bytes if all receive as many."""
         return num_bytes * self.multiprocessors / self.bandwidth * self.clock
 
 
@@ -96,7 +96,7 @@ def pipe_cycles(instruction: Instruction) -> dict[str, float]:
 
 
 def tile_budget(listing: str) -> Budget:
-    """The budget of a kernel.
+    """Computes the budget of a kernel.
 
     Raises:
       ValueError: no line says what a tile is, or no loop uses the tensor cores.
@@ -121,7 +121,7 @@ def _divided(numbers: Mapping[str, float], divisor: float) -> dict[str, float]:
 
 
 def table(budgets: Mapping[str, Budget], card: Card) -> Table:
-    """One row a kernel."""
+    """Makes a table with one row for each kernel."""
     result = Table(title="Instructions and cycles per tile", caption="of a warpgroup, on one multiprocessor")
     for heading in ("kernel", *GROUPS, "issue", "busiest pipe", "bytes", "arrive in", "busy"):
         result.add_column(heading, justify="left" if heading in ("kernel", "busiest pipe") else "right")

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config.deepseek import ModelConfig
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.config.windows import HeadWindows
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
+from models.config import GQA_PRESETS, PRESETS, HeadWindows, ModelConfig
+from models.decoder import AttentionSettings, Decoder, split_model
+from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import group_sizes
-from models.engine.runner import GPU_OPTIONS, Bucket, PackedStep, RunnerConfig, _run_step
+from models.engine.packed_step import PackedStep
+from models.engine.runner import GPU_OPTIONS, run_step
 from pallas_attn import FULL
 from tests.aot.case import Case, shape
 
@@ -59,7 +58,7 @@ def step(config: ModelConfig, bucket: Bucket) -> Case:
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         run, _ = split_model(model)
-        return _run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
+        return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
     return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20, options=GPU_OPTIONS)
 

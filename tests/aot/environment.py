@@ -49,4 +49,5 @@ def variables(plugin: str) -> dict[str, str]:
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "MOSAIC_GPU_DUMP_SASS": "1",
+        "PALLAS_ATTN_KERNEL_CACHE": "0",  # of two kernels that are the same, jax would compile one
     }

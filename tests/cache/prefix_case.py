@@ -24,13 +24,14 @@ def head_window(heads: Heads) -> HeadWindow:
 def make_pools(
     groups: list[tuple[int, Heads]], *, page_size: int = PAGE_SIZE, max_num_seqs: int = 8, max_pages: int = 8
 ) -> GroupPools:
-    """Pools of so many rows for groups of such heads."""
+    """Makes pools of so many rows for groups of such heads."""
     sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": max_pages}
     return GroupPools([HeadPagePool(num_rows, head_window(heads), **sizes) for num_rows, heads in groups])
 
 
 class Sequences:
-    """The plain case unless told otherwise: one group of one head that sees everything, so that a row is a page."""
+    """Builds a prefix cache over pools; by default of one group with one head that sees everything, so that a row is a
+    page."""
 
     def __init__(self, num_pages: int = 8, groups: list[tuple[int, Heads]] | None = None, **options: Callable):
         self.pools = make_pools(groups or [(num_pages, [(FULL, 0)])])
@@ -44,7 +45,7 @@ class Sequences:
         return next(slot for slot in range(self.pools.max_num_seqs) if not self.pool.allocated_tokens(slot))
 
     def room(self, num_tokens: int) -> int:
-        """A new sequence, in the batch slot returned."""
+        """Starts a new sequence, in the batch slot returned."""
         slot = self.idle_slot()
         self.pools.allocate(slot, num_tokens)
         return slot
@@ -55,7 +56,7 @@ class Sequences:
         return slot
 
     def published(self, tokens: list[int], salt: str = "") -> int:
-        """A sequence that computed `tokens`, and is still there."""
+        """Starts a sequence that has computed `tokens`, and keeps it."""
         slot = self.room(len(tokens))
         self.cache.publish(slot, tokens, salt)
         self.check()
@@ -70,7 +71,7 @@ class Sequences:
         return self.cache.lookup(tokens, salt)[0][0].tolist()
 
     def snapshot(self) -> tuple:
-        """All that the pools and the cache know, the order included in which free rows would be handed out."""
+        """Full state of the pools and the cache, including the order in which free rows would be handed out."""
         rows = [(pool._rows._refcounts[:], list(pool._rows._free), pool._tables.tolist()) for pool in self.pools.pools]
         nodes = {digest: list(node.rows) for digest, node in self.cache._by_digest.items()}
         return (
@@ -87,5 +88,5 @@ class Sequences:
 
 
 def present(rows: np.ndarray) -> list[list[int]]:
-    """The pages of which each head has a row."""
+    """Pages for which each head has a row."""
     return [np.flatnonzero(head != PAGE_NONE).tolist() for head in rows]

@@ -38,13 +38,14 @@ class Sequence:
 
 
 def begins(text: Text, other: Text) -> bool:
-    """Whether `other` goes on from `text`, or is it."""
+    """Whether `other` equals `text` or continues it."""
     return text[0] == other[0] and other[1][: len(text[1])] == text[1]
 
 
 @dataclass
 class World:
-    """The real thing, and beside it: who holds what, the order of free rows, what is published, what memory holds."""
+    """The pools and the cache, with a model beside them: owners of rows, order of free rows, published pages,
+    memory."""
 
     groups: list[tuple[int, Heads]]
     page_size: int
@@ -61,17 +62,18 @@ class World:
         self.memory: dict[tuple[int, int, int], tuple[int, Text]] = {}  # (group, row, offset) -> (head, text)
 
     def visible(self, lane: Lane, key: int, query: int) -> bool:
-        """The definition of windows and sink tokens."""
+        """Whether a head's query sees a key, by the definition of windows and sink tokens."""
         window, sink_tokens = self.groups[lane[0]][1][lane[1]]
         return key <= query and (key < sink_tokens or key > query - window)
 
     def is_needed(self, lane: Lane, page: int, oldest_query: int) -> bool:
-        """Of the queries to come, the first at or after a token sees it if any does."""
+        """Whether any query from `oldest_query` on sees a token of a page; if one does, the first at or after the token
+        does."""
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(lane, token, max(token, oldest_query)) for token in tokens)
 
     def longest_hit(self, salt: str, tokens: list[int]) -> int:
-        """Pages of the longest prefix of which every lane has what the first token after it sees."""
+        """Pages of the longest prefix of which every lane has all that the first token after it sees."""
         texts = [(salt, tuple(tokens[:end])) for end in range(self.page_size, len(tokens), self.page_size)]
         for num_pages in range(len(texts), 0, -1):
             known = any(begins(texts[num_pages - 1], text) for _, text in self.published)
@@ -85,7 +87,7 @@ class World:
         return 0
 
     def admit(self, tokens: list[int], salt: str, step_tokens: int) -> None:
-        """What an engine does for a new request: match, then compute the rest step by step, or give up."""
+        """Serves a new request as an engine does: matches, then computes the rest step by step, or gives up."""
         if len(self.sequences) == NUM_SEQS:
             return
         batch_slot = next(slot for slot in range(NUM_SEQS) if slot not in self.sequences)
@@ -113,7 +115,7 @@ class World:
                 return
 
     def extend(self, batch_slot: int, tokens: list[int]) -> bool:
-        """One step: makes room for new tokens in all groups or in none, writes them and attends."""
+        """Runs one step: makes room for new tokens in all groups or in none, writes them and attends."""
         sequence = self.sequences[batch_slot]
         start, end = len(sequence.tokens), len(sequence.tokens) + len(tokens)
         if end > MAX_PAGES * self.page_size:
@@ -146,7 +148,7 @@ class World:
         return True
 
     def attend(self, batch_slot: int, query: int) -> None:
-        """Every key that a query sees, but for itself before it is written, must be there and be the key it was."""
+        """Checks that every visible key is present and unchanged, except a query's own before it is written."""
         sequence = self.sequences[batch_slot]
         for lane, key in itertools.product(self.lanes, range(min(query + 1, sequence.num_written))):
             if self.visible(lane, key, query):
@@ -154,7 +156,7 @@ class World:
                 assert self.memory[lane[0], row, key % self.page_size] == (lane[1], sequence.text(key + 1))
 
     def holders(self, group: int, row: int) -> list[tuple[int, int, int]]:
-        """(batch slot, page, head) of everyone who holds a row."""
+        """(batch slot, page, head) of all holders of a row."""
         return [
             (batch_slot, page, head)
             for batch_slot, sequence in self.sequences.items()
@@ -167,7 +169,7 @@ class World:
         return {row for ((of, _), _), row in self.published.items() if of == group}
 
     def forget(self, group: int, row: int) -> None:
-        """A row is handed out again. If all that follows its page needs it, that is lost too."""
+        """Models a row being handed out again. If all that follows its page needs it, that is lost too."""
         for lane, text in [key for key, known in self.published.items() if (key[0][0], known) == (group, row)]:
             del self.published[lane, text]
             self.seen.add("eviction")
@@ -178,7 +180,7 @@ class World:
         sequence = self.sequences[batch_slot]
         self.cache.publish(batch_slot, sequence.tokens, sequence.salt)
         full = len(sequence.tokens) // self.page_size
-        known_from = 0  # the model, too, does not look again at what precedes the sequence's last published page
+        known_from = 0  # the model does not look again at the pages before the sequence's last published one, either
         for page, lane in itertools.product(range(full), self.lanes):
             if sequence.rows[lane].get(page) in self.published_rows(lane[0]):
                 known_from = page + 1
@@ -188,7 +190,7 @@ class World:
                 self.published.setdefault((lane, text), sequence.rows[lane][page])
 
     def recycle(self, batch_slot: int, oldest_query: int) -> None:
-        """To anything between what was said before and what is written."""
+        """Recycles up to any position between the last oldest query and the end of what is written."""
         sequence = self.sequences[batch_slot]
         span = sequence.num_written - sequence.oldest_query
         oldest_query = sequence.oldest_query + (oldest_query - sequence.oldest_query) % (span + 1)
@@ -228,7 +230,7 @@ class World:
         self.published.clear()
 
     def misuse(self, batch_slot: int) -> None:
-        """Each of these is refused; `check` sees whether anything changed."""
+        """Makes calls that are refused; `check` sees whether they changed anything."""
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         with pytest.raises(ValueError, match="oldest_queries"):
@@ -269,7 +271,7 @@ class World:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Windows and sink tokens about the sizes of pages, and with no limit; the plain case among them."""
+    """Windows and sink tokens close to multiples of a page, and unlimited ones; the plain case among them."""
 
     def sized(page_size: int) -> st.SearchStrategy[World]:
         width = st.sampled_from([1, page_size, page_size + 1, 3 * page_size - 1, FULL])
@@ -372,7 +374,7 @@ def test_a_hundred_thousand_random_operations():
 
 
 def run_one(world: World, draw: random.Random) -> None:
-    """One random operation, on a random sequence if it is on one."""
+    """Runs one random operation, on a random sequence if it takes one."""
     if not world.sequences or draw.random() < 0.3:
         tokens = draw.choices(range(2), k=draw.randint(1, MAX_PAGES * world.page_size))
         world.admit(tokens, draw.choice(SALTS), draw.randint(1, 8))

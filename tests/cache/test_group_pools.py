@@ -105,7 +105,7 @@ def test_pools_of_unlike_shapes_are_refused():
 
 
 SEEN = np.array([[0, 1, 2], [PAGE_NONE, PAGE_NONE, 3]], np.int32)
-"""Rows of three pages that a full head and one with a window of 5 begin with."""
+"""Rows of the first three pages, for a full head and one with a window of 5."""
 
 
 def test_adopted_rows_are_as_if_computed_and_recycled():

@@ -23,13 +23,13 @@ def make_pool(window: HeadWindow, num_rows: int = 64, **sizes: int) -> HeadPageP
 
 
 def snapshot(pool: HeadPagePool) -> tuple:
-    """All that a pool knows, the order included in which free rows would be handed out."""
+    """Full state of a pool, including the order in which free rows would be handed out."""
     state = (pool._tables, pool._num_pages, pool._oldest_query, pool._first_page)
     return list(pool._rows._free), pool._rows._refcounts[:], [values.tolist() for values in state]
 
 
 def held(pool: HeadPagePool, batch_slot: int = 0) -> list[list[int]]:
-    """The pages for which each head has a row."""
+    """Pages for which each head has a row."""
     return [np.flatnonzero(table != PAGE_NONE).tolist() for table in pool.tables([batch_slot])[0]]
 
 
@@ -350,7 +350,7 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
 
 
 def share_row_0(pool: HeadPagePool) -> None:
-    """With counts that agree: row 0 also takes the place of row 2."""
+    """Row 0 also takes the place of row 2, with counts that agree."""
     pool._tables[0, 0, 1] = 0
     owned(pool, 0, 2)
     owned(pool, 2, 0)

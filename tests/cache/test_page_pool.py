@@ -4,7 +4,7 @@ from pallas_attn.cache import CacheError, InconsistentCache, OutOfPages, PageErr
 
 
 def snapshot(pool: PagePool) -> tuple[list[int], list[int]]:
-    """Reference counts and the order in which free pages would be handed out."""
+    """Reference counts, and the order in which free pages would be handed out."""
     return [pool.refcount(page) for page in range(pool.num_pages)], list(pool._free)
 
 

@@ -138,7 +138,7 @@ def test_publishing_again_costs_only_the_new_pages():
 
 
 def test_looking_up_again_costs_only_what_was_not_found():
-    """As for a prompt that waits for room, and is looked up before every step and once more when it gets in."""
+    """A waiting prompt, looked up before every step and once more on admission, hashes only the page after its hit."""
     hashed: list[bytes] = []
     case = Sequences(digest=counting(hashed))
     slot = case.published(PROMPT[:8])
@@ -227,7 +227,7 @@ def test_clear_forgets_contents_and_keeps_owners():
 
 
 WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
-"""A group in which a head sees everything, one a window and one also sink tokens; and a group of one window."""
+"""A group with a full head, one with a window and one that also has sink tokens; and a group with one window."""
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_bad_publications_change_nothing(groups, tokens, salt, error, message):
 
 
 def test_a_row_is_published_in_one_place():
-    """As it cannot be but by misuse: the rows of a page are in another sequence's table as well."""
+    """The rows of a page are in another sequence's table as well, which only misuse can cause."""
     case = Sequences()
     case.published(PROMPT)
     slot = case.room(8)
@@ -314,12 +314,12 @@ def test_pools_serve_one_cache():
         PrefixCache(Sequences().pools)
 
 
-# What a head needs of a prefix of n pages is what a token at 4n sees: with a window of 5 the page before it, of 6 two.
+# A head needs of a prefix of n pages what a token at 4n sees: with a window of 5 the page before it, of 6 two.
 LONG = list(range(200, 232))
 
 
 def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) -> tuple[Sequences, int]:
-    """A full head and others, and a sequence of `num_tokens` published as it grew, and recycled."""
+    """Publishes a sequence of `num_tokens` as it grows and is recycled, with a full head and others."""
     case = Sequences(groups=[(num_rows, [(FULL, 0), *heads])])
     slot = case.room(num_tokens)
     case.cache.publish(slot, LONG[:num_tokens])
@@ -329,7 +329,7 @@ def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) 
 
 
 def hit(case: Sequences, tokens: list[int]) -> list[list[int]]:
-    """The pages of which a match takes rows, in each head of the first group."""
+    """Pages of which a match takes rows, in each head of the first group."""
     return present(case.cache.lookup(tokens)[0])
 
 
@@ -387,7 +387,7 @@ def test_a_lost_page_that_is_seen_for_good_ends_all_longer_prefixes(group):
     case.pools.release(case.room(6 * 4))
     assert case.cache.num_published == 8
     case.pools.release(first)
-    case.room(8 * 4)  # what was never used, and page 1, which the second sequence has rows of its own for
+    case.room(8 * 4)  # pages never used, and page 1, for which the second sequence has rows of its own
     assert case.cache.num_published == 1
     assert len(hit(case, [*LONG, 1])[-1]) <= 1
     case.check()

@@ -1,4 +1,4 @@
-"""What the tests of the model share."""
+"""Fixtures that the tests of models share."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A model small enough to compile in seconds, prompts with shared prefixes, and what a plain run makes of them."""
+"""A model small enough to compile in seconds, prompts with shared prefixes, and the tokens of a plain run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 import jax
 
-from models.checkpoints.weights import random_model
-from models.config.deepseek import DeepSeekConfig
-from models.config.rope import YarnConfig
-from models.decoder.model import Decoder
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, PlainRun
+from models.checkpoints import random_model
+from models.config import DeepSeekConfig, YarnConfig
+from models.decoder import Decoder
+from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 
 MAX_TOKENS = 20
 VOCAB_SIZE = 64
@@ -70,7 +67,7 @@ ENGINES = {
     "unchunked": EngineConfig(num_pages=64, page_size=4, max_batched_tokens=64, max_num_seqs=4, chunked_prefill=False),
     "one at a time": EngineConfig(num_pages=96, page_size=1, max_batched_tokens=7, max_num_seqs=1),
 }
-"""Pools and budgets that make chunks, hits and preemptions of different kinds."""
+"""Sizes of pools and budgets that cause chunks, hits and preemptions of different kinds."""
 
 
 @functools.cache
@@ -80,12 +77,12 @@ def model() -> Decoder:
 
 @functools.cache
 def engine(name: str) -> Engine:
-    """One of `ENGINES`; shared, because compiling it takes longer than any test does. Tests leave it drained."""
+    """One of `ENGINES`; shared, since compiling it takes longer than any test does. Tests leave it drained."""
     return Engine(model(), padded(ENGINES[name]))
 
 
 def padded(config: EngineConfig) -> EngineConfig:
-    """The same with one bucket of each kind, so that little is compiled."""
+    """The same configuration with one bucket of each kind, so that little is compiled."""
     return dataclasses.replace(
         config,
         max_model_len=96,
@@ -96,7 +93,7 @@ def padded(config: EngineConfig) -> EngineConfig:
 
 @functools.cache
 def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
-    """What a prompt continues with, one uncached forward for every token; margins are large enough to insist on it."""
+    """Continues a prompt with one uncached forward for every token; margins are large enough to demand equality."""
     tokens: list[int] = []
     for _ in range(params.max_tokens):
         choices, margins, _ = _plain_run().choose(Decoded(PROMPTS[index], tokens, params), 0.0)
@@ -108,7 +105,7 @@ def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def compile_events() -> Iterator[list[str]]:
-    """What jax compiles from now on, as it grows: the names of its events, also of what it finds in its cache."""
+    """Records the events of jax's compilations from now on, including those found in its cache."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -1,7 +1,7 @@
 """A forward pass with grouped-query attention in plain float64 numpy, from tensors as a checkpoint names them.
 
-What each KV head sees is an explicit mask, made here key by key from the definition of windows. Nothing of `models` but
-the configuration's fields is used.
+The visible keys of each KV head are an explicit mask, made here key by key from the definition of windows. Nothing of
+`models` but the configuration's fields is used.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config.gqa import GQAConfig
-from models.config.windows import HeadWindows, LayerWindow
+from models.config import GQAConfig, HeadWindows, LayerWindow
 from tests.models.oracle import linear, mlp
 
 type Tensors = Mapping[str, np.ndarray]
 
 
 def forward(config: GQAConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Logits of every position, [len(tokens), vocab]."""
+    """Computes logits of every position, [len(tokens), vocab]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for layer, window in enumerate(config.windows or [None] * config.num_hidden_layers):
@@ -64,7 +63,7 @@ def attention(config: GQAConfig, t: Tensors, name: str, x: np.ndarray, mask: np.
 
 
 def turn(config: GQAConfig, x: np.ndarray) -> np.ndarray:
-    """Columns i and i + D/2 as a complex number, times exp(i · position · frequency); plain rope."""
+    """Rotates columns i and i + D/2 as a complex number, times exp(i · position · frequency); plain rope."""
     assert config.rope_scaling is None
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config.deepseek import DeepSeekConfig
+from models.config import DeepSeekConfig
 
 type Tensors = Mapping[str, np.ndarray]
 
 
 def forward(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Logits of every position, [len(tokens), vocab]."""
+    """Computes logits of every position, [len(tokens), vocab]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
@@ -74,7 +74,7 @@ def temperature(config: DeepSeekConfig, which: str) -> float:
 
 
 def turn(config: DeepSeekConfig, x: np.ndarray) -> np.ndarray:
-    """Each pair of columns as a complex number, times exp(i · position · frequency)."""
+    """Rotates each pair of columns as a complex number, times exp(i · position · frequency)."""
     half = x.shape[-1] // 2
     if config.rope_interleave:
         first, second = x[..., 0::2], x[..., 1::2]
@@ -114,7 +114,7 @@ def mixture(config: DeepSeekConfig, t: Tensors, name: str, x: np.ndarray) -> np.
 
 
 def route(config: DeepSeekConfig, logits: np.ndarray, bias: np.ndarray | None) -> dict[int, float]:
-    """Expert to weight, for one token."""
+    """Weights of one token's experts, by expert."""
     if config.scoring_func == "softmax":
         scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     else:

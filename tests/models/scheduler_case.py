@@ -1,10 +1,11 @@
-"""A fake engine for the scheduler, whose model is a hash of everything seen in the pages a request is given."""
+"""A fake engine for the scheduler, whose model is a hash of everything in the pages a request is given."""
 
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from models.engine.request import Request, RequestRefused, SamplingParams
+from models.engine import SamplingParams
+from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
 from models.engine.step_plan import StepPlan
 from pallas_attn import FULL, PAGE_NONE
@@ -39,7 +40,7 @@ class Limits:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """Of all groups."""
+        """Rows of all groups."""
         return [head for group in self.groups for head in group]
 
     def pools(self) -> GroupPools:
@@ -48,23 +49,23 @@ class Limits:
 
 
 def visible(head: tuple[int, int], query: int) -> list[int]:
-    """Positions that a head sees: the definition of windows and sink tokens."""
+    """Positions that a head sees, by the definition of windows and sink tokens."""
     window, sink_tokens = head
     return [key for key in range(query + 1) if key < sink_tokens or key > query - window]
 
 
 def next_token(views: list[list]) -> int:
-    """From what each head sees."""
+    """Computes the next token from everything that each head sees."""
     return hash(tuple(views[0]) if len(views) == 1 else tuple(map(tuple, views))) % VOCAB
 
 
 def kv_of(salt: str, token: int) -> tuple[int, int]:
-    """What the fake model caches. The salt is part of it, so that sharing across salts changes the output."""
+    """Cached value of the fake model. It includes the salt, so that sharing across salts changes the output."""
     return SALTS.index(salt), token
 
 
 def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
-    """What the request has to generate: one token after the other, with nothing around it."""
+    """Expected output of a request: one token after the other, with nothing around it."""
     tokens = list(request.prompt_ids)
     end = min(limits.max_len, len(tokens) + request.params.max_tokens)
     while True:
@@ -85,7 +86,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)  # in order of arrival
     streamed: dict[int | str, list[int]] = field(default_factory=dict)
-    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # what is cached, by group, row and offset
+    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # cached values, by group, row and offset
     last_tokens: dict[int, int] = field(default_factory=dict)  # by slot, on the device
     in_flight: deque[tuple[StepPlan, list[int]]] = field(default_factory=deque)
     num_dropped: int = 0
@@ -138,7 +139,7 @@ class FakeEngine:
         return plan
 
     def launch(self, plan: StepPlan) -> list[int]:
-        """What the device does, at once: programs run in the order they are launched.
+        """Runs a step at once, as the device would: programs run in the order they are launched.
 
         All that precedes the new tokens is read before any of them is written: a step shares nothing within itself.
         """
@@ -159,7 +160,7 @@ class FakeEngine:
         return samples
 
     def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
-        """Each head, and where the K/V of a token is for it: group, row and offset."""
+        """Yields each head, with the group, row and offset of a token's K/V for it."""
         page, offset = divmod(position, self.limits.page_size)
         return [
             (head, (group, int(plan.tables[group][row, i, page]), offset))
@@ -168,7 +169,7 @@ class FakeEngine:
         ]
 
     def read(self, plan: StepPlan, row: int, start: int) -> list[dict[int, object]]:
-        """What is cached before `start`, by position for each head: all that a token at `start` or after it sees."""
+        """Cached values before `start`, by position for each head: all that a token at `start` or after it sees."""
         views: list[dict[int, object]] = [{} for _ in self.limits.heads]
         for position in range(start):
             for (head, place), view in zip(self.places(plan, row, position), views, strict=True):
@@ -187,7 +188,8 @@ class FakeEngine:
         self.check()
 
     def fail(self) -> None:
-        """A step raises after its caches were donated: what they held is gone, and so is what was not read back."""
+        """Fails a step after its caches were donated: their contents are lost, and so are the tokens that were not read
+        back."""
         self.scheduler.schedule()
         self.memory = dict.fromkeys(self.memory, "garbage")
         self.last_tokens.clear()
@@ -264,5 +266,5 @@ LASTING = [
 
 
 def summary(rows) -> list[tuple[int, int, int, bool]]:
-    """Of which request, from where, how many tokens, and whether one is sampled."""
+    """Summarises a row: its request, its start, its number of tokens, and whether one is sampled."""
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in rows]

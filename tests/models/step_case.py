@@ -8,23 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decoder.caches import Caches
-from models.decoder.model import Decoder
-from models.decoder.step_metadata import GroupTables, StepMetadata
+from models.decoder import Caches, Decoder, GroupTables, StepMetadata
 from pallas_attn import PagedKV, PagedLatent
 
 PAGE_SIZE = 8
 
 
 def latent_pages(caches: Caches) -> list[jax.Array]:
-    """[N, ps, L + R] of every layer."""
+    """Copies the pages of every layer, [N, ps, L + R] each."""
     assert all(isinstance(cache, PagedLatent) for cache in caches)
     return [cache.pages for cache in caches if isinstance(cache, PagedLatent)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A block table for each sequence, of pages in no order; no page is shared and page 0 is nobody's."""
+    """A block table for each sequence, of pages in no order; no page is shared and page 0 is unused."""
 
     tables: np.ndarray
 
@@ -34,7 +32,7 @@ class Pages:
         return Pages(ids.reshape(num_sequences, width).astype(np.int32))
 
     def allocate(self, model: Decoder, fill: float = 0.0) -> Caches:
-        """Caches of every layer, filled with what nobody should read."""
+        """Allocates caches of every layer, filled with values that must not be read."""
         caches = model.allocate_caches(self.tables.size + 1, PAGE_SIZE)
         return jax.tree.map(lambda pages: jnp.full_like(pages, fill), caches)
 
@@ -42,13 +40,13 @@ class Pages:
         return self.tables[sequence, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def latents(self, caches: Caches, sequence: int, length: int) -> np.ndarray:
-        """[layers, length, L + R]: what the caches hold of a sequence."""
+        """Reads the cached latents of a sequence, [layers, length, L + R]."""
         slots = self.slots(sequence, np.arange(length))
         layers = [np.asarray(pages, np.float32) for pages in latent_pages(caches)]
         return np.stack([pages.reshape(-1, pages.shape[-1])[slots] for pages in layers])
 
     def keys_and_values(self, caches: Caches, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """[layers, Hkv, T, D] each: what the caches hold of a sequence, as stored."""
+        """Reads the cached keys and values of a sequence, [layers, Hkv, T, D] each, as stored."""
         pages, offsets = np.divmod(self.slots(sequence, np.arange(length)), PAGE_SIZE)
 
         def gather(array: jax.Array) -> np.ndarray:
@@ -68,7 +66,7 @@ def step(
     padding: int = 0,
     logit_rows: list[int] | None = None,
 ) -> StepMetadata:
-    """Metadata of (sequence, position) decode rows and (sequence, start, stop) prefill chunks.
+    """Makes metadata of (sequence, position) decode rows and (sequence, start, stop) prefill chunks.
 
     `idle_rows` are added to the decode rows and `padding` tokens to the prefill part.
     """

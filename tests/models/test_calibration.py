@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.calibration import calibrate, save_kv_scales
-from models.checkpoints.weights import load_model, random_model
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.decoder.caches import KVScales, load_kv_scales
+from models.checkpoints import load_kv_scales, load_model, random_model, save_kv_scales
+from models.checkpoints.calibration import calibrate
+from models.config import GQA_PRESETS, PRESETS
+from models.decoder import Decoder, KVScales
 from models.decoder.gqa import GQA
-from models.decoder.model import Decoder
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, PlainRun
+from models.engine import Decoded, PlainRun, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3"
 TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=1, vocab_size=64)
@@ -30,7 +28,7 @@ def golden() -> tuple[Decoder, list[list[int]]]:
 
 
 def golden_scales(axes: tuple[int, ...], qmax: float, percentile: float) -> list[np.ndarray]:
-    """Of transformers' keys and values, [layers, Hkv, T, D] each, after norm and rope."""
+    """Keys and values of transformers, [layers, Hkv, T, D] each, after norm and rope."""
     with np.load(GOLDEN / "golden.npz") as arrays:
         return [
             np.max([np.percentile(np.abs(arrays[f"{kind}_{i}"]), percentile, axis=axes) for i in range(4)], axis=0)
@@ -67,7 +65,7 @@ def test_the_file_is_read_back_as_it_was_written(tmp_path: Path):
 
 
 def share_of_tokens(scales: KVScales) -> float:
-    """Of the golden's tokens, those that the model would choose over an int8 cache after the same tokens."""
+    """Share of the golden's tokens that the model would choose over an int8 cache after the same tokens."""
     model, prompts = golden()
     plain = PlainRun(model, 24, "int8", scales)
     with np.load(GOLDEN / "golden.npz") as arrays:
@@ -85,7 +83,7 @@ def test_tokens_over_an_int8_cache_are_nearly_those_over_a_float_one():
 
 
 def with_values(channel: int, weight: float) -> Decoder:
-    """A random model in which all weights of one channel of the last KV head's values are this."""
+    """Makes a random model in which all weights of one channel of the last KV head's values are this."""
     model = random_model(TINY)
     attention = model.layers[0].self_attn
     assert isinstance(attention, GQA)

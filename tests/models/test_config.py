@@ -1,4 +1,4 @@
-"""Configurations: what a config.json says, what it may not say, and what follows from it."""
+"""Configurations: reading a config.json, refusing a wrong one, and the sizes derived from it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints.weights import count_parameters
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
-from models.config.rope import YarnConfig
+from models.checkpoints import count_parameters
+from models.config import PRESETS, DeepSeekConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

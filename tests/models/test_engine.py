@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
+from models.engine import Engine, EngineConfig, SamplingParams
 from models.engine.runner import Runner, StepResult
 from tests.models.engine_case import (
     CONFIG,
@@ -33,7 +32,7 @@ from tests.models.engine_case import (
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request of made-up traffic: after how many steps it comes, and after how many of its tokens it is aborted."""
+    """A request of made-up traffic: the number of steps before it arrives, and of its tokens before it is aborted."""
 
     after_steps: int
     prompt: int
@@ -67,7 +66,7 @@ arrivals = st.lists(
 
 
 class Traffic:
-    """Plays arrivals on an engine and keeps what was streamed."""
+    """Plays arrivals on an engine and keeps the streamed tokens."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -146,7 +145,7 @@ def test_much_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
 
 
 def everything(max_tokens: int = MAX_TOKENS) -> list[Arrival]:
-    """All prompts at once, greedy and drawn."""
+    """Generates all prompts at once, greedy and drawn."""
     return [Arrival(0, i, drawn, max_tokens, None, "") for drawn in (False, True) for i in range(len(PROMPTS))]
 
 
@@ -215,7 +214,7 @@ def test_the_models_own_end_stops_unless_ignored():
 
 
 def random_model_with_eos(token: int):
-    from models.checkpoints.weights import random_model
+    from models.checkpoints import random_model
 
     return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3)
 
@@ -263,7 +262,7 @@ def test_abort_is_idempotent_and_keeps_what_arrived():
 
 
 class Injected(Exception):
-    """A failure of the test's making."""
+    """A failure that the test raises."""
 
 
 @pytest.mark.parametrize("where", ["launch", "launched", "read"])
@@ -349,9 +348,8 @@ def test_nothing_compiles_after_warmup():
 
 
 def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):
-    """The guard refuses all other transfers to the device. On a CPU it does not see reads, so that these are counted
-    where they can be made.
-    """
+    """The guard refuses all other transfers to the device. On a CPU it does not see reads, so these are counted at
+    their functions."""
     ample = engine("ample")
     ample.warmup()
     sent: list[tuple[int, ...]] = []
@@ -403,7 +401,7 @@ def test_prompt_logits_are_those_computed():
 
 
 def test_prompt_logits_are_no_other_requests_of_the_same_name():
-    """Not those of a step under way when the request was forgotten, which the next one collects."""
+    """Logits of a step under way when the request was forgotten, which the next step collects, are dropped."""
     capturing = Engine(
         model(), dataclasses.replace(padded(ENGINES["ample"]), prefix_caching=False), capture_logits=True
     )

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.decoder import AttentionSettings
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from tests.models.engine_case import CONFIG
 
 MAX_LEN, MAX_TOKENS = 640, 24
@@ -29,13 +28,14 @@ WIDE = dataclasses.replace(
     max_position_embeddings=1024,
     first_k_dense_replace=2,
 )
-"""No experts: which one a token goes to hangs on the last bit of bfloat16, and everything after it on that."""
+"""A configuration without experts: the choice of expert depends on the last bit of bfloat16, and all later tokens on
+it."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 72])
 def test_kernels_make_the_tokens_of_a_plain_run(heads: int) -> None:
-    """Few heads and many are different kernels; prompts share a prefix, come in chunks and decode side by side."""
+    """Few heads and many run different kernels; prompts share a prefix, come in chunks and decode side by side."""
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
     config = dataclasses.replace(WIDE, num_attention_heads=heads)

@@ -1,11 +1,10 @@
-"""What the engine refuses: wrong prompts, requests, names and settings. None of it disturbs who came before."""
+"""Refusals of the engine: wrong prompts, requests, names and settings. None of them disturbs earlier requests."""
 
 from __future__ import annotations
 
 import pytest
 
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
+from models.engine import Engine, EngineConfig, SamplingParams
 from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
 
 

@@ -69,7 +69,7 @@ def read_arrays(name):
 
 
 def tensor_table(name):
-    """Of every tensor in the checkpoint's files: the file, the dtype's name, and the shape."""
+    """File, dtype name and shape of every tensor in the checkpoint's files."""
     table = {}
     for path in sorted((GOLDENS / name).glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -81,7 +81,7 @@ def tensor_table(name):
 
 
 def read_tensor(name, key):
-    """One tensor in float32, by the format's own description, for numpy has no bfloat16."""
+    """Reads one tensor in float32, by the format's own description, since numpy has no bfloat16."""
     file, dtype, shape = tensor_table(name)[key]
     raw = (GOLDENS / name / file).read_bytes()
     header_size = int.from_bytes(raw[:8], "little")
@@ -92,7 +92,7 @@ def read_tensor(name, key):
 
 
 def read_weight(name, key):
-    """A tensor in float32, its blocks' scales multiplied in."""
+    """Reads a tensor in float32, its blocks' scales multiplied in."""
     weight = read_tensor(name, key)
     if f"{key}_scale_inv" in tensor_table(name):
         scales = read_tensor(name, f"{key}_scale_inv")
@@ -101,7 +101,7 @@ def read_weight(name, key):
 
 
 def cached_kinds(name):
-    """What of the cache the golden holds."""
+    """Kinds of cached arrays that the golden holds."""
     return ("latents",) if name in LATENT else ("keys", "values")
 
 
@@ -113,7 +113,7 @@ def cached_shape(config, length):
 
 
 def rope_parameters(config):
-    """The rope's parameters under the newer names, whichever the file has."""
+    """Parameters of the rope under the newer names, whichever the file has."""
     if "rope_parameters" in config:
         return config["rope_parameters"]
     scaling = dict(config["rope_scaling"])
@@ -279,7 +279,7 @@ def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders():
 
 
 def test_packed_experts_are_those_of_the_plain_checkpoint():
-    """To the nearest of the values that a group's scale leaves, and nothing else is packed."""
+    """Weights are rounded to the nearest values of their group's scale, and nothing else is packed."""
     plain, packed = tensor_table("gpt-oss"), tensor_table("gpt-oss-mxfp4")
     experts = {key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert len(experts) == 4

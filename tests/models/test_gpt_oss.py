@@ -1,4 +1,4 @@
-"""gpt-oss: what its config.json says and may not say, and checkpoints with packed experts."""
+"""gpt-oss: reading its config.json, refusing a wrong one, and checkpoints with packed experts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints.files import CheckpointError, open_checkpoint
-from models.checkpoints.weights import count_parameters, load_model
-from models.config.deepseek import read_config
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.rope import YarnConfig
-from models.config.windows import CacheGroup, HeadWindows, cache_groups
+from models.checkpoints import CheckpointError, count_parameters, load_model
+from models.checkpoints.files import open_checkpoint
+from models.config import GQA_PRESETS, CacheGroup, GQAConfig, HeadWindows, YarnConfig, cache_groups, read_config
 from models.decoder.gqa import GQA
 from models.decoder.moe import BiasedMoE
 from pallas_attn import FULL
@@ -28,7 +24,7 @@ from pallas_attn import FULL
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]
 
-PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, but for entries that say how it is trained or converted
+PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries on its training and conversion
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
     "attention_dropout": 0.0,

@@ -17,18 +17,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints.weights import load_model, random_model
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder import gqa
-from models.decoder.caches import Caches, KVScales, load_kv_scales
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
-from models.engine.engine import Engine, EngineConfig
-from models.engine.implementations import explain_attention
-from models.engine.outputs import RequestOutput
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import load_kv_scales, load_model, random_model
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import AttentionSettings, Caches, Decoder, KVScales, explain_attention, gqa, split_model
+from models.engine import Decoded, Engine, EngineConfig, RequestOutput, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL, HeadWindow, PagedKV
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
@@ -50,7 +43,7 @@ ENGINES = {
 
 @functools.cache
 def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
-    """A golden's model and prompts, and the greedy tokens that transformers gives."""
+    """A golden's model and prompts, and the greedy tokens of transformers."""
     prompts = json.loads((GOLDENS / name / "prompts.json").read_text())
     with np.load(GOLDENS / name / "golden.npz") as arrays:
         tokens = [arrays[f"tokens_{i}"] for i in range(len(prompts))]
@@ -58,7 +51,7 @@ def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
 
 
 def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list[RequestOutput]]:
-    """The prompts twice over, so that the second time finds prefixes, on an engine that compiles little."""
+    """Runs the prompts twice over, so that the second time finds prefixes, on an engine that compiles little."""
     one_size = {
         "max_model_len": 104,
         "decode_buckets": (config.max_num_seqs,),
@@ -82,7 +75,8 @@ def test_tokens_are_those_of_transformers(name: str, sizes: str):
 
 
 def scales_of_golden(name: str, qmax: int) -> KVScales:
-    """One a channel, such that the largest value of any prompt is stored as qmax: as calibration would choose them."""
+    """Scales of each channel by which the largest value of any prompt is stored as qmax, as calibration would choose
+    them."""
     with np.load(GOLDENS / name / "golden.npz") as arrays:
         largest = [
             np.max([np.abs(arrays[f"{kind}_{i}"]).max(axis=2) for i in range(4)], axis=0) / qmax
@@ -92,7 +86,7 @@ def scales_of_golden(name: str, qmax: int) -> KVScales:
 
 
 def test_with_a_quantised_cache_tokens_depend_on_no_way_to_cut_steps():
-    """They are those of a plain run over such a cache, and no others: rounding to 3 bits shows in tokens."""
+    """Tokens are those of a plain run over such a cache, and of no other: rounding to 3 bits changes tokens."""
     model, prompts, exact_tokens = golden("qwen3-yarn")
     cache: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "kv_scales": scales_of_golden("qwen3-yarn", 448)}
     engine, outputs = run(model, dataclasses.replace(ENGINES["chunks of 16, few pages"], **cache), prompts)
@@ -114,7 +108,7 @@ def jitted_step(name: str) -> Callable:
 
 
 def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
-    """Logits of the longest prompt over an int8 cache, and the caches it leaves."""
+    """Computes logits of the longest prompt over an int8 cache, and the caches after it."""
     model, prompts, _ = golden("qwen3")
     pages = Pages.scatter(1, 10)
     caches = model.allocate_caches(11, PAGE_SIZE, "int8", scales)
@@ -131,7 +125,7 @@ def test_static_scales_are_the_files_and_each_layer_has_its_own(tmp_path: Path):
     with np.load(GOLDENS / "qwen3" / "golden.npz") as arrays:
         wanted, keys = arrays["logits_3"], arrays["keys_3"]
     stored = pages.keys_and_values(caches, 0, len(logits))[0]
-    # the first layer's keys are those of transformers, later ones come of rounded ones
+    # the first layer's keys are those of transformers; later keys come from rounded ones
     np.testing.assert_allclose(stored[0] * scales.k[0][:, None], keys[0], atol=0.51 * scales.k[0].max())
     for layer, cache in enumerate(caches):
         assert isinstance(cache, PagedKV)
@@ -161,7 +155,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
 
 
 def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPatch):
-    """Where programs share the pages, a step plans once a cache group, and its layers are one function that takes the
+    """If programs share the pages, a step plans once a cache group, and its layers are one function that takes the
     plan."""
     planned_for = []
     right = gqa.plan_decode
@@ -185,7 +179,7 @@ def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPat
 
 
 def test_caches_are_written_in_place():
-    """Scales of their tokens, too."""
+    """The scales of the step's tokens are written in place, too."""
     model = random_model(TINY)
     stepping, weights = split_model(model)
     pages = Pages.scatter(1, 6)
@@ -203,7 +197,7 @@ def test_latents_are_refused_where_keys_and_values_belong():
 
 def test_every_operation_has_an_implementation():
     sizes = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2, cache_dtype="int8")
-    explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64), "bfloat16")
+    explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64).largest_step, "bfloat16")
     assert {op: explanation.chosen for op, explanation in explained.items()} == {
         "write_kv": "xla",
         "paged_decode": "xla",

@@ -1,4 +1,4 @@
-"""Configurations of dense decoders with grouped-query attention: what a config.json says and may not say."""
+"""Configurations of dense decoders with grouped-query attention: reading a config.json, and refusing a wrong one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints.weights import count_parameters
-from models.config.deepseek import DeepSeekConfig, read_config
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.rope import Llama3RopeConfig, YarnConfig
+from models.checkpoints import count_parameters
+from models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConfig, YarnConfig, read_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

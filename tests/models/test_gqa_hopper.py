@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder import moe
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.config import GQA_PRESETS, GQAConfig, HeadWindows
+from models.decoder import AttentionSettings, moe
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL
 from tests.models.test_moe import biased_experts, draw_experts
 
@@ -35,7 +31,7 @@ CONFIGS = {
         head_dim=128,
         windows=(HEADS, None, HEADS),
     ),
-    # One expert, for which one of several a token goes to hangs on the last bit of bfloat16.
+    # One expert, since a choice between several depends on the last bit of bfloat16.
     "sinks and windows of layers": dataclasses.replace(
         GQA_PRESETS["gpt-oss-tiny"],
         **WIDE,
@@ -75,7 +71,7 @@ def test_kernels_make_the_tokens_of_a_plain_run(config: GQAConfig):
 
 @pytest.mark.gpu
 def test_experts_of_gpt_oss_are_multiplied_by_groups(rng):
-    """At its own width, which leaves half a tile, against the portable loop over blocks."""
+    """The kernel at gpt-oss's own width, which leaves half a tile, agrees with the portable loop over blocks."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
     assert moe.hopper_takes(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)

@@ -1,4 +1,4 @@
-"""How cache groups share the memory."""
+"""The division of memory between cache groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows, LayerWindow
+from models.config import GQA_PRESETS, HeadWindows, LayerWindow
 from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG as LATENT

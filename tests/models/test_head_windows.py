@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
-from models.config.presets import GQA_PRESETS
-from models.config.windows import HeadWindows
-from models.decoder.model import Decoder, split_model
-from models.engine.engine import Engine, EngineConfig
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, verify
+from models.checkpoints import random_model
+from models.checkpoints.weights import checkpoint_shapes, random_tensor
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import Decoder, split_model
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from models.engine.verify import verify
 from pallas_attn import FULL
 from tests.models import gqa_oracle
 from tests.models.step_case import PAGE_SIZE, Pages, step
@@ -45,7 +44,7 @@ def model() -> Decoder:
 
 @functools.cache
 def expected() -> tuple[np.ndarray, list[int]]:
-    """Logits of the prompt, and the tokens that follow it, each won by enough to insist on it."""
+    """Logits of the prompt, and the tokens that follow it, with margins large enough to demand equality."""
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + NEW_TOKENS:
@@ -66,7 +65,7 @@ def test_prompt_logits_are_those_of_explicit_masks():
 
 
 def test_every_window_shows_in_the_tokens():
-    """Else the other tests would not tell one set of windows from another."""
+    """Windows change the logits; otherwise the other tests could not tell one set of windows from another."""
     assert CONFIG.windows is not None
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
     for layer in (0, 1):
@@ -83,7 +82,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("sizes", ENGINES.values(), ids=ENGINES)
 def test_tokens_depend_on_no_way_to_cut_steps(sizes: dict[str, Any]):
-    """Of two requests at once, and of one that finds their prefix."""
+    """Tokens of two requests at once, and of one that finds their prefix, are those of the dense computation."""
     buckets = {"decode_buckets": (2,), "prefill_buckets": (sizes["max_batched_tokens"],)}
     engine = Engine(model(), EngineConfig(max_num_seqs=2, max_model_len=64, **sizes, **buckets))
     outputs = engine.generate([PROMPT, PROMPT], GREEDY) + engine.generate([PROMPT], GREEDY)

@@ -2,13 +2,12 @@
 
 import pytest
 
-from models.config.presets import PRESETS
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import EngineConfig
-from models.engine.implementations import explain_attention
+from models.config import PRESETS
+from models.decoder import AttentionSettings, explain_attention
+from models.engine import EngineConfig
 
 CONFIG = PRESETS["v3-tiny"]
-SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64)
+SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64).largest_step
 
 
 def chosen(dtype="float32", **settings):

@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import checkpoint_shapes, random_model, random_tensor
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
-from models.config.rope import YarnConfig
-from models.decoder import layers
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
+from models.checkpoints import random_model
+from models.checkpoints.weights import checkpoint_shapes, random_tensor
+from models.config import PRESETS, DeepSeekConfig, YarnConfig
+from models.decoder import AttentionSettings, Decoder, layers, split_model
 from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
@@ -54,7 +51,7 @@ DENSE = dataclasses.replace(
 SMALL = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=2, vocab_size=128)
 LENGTHS = (75, 40, 9)
 PIECES = AttentionSettings(piece_tokens=16)
-"""So small that a prefix takes several."""
+"""Pieces so small that a prefix takes several."""
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
 
@@ -66,7 +63,7 @@ def make_tokens(config: DeepSeekConfig) -> list[np.ndarray]:
 
 @functools.cache
 def compiled(config: DeepSeekConfig, settings: AttentionSettings):
-    """A model of random weights: its jitted step, the weights, and the module."""
+    """Makes a model of random weights: its jitted step, the weights, and the module."""
     model = random_model(config, seed=5, settings=settings)
     run, weights = split_model(model)
     return jax.jit(run, donate_argnums=2), weights, model
@@ -82,7 +79,7 @@ class Session:
         self.caches = self.pages.allocate(self.model, fill=np.nan)
 
     def step(self, decode=(), prefill=(), padding_token: int = 0, **kwargs) -> np.ndarray:
-        """Logits of a step over these sequences' tokens; every one of its tokens' by default."""
+        """Runs a step over these sequences' tokens; returns the logits of every one of its tokens by default."""
         metadata = step(self.pages, list(decode), list(prefill), **kwargs)
         tokens = [self.tokens[s][p : p + 1] for s, p in decode]
         tokens += [np.full(kwargs.get("idle_rows", 0), padding_token)]
@@ -94,7 +91,7 @@ class Session:
 
 
 def whole(session: Session) -> list[np.ndarray]:
-    """Logits of every sequence, prefilled in one step."""
+    """Computes logits of every sequence, prefilled in one step."""
     logits = session.step(prefill=[(s, 0, length) for s, length in enumerate(LENGTHS)])
     return np.split(logits, np.cumsum(LENGTHS)[:-1])
 
@@ -112,7 +109,7 @@ def test_computes_what_the_oracle_does(config: DeepSeekConfig):
 
 
 def test_a_random_model_is_alive():
-    """Its next token depends on far context: otherwise nothing above would mean much."""
+    """The next token depends on far context; otherwise nothing above would mean much."""
     session = Session()
     session.tokens[0] = np.concatenate([[(session.tokens[0][0] + 1) % 128], session.tokens[0][1:]])
     changed = whole(session)[0]
@@ -143,7 +140,7 @@ def test_settings_name_an_implementation():
 
 
 def test_padding_changes_no_bit_of_anything_else():
-    """Two steps of one shape, whose idle rows and padding hold different tokens."""
+    """Makes two steps of one shape, whose idle rows and padding hold different tokens."""
     results = []
     for token in (0, 99):
         session = Session(settings=PIECES)
@@ -183,7 +180,8 @@ def test_caches_are_written_in_place():
 
 
 def test_layers_that_are_alike_are_lowered_once():
-    """One function for the dense layer, one for the others; with kernels for Hopper, each would be compiled again."""
+    """A step has one function for the dense layer and one for the others; with kernels for Hopper, each would be
+    compiled again."""
     run, weights, model = compiled(dataclasses.replace(SMALL, num_hidden_layers=4), PIECES)
     pages = Pages.scatter(2, 4)
     metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])

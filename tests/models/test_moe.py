@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.config.deepseek import DeepSeekConfig
-from models.config.presets import PRESETS
+from models.config import PRESETS, DeepSeekConfig
 from models.decoder import moe
 from pallas_attn import Capability
 from tests.models import oracle
@@ -27,7 +26,7 @@ ROUTINGS = {
 
 
 def route(config: DeepSeekConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and weights where the router's logits are x itself."""
+    """Routes tokens whose router logits are x itself."""
     config = dataclasses.replace(config, hidden_size=x.shape[1])
     router = moe.Router(config)
     router.weight[...] = jnp.eye(x.shape[1], dtype=jnp.float32)
@@ -123,7 +122,7 @@ def test_a_token_of_nans_harms_no_other(rng):
     ids=["plain", "wide", "biased, in half tiles", "of many rows"],
 )
 def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
-    """jax's kernel, interpreted: sizes that are no multiple of its tiles, an empty group among them."""
+    """jax's kernel, interpreted, agrees at sizes that are no multiple of its tiles, an empty group among them."""
     if not few:
         monkeypatch.setattr(moe, "group_tile", lambda *_: (128, 128))
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
@@ -161,7 +160,7 @@ def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
 
 
 def test_biased_experts_are_those_of_gpt_oss(rng):
-    """Against one token and one expert at a time."""
+    """Grouped multiplication agrees with one token and one expert at a time."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
     x = rng.standard_normal((40, 24)).astype(np.float32)
     chosen = np.stack([rng.permutation(4)[:2] for _ in x])
@@ -198,7 +197,7 @@ def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int]
 
 
 def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
-    """On a GPU, where there are no more rows than experts."""
+    """On a GPU, rows are multiplied one by one if they are no more than the experts."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
     assert [rows for rows in range(6) if moe.are_few(rows, experts)] == [0, 1, 2, 3, 4]
@@ -218,7 +217,7 @@ def test_rows_are_not_few_on_a_cpu(rng):
 def test_rows_are_sorted_by_expert_and_otherwise_stay_in_order(counted, num_rows, monkeypatch):
     monkeypatch.setattr(moe, "COUNTED_ROWS", counted)
     expert = np.random.default_rng(num_rows).integers(0, 9, num_rows).astype(np.int32)
-    groups = moe.Groups.of(jnp.asarray(expert), 11)
+    groups = moe.ExpertGroups.of(jnp.asarray(expert), 11)
     np.testing.assert_array_equal(groups.row, np.argsort(expert, kind="stable"))
     np.testing.assert_array_equal(np.asarray(groups.row)[groups.place], np.arange(num_rows))
     np.testing.assert_array_equal(groups.sizes, np.bincount(expert, minlength=11))

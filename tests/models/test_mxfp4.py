@@ -11,14 +11,15 @@ from models.checkpoints import mxfp4
 
 
 def meant(code: int, scale: int) -> float:
-    """By the specification: a sign, two bits of exponent biased by 1, one of mantissa; all times 2^(scale - 127)."""
+    """Value of a code by the specification: a sign, two bits of exponent biased by 1, one of mantissa; all times
+    2^(scale - 127)."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
     return (-1) ** sign * magnitude * 2.0 ** (scale - 127)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Codes [E, in, out] as bytes [E, out, in / 32, 16], written one by one."""
+    """Packs codes [E, in, out] as bytes [E, out, in / 32, 16], one by one."""
     experts, in_width, out_width = codes.shape
     blocks = np.zeros((experts, out_width, in_width // 32, 16), np.uint8)
     for expert, row, column in np.ndindex(codes.shape):
@@ -28,7 +29,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 
 
 def test_every_code_under_every_scale():
-    """In bfloat16 without a rounding error; what is past its range is infinite."""
+    """Weights are exact in bfloat16; values out of its range are infinite."""
     codes = np.tile(np.arange(16, dtype=np.uint8), 2)[None, :, None].repeat(255, axis=2)
     scales = np.arange(255, dtype=np.uint8)[None, :, None]
     out = mxfp4.dequantise(pack(codes), scales)

@@ -17,14 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import files, mxfp4
-from models.checkpoints.weights import load_model
-from models.config.deepseek import DeepSeekConfig, ModelConfig
-from models.config.gqa import GQAConfig
-from models.config.rope import YarnConfig
-from models.decoder import gqa, mla, moe, rope
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder, split_model
+from models.checkpoints import files, load_model, mxfp4
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
+from models.decoder import AttentionSettings, Decoder, gqa, mla, moe, rope, split_model
 from models.decoder.rope import halves_order
 from pallas_attn import Rope
 from tests.models.step_case import PAGE_SIZE, Pages, step
@@ -42,7 +37,7 @@ MARGIN = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """What transformers computed, for each prompt."""
+    """Results of transformers for each prompt."""
 
     prompts: list[list[int]]
     arrays: dict[str, np.ndarray]
@@ -53,7 +48,7 @@ class Golden:
         return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
 
     def latents(self, config: ModelConfig) -> list[np.ndarray]:
-        """[layers, prompt length, L + R] a prompt, the rotated columns in the order our cache has them."""
+        """Latents of each prompt, [layers, prompt length, L + R], the rotated columns in the order of our cache."""
         assert isinstance(config, DeepSeekConfig)
         rotary = np.arange(config.qk_rope_head_dim)
         order = halves_order(config.qk_rope_head_dim) if self.rope_columns == "interleaved" else rotary
@@ -70,7 +65,7 @@ def golden(name: str) -> Golden:
 
 
 def assert_parity(logits: np.ndarray, wanted: np.ndarray) -> None:
-    """Logits as near to the golden's as two right float32 computations are."""
+    """Expects logits as near to the golden's as two right float32 computations are."""
     difference = np.abs(logits - wanted).max()
     assert difference <= LOGIT_TOLERANCE, f"logits differ by {difference}"
     p, q = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (wanted, logits))
@@ -139,7 +134,7 @@ def test_cached_keys_and_values(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens(name: str):
-    """Decoded from the prefilled caches, each step fed the golden's token."""
+    """Decodes from the prefilled caches, each step fed the golden's token."""
     run = prefilled(name)
     tokens, margins = np.stack(run.golden["tokens"]), np.stack(run.golden["margins"])
     assert np.mean(margins > MARGIN) > 0.9
@@ -159,7 +154,7 @@ type Patch = pytest.MonkeyPatch
 
 
 def reconfigured(**changes: Any) -> Callable[[Patch], None]:
-    """A model whose config.json said something else."""
+    """A model with another entry in its config.json."""
     right = files.load_config
 
     def mistake(patch: Patch) -> None:
@@ -177,7 +172,7 @@ def groups_ignored(patch: Patch) -> None:
 
 
 def group_score_counts(method: str) -> Callable[[Patch], None]:
-    """Groups ranked as the other family ranks them."""
+    """Ranks groups as the other family ranks them."""
     right = moe._keep_best_groups
     wrong = lambda choice, config: right(choice, dataclasses.replace(config, topk_method=method))  # noqa: E731
     return replaced(moe, "_keep_best_groups", wrong)
@@ -239,7 +234,7 @@ def rope_is(**changes: Any) -> Callable[[Patch], None]:
 
 
 def kv_heads_dealt_round(patch: Patch) -> None:
-    """Query head h attends with KV head h mod Hkv."""
+    """Pairs query head h with KV head h mod Hkv."""
     right = gqa.GQA._attend
 
     def attend(layer: gqa.GQA, q, cache, step):
@@ -251,7 +246,7 @@ def kv_heads_dealt_round(patch: Patch) -> None:
 
 
 def prefilled_with(**changes: Callable) -> Callable[[Patch], None]:
-    """Attention of prompts given other arguments."""
+    """Gives attention other arguments for the prompts."""
     right = gqa.paged_prefill
 
     def attend(*args, **kwargs):
@@ -355,7 +350,7 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
 
 
 def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ours and the golden's, computed without jit: operations compile once for all mistakes, whole models do not.
+    """Computes ours and the golden's without jit: operations compile once for all mistakes, whole models do not.
 
     But DeepSeek's layers, of many small operations, are quicker jitted.
     """

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.config.rope import Llama3RopeConfig, YarnConfig
+from models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig
 from models.decoder import rope
 from tests.models import oracle
 
@@ -42,7 +41,7 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
 
 
 def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
-    """Against wavelengths, as the published code has them, one pair at a time."""
+    """Agrees with wavelengths computed as in the published code, one pair at a time."""
     scaling = Llama3RopeConfig(8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], head_dim=128, rope_theta=5e5, rope_scaling=scaling)
     wanted = []

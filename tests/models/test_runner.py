@@ -1,4 +1,4 @@
-"""The runner: what travels to the device, how steps are padded, and that caches stay where they are."""
+"""The runner: transfers to the device, padding of steps, and caches that stay in place."""
 
 import dataclasses
 import re
@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config.windows import HeadWindows
+from models.config import HeadWindows
+from models.engine import SamplingParams
+from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
-from models.engine.request import Request, SamplingParams
-from models.engine.runner import Bucket, PackedStep, Runner, RunnerConfig
+from models.engine.packed_step import PackedStep
+from models.engine.request import Request
+from models.engine.runner import Runner
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, model

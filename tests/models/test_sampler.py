@@ -1,4 +1,4 @@
-"""Sampling: what is kept, what is drawn, and that a draw is the request's own."""
+"""Sampling: kept tokens, drawn tokens, and draws that depend on the request alone."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.request import SamplingParams
+from models.engine import SamplingParams
 from models.engine.sampler import SamplingRows, _is_kept, sample
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
@@ -99,7 +99,7 @@ def test_top_p_counts_among_what_top_k_left():
     levels=st.sampled_from([3, 1000]),
 )
 def test_what_is_kept_is_what_a_sort_keeps(seed, size, top_k, top_p, levels):
-    """Ties, signs and sizes that are no multiple of a part. Tokens equal to the last one kept stay, too."""
+    """Covers ties, signs and sizes that are no multiple of a part. Tokens equal to the last one kept stay, too."""
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / levels)).astype(np.float32)
     kept = np.asarray(is_kept(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32)))
@@ -119,7 +119,8 @@ def test_the_likeliest_token_survives_any_top_p():
 
 
 def test_nothing_is_sorted():
-    """XLA replaces sorts of long rows on a GPU by some that its graphs do not record: the host would wait for them."""
+    """XLA replaces sorts of long rows on a GPU by ones that its graphs do not record, and the host would wait for
+    them."""
     text = str(jax.make_jaxpr(sample)(jnp.zeros((2, 500)), rows(2)))
     assert "top_k" in text
     assert "sort" not in text
@@ -132,7 +133,7 @@ def test_low_temperatures_do_not_overflow(logits):
 
 
 def test_high_temperatures_do_not_overflow(logits):
-    """Of the highest there is only the noise remains, as if all logits were equal."""
+    """At the highest temperature only the noise remains, as if all logits were equal."""
     highest = SamplingParams(temperature=1e6).temperature
     tokens, margins = sample_rows(logits, rows(6, temperature=highest, position=np.arange(6)))
     noise, of_noise = sample_rows(jnp.zeros_like(logits), rows(6, position=np.arange(6)))

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engine.request import Request, RequestRefused, SamplingParams
+from models.engine import SamplingParams
+from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
 from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary
@@ -266,7 +267,7 @@ def test_tokens_that_cannot_be_compared_change_nothing():
 
 
 def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
-    """Each allocation in turn fails, whether or not there are pages."""
+    """Each allocation in turn fails, whether or not pages are free."""
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
         allocate, calls = engine.pools.allocate, iter(range(10**6))

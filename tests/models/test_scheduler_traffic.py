@@ -45,7 +45,7 @@ traffic = given(limits=limits, actions=st.lists(actions, min_size=8, max_size=30
 
 
 def run_traffic(limits: Limits, actions: list[tuple]) -> None:
-    """Every request must get its own tokens: `FakeEngine` checks that, and everything else, as it goes."""
+    """Every request gets its own tokens: `FakeEngine` checks that, and everything else, as it goes."""
     engine = FakeEngine(limits)
     for name, *arguments in actions:
         match name:
@@ -78,7 +78,7 @@ def test_any_traffic_for_long(limits, actions):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_long_traffic_meets_everything_at_once(lag, monkeypatch):
-    """Also shows that such traffic meets what it is meant to meet."""
+    """A thousand steps with failures meet preemptions, hits, dropped tokens and every way to finish."""
     draw = random.Random(lag)
     engine = FakeEngine(Limits(num_pages=10, max_num_seqs=4, lag=lag), sees_progress=False)
     allocate = engine.pools.allocate

@@ -25,7 +25,7 @@ def test_pages_behind_a_window_come_back_while_a_request_runs():
 
 
 def test_a_window_holds_more_requests_than_full_heads():
-    """Each has 24 tokens: 12 pages, or 4 where a window of 4 with its page of sink tokens is all that is kept."""
+    """Each request has 24 tokens: 12 pages, or 4 where only a window of 4 and its page of sink tokens are kept."""
     running = []
     for heads in ([(FULL, 0)], [(4, 2)]):
         engine = FakeEngine(Limits(num_pages=16, max_num_seqs=4, max_batched_tokens=4, groups=[heads]))
@@ -49,7 +49,7 @@ def test_any_group_that_runs_out_preempts_and_the_others_lose_nothing():
 
 
 def test_alone_a_prompt_is_computed_in_what_the_pools_have_room_for():
-    """A step takes 16 tokens, but 5 pages of a window of 4 hold 8 beside it."""
+    """A step takes 16 tokens, but 5 pages hold only 8 beside a window of 4."""
     for chunked in (True, False):
         limits = Limits(num_pages=5, max_batched_tokens=16, chunked_prefill=chunked, groups=[[(4, 0)]])
         engine = FakeEngine(limits)

@@ -1,4 +1,4 @@
-"""Layers share one plan of a step's absorbed rows, and there is none where nothing follows plans."""
+"""Layers share one plan of a step's absorbed rows; without an implementation that follows plans, none is made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints.weights import random_model
-from models.config.presets import PRESETS
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import split_model
+from models.checkpoints import random_model
+from models.config import PRESETS
+from models.decoder import AttentionSettings, split_model
 from tests.models import step_case
 from tests.models.step_case import Pages, step
 from tests.ops import harness
@@ -25,7 +24,7 @@ MODEL = dataclasses.replace(
 
 
 def kernels(jaxpr: Any) -> Iterator[str]:
-    """Names of the Mosaic GPU kernels that a program runs, each as often as it does."""
+    """Names of the Mosaic GPU kernels that a program runs, with repetitions."""
     for equation in jaxpr.eqns:
         if "meshes" in equation.params:
             yield equation.params["name"]

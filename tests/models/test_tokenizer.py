@@ -1,4 +1,4 @@
-"""Tokenizer directories made here with the tokenizers library: what is read of them, and what is refused."""
+"""Tokenizer directories made with the tokenizers library: reading them, and refusing wrong ones."""
 
 import datetime
 import json
@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from models.checkpoints.tokenizer import TokenizerError, load_tokenizer
+from models.checkpoints import load_tokenizer
+from models.checkpoints.tokenizer import TokenizerError
 
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<user>", "<assistant>"
 SPECIAL = [BOS, EOS, USER, ASSISTANT]
@@ -129,7 +130,7 @@ def test_templates_render_as_they_do_in_transformers(save, template, text):
 
 
 def test_templates_may_ask_for_the_date(save):
-    """As gpt-oss's does, whatever the chat."""
+    """A template may call `strftime_now`, as gpt-oss's does."""
     tokenizer = save({"chat_template": "{{ strftime_now('%Y-%m-%d') }}"})
     before, date, after = datetime.date.today(), tokenizer._render([]), datetime.date.today()
     assert before <= datetime.date.fromisoformat(date) <= after

@@ -1,4 +1,4 @@
-"""The plain run against goldens and against an engine: what it must accept, and every way it must be able to fail."""
+"""The plain run against goldens and an engine: what it accepts, and every way in which it fails."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import load_model
-from models.engine.request import SamplingParams
-from models.engine.verify import Decoded, Difference, PlainRun, RequestCheck, Verification, verify
+from models.checkpoints import load_model
+from models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
+from models.engine.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v3"
 NUM_TOKENS = 24
@@ -18,7 +18,7 @@ MAX_LEN = 200
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A prompt, its greedy continuation and margins, and the logits after the prompt; transformers made them."""
+    """A prompt, its greedy continuation and margins, and the logits after the prompt, all by transformers."""
 
     prompt: list[int]
     tokens: list[int]
@@ -52,7 +52,7 @@ def plain(model):
 
 @pytest.fixture(scope="module")
 def check(plain):
-    """Checks one request, and compiles nothing that another test has compiled."""
+    """Checks one request without compiling anything that another test has not compiled."""
 
     def check(decoded, *, tolerance=1e-3, max_len=MAX_LEN):
         return plain.check(decoded, max_len, tolerance)
@@ -146,7 +146,7 @@ SAMPLING = {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 11, "ignore_e
 
 @pytest.fixture(scope="module")
 def sampled(plain, cases):
-    """Tokens drawn after the last prompt, one after the other."""
+    """Draws tokens after the last prompt, one after the other."""
     tokens = []
     while len(tokens) < NUM_TOKENS:
         wanted, _, _ = plain.choose(cases[3].decoded(tokens, **SAMPLING), 1e-3)

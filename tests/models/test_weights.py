@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor finds its place, and what does not fit is named before a byte of a tensor is read."""
+"""Checkpoints: every tensor finds its place, and misfits are named before a byte of a tensor is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import weights
-from models.checkpoints.files import CheckpointError, StoredTensor, dequantise, load_config, open_checkpoint, scale_name
-from models.config.deepseek import ModelConfig
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.decoder.mla import AttentionSettings
-from models.decoder.model import Decoder
+from models.checkpoints import CheckpointError, load_config, weights
+from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, scale_name
+from models.config import GQA_PRESETS, PRESETS, ModelConfig
+from models.decoder import AttentionSettings, Decoder
 from models.decoder.moe import MoE
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
@@ -103,7 +101,7 @@ def test_loads_shards(directory: Path, tmp_path: Path):
 
 
 def test_layouts(directory: Path):
-    """Spot checks against the file, element by element: the transposes, the halves, the cut of kv_b_proj."""
+    """Checks single elements against the file: the transposes, the halves, the cut of kv_b_proj."""
     ours = parameters(weights.load_model(directory))
     file = load_file(directory / "model.safetensors")
     attention, name = "layers.1.self_attn", "model.layers.1.self_attn"
@@ -279,7 +277,7 @@ def test_generation_config_names_the_end_of_sequence(directory: Path):
 
 
 def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 blocks and scales, one block at a time."""
+    """Multiplies FP8 blocks and scales, one block at a time."""
     grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
     scale, stored = np.zeros(grid, np.float32), np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     for i in range(grid[0]):

@@ -1,4 +1,4 @@
-"""Windows of layers and heads: what a config.json or a file says of them, and which layers share tables."""
+"""Windows of layers and heads: reading them from a config.json or a file, and the layers that share tables."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config.deepseek import with_windows
-from models.config.gqa import GQAConfig
-from models.config.presets import GQA_PRESETS, PRESETS
-from models.config.windows import CacheGroup, HeadWindows, cache_groups, load_windows, read_head_windows
+from models.config import (
+    GQA_PRESETS,
+    PRESETS,
+    CacheGroup,
+    GQAConfig,
+    HeadWindows,
+    cache_groups,
+    load_windows,
+    with_windows,
+)
+from models.config.windows import read_head_windows
 from pallas_attn import FULL
 
 TINY = GQA_PRESETS["qwen3-tiny"]  # three layers of two KV heads

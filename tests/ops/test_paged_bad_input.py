@@ -30,10 +30,10 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
     return PagedKV(of(N, HKV, PS, D, dtype=dtype), of(N, HKV, PS, D, dtype=dtype), scale, scale)
 
 
-def plan(batch: int = B, page_size: int = PS, **call: Any) -> DecodePlan:
+def plan(batch: int = B, page_size: int = PS, window: Any = None, q_lens: bool = False) -> DecodePlan:
     """A plan for `DECODE`, where nothing else is said."""
     rows, of_programs = batch * HKV, ints(5)
-    made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, **{"window": None, "q_lens": False} | call)
+    made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, window, q_lens)
     return DecodePlan(*(ints(rows),) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, made_for, "xla", 0)
 
 

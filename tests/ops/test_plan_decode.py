@@ -444,7 +444,7 @@ def test_a_window_that_hides_nothing_is_none() -> None:
 
 
 def test_a_plan_of_keys_and_values_is_not_one_of_latents() -> None:
-    latents = {"q_latent": LATENTS, "q_rope": QUERIES, "cache": PagedLatent(jnp.zeros((4, PS, 48)))}
+    latents: dict[str, Any] = {"q_latent": LATENTS, "q_rope": QUERIES, "cache": PagedLatent(jnp.zeros((4, PS, 48)))}
     latents |= {"block_tables": jnp.zeros((BATCH, 4), jnp.int32), "kv_lens": GOOD["kv_lens"]}
     plan = harness.plan_for(latents)
     mla_decode(**latents, sm_scale=1.0, plan=plan)
@@ -456,7 +456,13 @@ def test_a_plan_of_keys_and_values_is_not_one_of_latents() -> None:
 
 def test_layers_share_a_plan_whatever_their_scales_and_sinks() -> None:
     plan = harness.plan_for(STEP)
-    for layer in ({"sm_scale": 0.1}, {"sinks": jnp.zeros(4)}, {"soft_cap": 3.0}, {"out_dtype": jnp.bfloat16}):
+    layers: list[dict[str, Any]] = [
+        {"sm_scale": 0.1},
+        {"sinks": jnp.zeros(4)},
+        {"soft_cap": 3.0},
+        {"out_dtype": jnp.bfloat16},
+    ]
+    for layer in layers:
         paged_decode(**STEP, **layer, plan=plan)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of run_decode share."""
+"""Fixtures that the tests of run_decode share."""
 
 import json
 import shutil
@@ -6,14 +6,14 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
-from tests.scripts.decode_case import GOLDEN, VOCAB_SIZE
+from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 
 @pytest.fixture
 def write_ids(tmp_path):
-    """Writes a file of prompts, and gives the flag that names it."""
+    """Writes a file of prompts, and returns the flag that names it."""
 
     def write(content):
         path = tmp_path / "ids.json"
@@ -25,7 +25,7 @@ def write_ids(tmp_path):
 
 @pytest.fixture
 def text_model(tmp_path):
-    """The golden model, with a tokenizer of one word for each of its ids."""
+    """Copies the golden model, with a tokenizer of one word for each of its ids."""
     directory = tmp_path / "model"
     shutil.copytree(GOLDEN, directory)
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))

@@ -1,16 +1,16 @@
-"""The benchmark of head-wise windows: its arithmetic, and that what it reports adds up."""
+"""The benchmark of head-wise windows: its arithmetic, and a report that adds up."""
 
 import dataclasses
 import json
 
 import pytest
 
-from models.decoder.mla import AttentionSettings
+from models.decoder import AttentionSettings
 from scripts import bench_engine
-from scripts.bench import head_windows as bench_head_windows
-from scripts.bench.head_windows import MODELS, SIZES, Sizes
+from scripts.bench.engine import head_windows
+from scripts.bench.engine.head_windows import MODELS, SIZES, HeadWindowBench, HeadWindowSizes
 
-TINY = Sizes(
+TINY = HeadWindowSizes(
     context=128,
     new_tokens=48,
     window=16,
@@ -36,13 +36,13 @@ def test_arithmetic_is_that_of_32k_contexts_and_4k_windows():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The report and the picture of a run in miniature."""
+    """Report and picture of a run in miniature."""
     with pytest.MonkeyPatch.context() as patch:
         small = dataclasses.replace(
             MODELS["cpu"], num_hidden_layers=1, hidden_size=32, num_attention_heads=8, head_dim=16, vocab_size=64
         )
-        patch.setitem(bench_head_windows.MODELS, "cpu", small)
-        patch.setitem(bench_head_windows.SIZES, "cpu", TINY)
+        patch.setitem(head_windows.MODELS, "cpu", small)
+        patch.setitem(head_windows.SIZES, "cpu", TINY)
         out, plot = (tmp_path_factory.mktemp("windows") / name for name in ("out.json", "rows.png"))
         args = ["--head-windows", "--windowed", "7", "--json", str(out), "--plot", str(plot)]
         assert bench_engine.main(args) == 0
@@ -72,9 +72,9 @@ def test_waiting_times_are_of_both_kinds_of_tables(files):
 def test_rows_in_use_do_not_exceed_sink_pages_window_and_the_page_being_written(files):
     report, plot = files
     series = report["long_decode"]
-    bench = bench_head_windows.Bench(MODELS["cpu"], "float32", AttentionSettings(), TINY, (7,))
+    bench = HeadWindowBench(MODELS["cpu"], "float32", AttentionSettings(), TINY, (7,))
     assert len(series["on"]) == len(series["off"]) == 128 - 4
-    bounds = [bench_head_windows.most_rows(bench, 7, 4 + step) for step in range(len(series["on"]))]
+    bounds = [head_windows.most_rows(bench, 7, 4 + step) for step in range(len(series["on"]))]
     assert all(rows <= bound for rows, bound in zip(series["on"], bounds, strict=True))
     assert series["off"] == [8 * -(-(4 + step) // 4) for step in range(len(series["off"]))]
     assert series["on"][-1] < series["off"][-1] / 2

@@ -1,4 +1,4 @@
-"""The benchmark of operations: it measures what it says, and nothing stops it. Its times are nobody's promise."""
+"""The benchmark of operations: a report that adds up, and failures that stop nothing. Its times are not tested."""
 
 import dataclasses
 import json
@@ -12,19 +12,17 @@ import pytest
 
 from pallas_attn import FULL, HeadWindow
 from scripts import bench_ops
-from scripts.bench import paged_decode as bench_decode
-from scripts.bench import plan_decode as bench_plan
-from scripts.bench import pools as bench_pools
-from scripts.bench import timing as bench_timing
-from scripts.bench import write_kv as bench_write
-from scripts.bench.case import Bench
-from scripts.bench.decode_case import DecodeCase
-from scripts.bench.device import Rates
-from scripts.bench.peers import torch_decode as bench_torch
-from scripts.bench.plot import plot_report
-from scripts.bench.report import cache_ratios, cell
+from scripts.bench.cases.paged_decode import DecodeCase
+from scripts.bench.harness import pools, session, timing
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.device import Rates
+from scripts.bench.harness.plot import plot_report
+from scripts.bench.harness.report import cache_ratios, cell
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.ops import paged_decode, write_kv
+from scripts.bench.ops import plan_decode as plan_bench
+from scripts.bench.peers import torch_decode
 from scripts.bench.shapes import Decode
-from scripts.bench.timing import Stopwatch, Timing
 from tests.ops import plan_case
 
 RATES = Rates(copy=4e12, matrix=8e14)
@@ -32,15 +30,15 @@ RATES = Rates(copy=4e12, matrix=8e14)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Chains of three calls, and no large copies and products."""
-    monkeypatch.setattr(bench_pools, "MAX_CALLS", 3)
-    monkeypatch.setattr(bench_pools, "MIN_CALLS", 3)
-    monkeypatch.setattr(bench_plan, "MAX_CALLS", 3)
+    """Makes chains of three calls, without large copies and products."""
+    monkeypatch.setattr(pools, "MAX_CALLS", 3)
+    monkeypatch.setattr(pools, "MIN_CALLS", 3)
+    monkeypatch.setattr(plan_bench, "MAX_CALLS", 3)
     monkeypatch.setattr(bench_ops, "measure_rates", lambda _: RATES)
 
 
 CALLS = dict.fromkeys(("ragged_attention", "paged_prefill", "mla_prefill"), 2)
-"""In the chains of operations that are not short."""
+"""Calls in the chains of operations whose chains are longer."""
 
 
 def run(operation, tmp_path, *more):
@@ -73,6 +71,7 @@ def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):
     assert report["complete"]
     assert report["device"] == jax.devices()[0].device_kind
     assert report["versions"]["jax"] == jax.__version__
+    assert {"commit", "dirty", "driver"} <= report.keys()
     assert report["rates"] == dataclasses.asdict(RATES)
     (case,) = report["cases"]
     entry = case["results"][contender]
@@ -149,7 +148,7 @@ def test_outputs_are_compared(fake, tmp_path):
 
 def test_a_limit_stops_between_cases(fake, tmp_path, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(bench_ops.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(session.time, "perf_counter", lambda: next(clock))
     report = run("merge_states", tmp_path, "--limit-seconds", "12")
     assert 0 < len(report["cases"]) < 4
     assert not report["complete"]
@@ -239,17 +238,17 @@ def multiply(carried, shared, own):
 def test_every_call_of_a_chain_is_made():
     owns = [jnp.full((8, 8), i, jnp.float32) for i in range(4)]
     shared = jnp.eye(8)
-    compiled = jax.jit(bench_timing._chain(multiply)).lower(jnp.int32(0), shared, owns).compile()
+    compiled = jax.jit(timing._chain(multiply)).lower(jnp.int32(0), shared, owns).compile()
     module = compiled.as_text() or ""
     assert module.count(" dot(") == 4
-    outputs, carried = bench_timing._chain(multiply)(jnp.int32(0), shared, owns)
+    outputs, carried = timing._chain(multiply)(jnp.int32(0), shared, owns)
     assert carried == 4
     np.testing.assert_array_equal(outputs[3], owns[3])
 
 
 def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
     owns = [jnp.full((8, 8), i, jnp.float32) for i in range(1, 4)]
-    runs = bench_timing._Runs(multiply, jnp.int32(0), jnp.eye(8), owns, {})
+    runs = timing._Runs(multiply, jnp.int32(0), jnp.eye(8), owns, {})
     before = runs._outputs[0].unsafe_buffer_pointer()
     assert runs.run(2) > 0
     assert runs._carried == 6
@@ -260,18 +259,18 @@ def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
 
 
 def test_a_chain_is_timed_by_the_call():
-    timing = Stopwatch(0.001, 3).chain(multiply, [jnp.ones((8, 8))] * 5, carried=jnp.int32(0), shared=jnp.eye(8))
-    assert len(timing.samples) == 3
-    assert timing.calls % 5 == 0
-    assert timing.output is not None
-    assert timing.output.shape == (8, 8)
+    timed = Stopwatch(0.001, 3).chain(multiply, [jnp.ones((8, 8))] * 5, carried=jnp.int32(0), shared=jnp.eye(8))
+    assert len(timed.samples) == 3
+    assert timed.calls % 5 == 0
+    assert timed.output is not None
+    assert timed.output.shape == (8, 8)
 
 
 def test_what_is_done_on_gpus_only(monkeypatch):
     """The compiler knows the options, and the host's time is taken."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    timing = Stopwatch(0.001, 1).chain(multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8))
-    assert timing.fields()["host_us"] > 0
+    timed = Stopwatch(0.001, 1).chain(multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8))
+    assert timed.fields()["host_us"] > 0
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_thing"):
         Stopwatch(0.001, 1).chain(
             multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8), options={"xla_gpu_no_such_thing": 1}
@@ -280,16 +279,16 @@ def test_what_is_done_on_gpus_only(monkeypatch):
 
 def test_writes_go_to_the_pool_in_place():
     """A copy of the pool would be timed along with the write."""
-    case = bench_write.WriteCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
+    case = write_kv.WriteKVCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 
     def compile_chain(call, owns, *, carried, shared):
-        chain = jax.jit(bench_timing._chain(call), donate_argnums=0)
+        chain = jax.jit(timing._chain(call), donate_argnums=0)
         compiled.append(chain.lower(carried, shared, owns[:2]).compile())
         return Timing([1.0], 1, "not at all")
 
     stopwatch: Any = SimpleNamespace(chain=compile_chain)
-    bench_write.ours("xla", case, bench_write.inputs(case, bench_pools.Pools()), stopwatch)
+    write_kv.ours("xla", case, write_kv.inputs(case, pools.Pools()), stopwatch)
     memory = compiled[0].memory_analysis()
     assert memory.alias_size_in_bytes >= 2**20
     assert memory.temp_size_in_bytes < 2**19
@@ -323,22 +322,22 @@ def test_walked_pages_are_the_plans(window, heads, sinks):
     assert np.count_nonzero(np.asarray(case.window.window) == FULL) == 4 - heads
 
 
-@pytest.mark.parametrize("operation", bench_ops.OPERATIONS)
+@pytest.mark.parametrize("operation", session.OPERATIONS)
 def test_cases_of_a_grid_have_names_of_their_own_and_floors(operation):
-    for grid in bench_ops.load(operation).grids.values():
+    for grid in session.load(operation).grids.values():
         assert len({case.name for case in grid}) == len(grid)
         assert all(case.num_bytes > 0 for case in grid)
         json.dumps([dataclasses.asdict(case) for case in grid])
 
 
 def test_quick_grids_are_quick():
-    quick = bench_decode.GRIDS["gqa-quick"]
+    quick = paged_decode.GRIDS["gqa-quick"]
     assert {case.cache for case in quick} == {"bf16", "int8-head", "fp8-head"}
     assert len(quick) <= 36
 
 
 def test_no_two_calls_read_the_same_page():
-    tables = bench_pools.tables(np.random.default_rng(0), 40, 3, (4, 3))
+    tables = pools.tables(np.random.default_rng(0), 40, 3, (4, 3))
     ids = np.concatenate([np.asarray(table).reshape(-1) for table in tables])
     assert len(set(ids.tolist())) == 36
     assert ids.min() >= 0
@@ -346,14 +345,14 @@ def test_no_two_calls_read_the_same_page():
 
 
 def test_chains_read_more_than_caches_hold():
-    shapes = {case.shape for case in bench_decode.GRIDS["gqa-quick"]}
+    shapes = {case.shape for case in paged_decode.GRIDS["gqa-quick"]}
     for case in map(DecodeCase, shapes):
-        assert case.calls * case.num_bytes >= 2**31 or case.calls == bench_pools.MAX_CALLS
+        assert case.calls * case.num_bytes >= 2**31 or case.calls == pools.MAX_CALLS
 
 
 @pytest.mark.parametrize(("tokens", "run"), [(6, 1), (8, 4), (7, 4), (96, 48)])
 def test_slots_are_written_once(tokens, run):
-    case = bench_write.WriteCase(tokens, run, "bf16", rope=False, page_size=16, pool_bytes=2**16)
+    case = write_kv.WriteKVCase(tokens, run, "bf16", rope=False, page_size=16, pool_bytes=2**16)
     calls = np.stack(case.slots)
     assert calls.shape == (case.calls, tokens)
     assert len(np.unique(calls)) == calls.size
@@ -365,29 +364,29 @@ def test_slots_are_written_once(tokens, run):
 
 
 def test_pools_are_kept_for_cases_they_will_do_for():
-    pools = bench_pools.Pools()
+    kept = pools.Pools()
     sizes = {"page_size": 16, "num_kv_heads": 2, "head_dim": 16}
-    first = pools.get("int8-head", 6, **sizes)
+    first = kept.get("int8-head", 6, **sizes)
     assert first.k.shape == (6, 2, 16, 16)
     assert np.std(np.asarray(first.k, np.float32)) == pytest.approx(40, rel=0.1)
     assert np.abs(np.asarray(first.k[5], np.float32)).max() > 0
-    assert pools.get("int8-head", 5, **sizes) is first
-    assert pools.get("int8-head", 7, **sizes) is not first
-    scales = pools.get("fp8-token", 5, **sizes).k_scale
+    assert kept.get("int8-head", 5, **sizes) is first
+    assert kept.get("int8-head", 7, **sizes) is not first
+    scales = kept.get("fp8-token", 5, **sizes).k_scale
     assert scales is not None
     assert scales.shape == (5, 2, 16)
 
 
 def test_pools_larger_than_memory_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr(bench_pools, "memory_bytes", lambda: 10_000)
+    monkeypatch.setattr(pools, "memory_bytes", lambda: 10_000)
     with pytest.raises(MemoryError, match="GB"):
-        bench_pools.Pools().get("bf16", 100, page_size=16, num_kv_heads=2, head_dim=16)
+        pools.Pools().get("bf16", 100, page_size=16, num_kv_heads=2, head_dim=16)
 
 
 def test_long_pools_are_filled_to_the_end(monkeypatch):
-    monkeypatch.setattr(bench_pools, "CHUNK_BYTES", 3 * 2 * 16 * 16 * 4)
-    spec = bench_pools.cache_spec("f32", num_pages=8, page_size=16, num_kv_heads=2, head_dim=16)
-    pool = bench_pools.random_pool(spec)
+    monkeypatch.setattr(pools, "CHUNK_BYTES", 3 * 2 * 16 * 16 * 4)
+    spec = pools.cache_spec("f32", num_pages=8, page_size=16, num_kv_heads=2, head_dim=16)
+    pool = pools.random_pool(spec)
     spread = np.std(np.asarray(pool.k).reshape(8, -1), axis=1)
     np.testing.assert_allclose(spread, 1.0, rtol=0.25)
 
@@ -403,4 +402,4 @@ def test_long_pools_are_filled_to_the_end(monkeypatch):
 )
 def test_what_contiguous_attention_cannot_stand_in_for_is_refused(case):
     with pytest.raises(NotImplementedError):
-        bench_torch.refuse(case)
+        torch_decode.refuse(case)

@@ -1,4 +1,4 @@
-"""The engine's benchmark on a model of real size: its floors, and that what it reports adds up."""
+"""The engine's benchmark on a model of real size: its floors, and a report that adds up."""
 
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder.mla import AttentionSettings
-from models.engine.engine import Engine
+from models.decoder import AttentionSettings
+from models.engine import Engine
 from scripts import bench_engine
-from scripts.bench import serving as bench_serving
-from scripts.bench.device import Rates
-from scripts.bench.random_model import random_model
-from scripts.bench.serving import Costs, Serving
+from scripts.bench.engine import serving
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import Costs, Serving
+from scripts.bench.harness.device import Rates
 from tests.models.engine_case import CONFIG
 
 RATES = Rates(copy=1e9, matrix=1e10)
@@ -64,12 +64,12 @@ def test_floors_are_bytes_and_operations():
 
 
 def test_those_who_come_first_decode_until_the_last_have_come():
-    serving = Serving((1, 4), (64, 8), new_tokens=5, limit_seconds=1, max_batched_tokens=36)
-    assert serving.tokens_each(4, 64) == [5 + 6 + 1, 5 + 4 + 1, 5 + 2 + 1, 5]
-    assert serving.tokens_each(1, 64) == [5]
-    assert serving.cases == [(1, 8), (4, 8), (1, 64), (4, 64)]
-    assert serving.engine_config().max_model_len == 64 + 12
-    assert dataclasses.replace(serving, prefill_seqs=2).tokens_each(4, 8) == [5 + 2, 5 + 1, 5 + 1, 5]
+    work = Serving((1, 4), (64, 8), new_tokens=5, limit_seconds=1, max_batched_tokens=36)
+    assert work.tokens_each(4, 64) == [5 + 6 + 1, 5 + 4 + 1, 5 + 2 + 1, 5]
+    assert work.tokens_each(1, 64) == [5]
+    assert work.cases == [(1, 8), (4, 8), (1, 64), (4, 64)]
+    assert work.engine_config().max_model_len == 64 + 12
+    assert dataclasses.replace(work, prefill_seqs=2).tokens_each(4, 8) == [5 + 2, 5 + 1, 5 + 1, 5]
 
 
 # --- runs
@@ -78,7 +78,7 @@ def test_those_who_come_first_decode_until_the_last_have_come():
 def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
     monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, max_batched_tokens=32, page_size=16))
-    monkeypatch.setattr(bench_serving, "measure_rates", lambda _: RATES)
+    monkeypatch.setattr(serving, "measure_rates", lambda _: RATES)
     out = tmp_path / "report.json"
     sizes = ["--batch", "3", "--contexts", "40", "--new-tokens", "6", "--implementation", "xla"]
     assert bench_engine.main(["--config", "v2-lite", *sizes, "--json", str(out)]) == 0
@@ -98,27 +98,27 @@ def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
 
 
 def test_all_decode_side_by_side_though_a_step_takes_few_prompts(model):
-    serving = Serving((5,), (16,), new_tokens=2, limit_seconds=1, page_size=16, max_batched_tokens=128, prefill_seqs=2)
-    engine = Engine(model, serving.engine_config())
-    _, steps = bench_serving.generate(engine, [[1] * 16] * 5, serving.tokens_each(5, 16))
+    work = Serving((5,), (16,), new_tokens=2, limit_seconds=1, page_size=16, max_batched_tokens=128, prefill_seqs=2)
+    engine = Engine(model, work.engine_config())
+    _, steps = serving.generate(engine, [[1] * 16] * 5, work.tokens_each(5, 16))
     assert [step.prefill_tokens for step in steps if step.prefill_tokens] == [32, 32, 16]
     assert any(step.decode_tokens == 5 for step in steps if not step.prefill_tokens)
 
 
 def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
-    """The second case ends with a tenth of the floor reached, so the third would take ten times its own."""
+    """The second case ends with a tenth of the floor reached, so the third would take ten times its own floor."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
-    monkeypatch.setattr(bench_serving.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
     stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=())
     engine: Any = SimpleNamespace(stats=lambda: stats, warmup=lambda: None)
-    monkeypatch.setattr(bench_serving, "Engine", lambda *_: engine)
-    monkeypatch.setattr(bench_serving, "random_model", lambda *_: model)
-    monkeypatch.setattr(bench_serving, "measure_rates", lambda _: RATES)
-    monkeypatch.setattr(bench_serving, "generate", lambda *_: ([], []))
-    monkeypatch.setattr(bench_serving, "measure", lambda *_: {"prefill_fraction_of_floor": 0.1})
+    monkeypatch.setattr(serving, "Engine", lambda *_: engine)
+    monkeypatch.setattr(serving, "random_model", lambda *_: model)
+    monkeypatch.setattr(serving, "measure_rates", lambda _: RATES)
+    monkeypatch.setattr(serving, "generate", lambda *_: ([], []))
+    monkeypatch.setattr(serving, "measure", lambda *_: {"prefill_fraction_of_floor": 0.1})
     monkeypatch.setattr(Costs, "prefill_floor", lambda self, batch, context, itemsize: context / 10)
-    serving = Serving((1,), (10, 20, 30), new_tokens=5, limit_seconds=100)
-    *_, report = bench_serving.run(CONFIG, serving, AttentionSettings(), "bfloat16")
+    work = Serving((1,), (10, 20, 30), new_tokens=5, limit_seconds=100)
+    *_, report = serving.run(CONFIG, work, AttentionSettings(), "bfloat16")
     assert ["skipped" in case for case in report["cases"]] == [False, False, True]
     assert report["cases"][2]["skipped"] == "its prompts would take about 30 s, and 5 were left"
-    assert "skipped" in bench_serving.latest(report | {"parameters": 0})
+    assert "skipped" in serving.latest(report | {"parameters": 0})

@@ -1,4 +1,4 @@
-"""The command line that calibrates: its file serves run_decode, and what it refuses."""
+"""The command line that calibrates: run_decode takes its file, and wrong input is refused."""
 
 import json
 
@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from scripts import calibrate, run_decode
-from scripts.decode import model as decode_model
-from tests.scripts.decode_case import GOLDEN, SIZES
+from scripts.cli import model as cli_model
+from tests.scripts.command_lines import GOLDEN, SIZES
 
 QWEN3 = GOLDEN.with_name("qwen3")
 IDS = ["--prompt-ids", str(QWEN3 / "prompts.json")]
@@ -80,7 +80,7 @@ def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("module", "name", "place"),
-    [(decode_model, "random_model", "--random: loading the weights: "), (calibrate, "calibrate", "")],
+    [(cli_model, "random_model", "--random: loading the weights: "), (calibrate, "calibrate", "")],
 )
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("Out of memory"), MemoryError("Out of memory")])
 def test_what_does_not_fit_into_memory_is_one_line(module, name, place, error, monkeypatch, tmp_path, capsys):

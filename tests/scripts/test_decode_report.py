@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.engine.outputs import EngineStats, RequestOutput, StepRecord
-from models.engine.verify import Difference, RequestCheck, Verification
+from models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from scripts.cli.prompts import demo_ids, demo_texts
 from scripts.decode.plot import plot_run
-from scripts.decode.prompts import demo_ids, demo_texts
 from scripts.decode.report import Report
 
 WIDTH = 80

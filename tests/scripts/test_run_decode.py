@@ -1,4 +1,4 @@
-"""run_decode as a person or a program would run it: what it computes and what it says."""
+"""run_decode as a person or a program runs it: its results and its messages."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
-from tests.scripts.decode_case import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
+from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def stdout(files):
     command = ["--model", GOLDEN, "--prompt-ids", GOLDEN / "prompts.json", *SIZES, "--max-tokens", 24, "--verify"]
     command += ["--json", files / "out.json", "--dump-logits", files / "logits.bin", "--plot", files / "plot"]
     command += ["--profile", files / "trace" / "of" / "run"]
-    # As a program of its own, so that what tests configure does not help; but for compiled programs, to be quick.
+    # As a program of its own, without the tests' settings; but with compiled programs from the cache, to be quick.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -70,7 +70,7 @@ def golden():
 
 
 class TestResults:
-    """One run with everything switched on, looked at from all sides."""
+    """One run with everything switched on, examined from all sides."""
 
     def test_tokens_are_those_of_transformers(self, result, golden):
         assert outputs(result) == [golden[f"tokens_{i}"].tolist() for i in range(4)]
@@ -301,7 +301,7 @@ def test_what_was_decoded_outlives_verifying(monkeypatch, capsys, write_ids, tmp
     out = tmp_path / "out.json"
 
     def fail(*args, **kwargs):
-        assert len(json.loads(out.read_text())["requests"]) == 2  # should the process be killed
+        assert len(json.loads(out.read_text())["requests"]) == 2  # in case the process is killed
         raise error
 
     monkeypatch.setattr(run_decode, "verify", fail)

@@ -1,4 +1,4 @@
-"""Everything run_decode refuses: one line on stderr, status 2, and nothing decoded."""
+"""All refusals of run_decode: one line on stderr, status 2, and nothing decoded."""
 
 import json
 import shutil
@@ -7,10 +7,10 @@ import sys
 import jax
 import pytest
 
-from models.engine.engine import Engine
+from models.engine import Engine
 from scripts import run_decode
-from scripts.decode import model as decode_model
-from tests.scripts.decode_case import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
+from scripts.cli import model as cli_model
+from tests.scripts.command_lines import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
 QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]
 LONG = "x" * 300
@@ -153,8 +153,8 @@ class TestRefusals:
         def full(*args, **kwargs):
             raise error
 
-        monkeypatch.setattr(decode_model, "load_model", full)
-        monkeypatch.setattr(decode_model, "random_model", full)
+        monkeypatch.setattr(cli_model, "load_model", full)
+        monkeypatch.setattr(cli_model, "random_model", full)
         assert refused("--model", GOLDEN).endswith(f"--model: loading the weights: {reason}")
         assert refused("--random", "v3-tiny").endswith(f"--random: loading the weights: {reason}")
 

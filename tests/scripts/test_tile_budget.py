@@ -1,4 +1,4 @@
-"""The instruction budget reads a kernel's listing: kinds of instructions, loops, and what they come to per tile."""
+"""The instruction budget of a kernel's listing: kinds of instructions, loops, and their sums per tile."""
 
 import re
 from collections import Counter
@@ -24,14 +24,14 @@ COUNTS = {
 
 
 def listing(*lines: str) -> str:
-    """Labels as they are, instructions with addresses."""
+    """Formats labels as they are, instructions with addresses."""
     return "\n".join(
         line if line.endswith(":") else f"        /*{16 * n:04x}*/    {line} ;" for n, line in enumerate(lines)
     )
 
 
 def without_labels(text: str) -> str:
-    """As cuobjdump prints it: jumps name addresses."""
+    """Formats a listing as cuobjdump prints it: jumps name addresses."""
     pairs = re.findall(r"(?m)^(\.L_x_\d+):\n(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]+)\*/", text)
     for label, address in pairs:
         text = text.replace(f"`({label})", f"0x{int(address, 16):x}")
@@ -97,7 +97,7 @@ def test_pipes(opcode, cycles):
 
 
 def test_the_main_loop_of_a_kernel():
-    """With the way round its wait, without the wait's own loop, and not the trap after the end."""
+    """A loop includes the way round its wait, but neither the wait's own loop nor the trap after the end."""
     (body,) = main_loops(parse(SAMPLE))
     assert Counter(instruction.group for instruction in body) == COUNTS
     addresses = {instruction.address for instruction in body}
@@ -161,7 +161,7 @@ def test_the_budget_of_a_kernel():
 
 
 def test_a_loop_over_several_tiles_costs_the_same_per_tile():
-    """An unrolled loop, and a tile that two warpgroups share."""
+    """A pass may cover two tiles in an unrolled loop, or half of a tile that two warpgroups share."""
     whole = tile_budget(SAMPLE)
     half = tile_budget(SAMPLE.replace("524288", str(524288 // 2)))
     shared = tile_budget(SAMPLE.replace("524288", str(524288 * 2)))

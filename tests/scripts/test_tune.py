@@ -1,4 +1,4 @@
-"""The tuner: it finds the fastest configuration, passes over what cannot be had, and keeps what it found."""
+"""The tuner: it finds the fastest configuration, passes over unusable ones, and keeps its results."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from scripts import tune
-from scripts.bench import compiler as bench_compiler
-from scripts.bench.case import Bench
-from scripts.bench.timing import Stopwatch, Timing
-from scripts.bench_ops import load
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.compiler import printed
+from scripts.bench.harness.session import load
+from scripts.bench.harness.timing import Stopwatch, Timing
 from tests.ops import plan_case
 
 SPILLING = "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
@@ -51,7 +51,7 @@ CASES = [FakeCase("a", "x", 8), FakeCase("b", "x", 8), FakeCase("c", "y", 2)]
 
 
 class Card:
-    """An implementation whose time is least at a case's best size; some sizes do not compile."""
+    """An implementation that is fastest at a case's best size; some sizes do not compile."""
 
     def __init__(self):
         self.measured = []
@@ -76,7 +76,7 @@ def card(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the tuner; returns the tuned configurations and the report, None where there is none."""
+    """Runs the tuner; returns the tuned configurations and the report, None for a file that was not written."""
 
     def run(*more):
         tuned, report = tmp_path / "tuned.json", tmp_path / "report.json"
@@ -116,7 +116,7 @@ def test_a_hopeless_candidate_is_tried_on_one_case(card, run):
 
 
 def test_what_only_seemed_faster_is_not_kept(card, run, monkeypatch):
-    """The first cases to be measured take twice as long as they will."""
+    """The first measurements of cases take twice as long as later ones."""
     slow = iter([2.0, 2.0])
     bench = tune.load("")
 
@@ -175,7 +175,7 @@ def test_what_compilers_say_is_heeded(said, programs, complaint):
 
 
 def test_what_is_printed_by_any_library_is_read(capfd):
-    with bench_compiler.printed() as said:
+    with printed() as said:
         os.write(1, b"from below\n")
         assert os.environ["MOSAIC_GPU_DUMP_PTXAS"] == "1"
     assert said == ["from below\n"]
@@ -277,8 +277,8 @@ def test_what_is_written_is_what_is_looked_up(card, run, monkeypatch):
 
 
 def test_the_real_operation_is_tuned(tmp_path, monkeypatch):
-    """The portable implementation, on whatever runs the tests."""
-    monkeypatch.setattr("scripts.bench.pools.MAX_CALLS", 2)
+    """Tunes the portable implementation on the device of the tests."""
+    monkeypatch.setattr("scripts.bench.harness.pools.MAX_CALLS", 2)
     monkeypatch.setattr(tune, "Stopwatch", lambda **_: Stopwatch(0.001, 1))
     space = {"paged_decode/xla": lambda key: [{"tile_tokens": 64, "group_rows": 1}]}
     monkeypatch.setattr(tune, "SPACES", space)

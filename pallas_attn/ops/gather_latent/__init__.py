@@ -36,6 +36,14 @@ def gather_latent(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache = pallas_attn.PagedLatent.allocate(spec)
+      >>> block_tables, cu_q_lens = jnp.array([[5, 0]], jnp.int32), jnp.array([0, 2], jnp.int32)
+      >>> kv_lens = jnp.array([7], jnp.int32)  # 5 cached tokens and 2 new ones
+      >>> pallas_attn.gather_latent(cache, jnp.ones((2, 8)), block_tables, cu_q_lens, kv_lens, length=8)[:, 0].tolist()
+      [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     """
     call = GatherLatentCall(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length)
     call.validate()

@@ -53,6 +53,14 @@ def mla_decode(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache = pallas_attn.PagedLatent.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
+      >>> q_latent, q_rope, kv_lens = jnp.ones((2, 1, 4, 6)), jnp.ones((2, 1, 4, 2)), jnp.array([9, 3], jnp.int32)
+      >>> pallas_attn.mla_decode(q_latent, q_rope, cache, block_tables, kv_lens, sm_scale=0.1).shape
+      (2, 1, 4, 6)
     """
     call = MlaDecodeCall(
         q_latent,

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.online_softmax import Tile, attend_rows
-from pallas_attn.portable.page_tiles import Lanes, PageTiles
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 
 
@@ -21,7 +21,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
     tiles = PageTiles(
         call.block_tables,
         head_windows(None, 1),
-        lanes=Lanes(heads=1, rows_per_sequence=1),
+        head_rows=HeadRows(heads=1, rows_per_sequence=1),
         sequence=jnp.arange(batch, dtype=jnp.int32),
         first_query=jnp.maximum(kv_lens - q_lens, 0),
         end=jnp.where(q_lens > 0, kv_lens, 0),

@@ -58,6 +58,18 @@ def mla_prefill(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache = pallas_attn.PagedLatent.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2, 5], jnp.int32), jnp.array([9, 3], jnp.int32)  # 7 tokens are cached
+      >>> q_nope, q_rope, latent_new = jnp.ones((5, 4, 3)), jnp.ones((5, 4, 2)), jnp.ones((5, 8))
+      >>> w_uk, w_uv = jnp.ones((4, 3, 6)), jnp.ones((4, 5, 6))
+      >>> pallas_attn.mla_prefill(
+      ...     q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale=0.1
+      ... ).shape
+      (5, 4, 5)
     """
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
     if piece_tokens is None:

@@ -56,6 +56,15 @@ def paged_decode(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+      >>> kv = pallas_attn.PagedKV.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
+      >>> q, kv_lens = jnp.ones((2, 1, 2, 8)), jnp.array([9, 3], jnp.int32)
+      >>> out, lse = pallas_attn.paged_decode(q, kv, block_tables, kv_lens, window=4, return_lse=True)
+      >>> out.shape, lse.shape
+      ((2, 1, 2, 8), (2, 1, 2))
     """
     call = PagedDecodeCall(
         q,

@@ -9,7 +9,7 @@ from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.portable.merge import apply_sinks
 from pallas_attn.portable.online_softmax import Tile, attend_rows
-from pallas_attn.portable.page_tiles import Lanes, PageTiles, load_kv
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 
 
@@ -18,12 +18,12 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     num_pages, num_kv_heads, page_size, _ = call.kv.k.shape
     kv_lens, draft_mask = call.kv_lens, call.draft_mask
     q_lens = real_queries(call.q_lens, kv_lens, num_queries)
-    lanes = Lanes.of(num_kv_heads, call.window, call.block_tables.ndim)
-    settings = config.xla_config(batch * lanes.rows_per_sequence, lanes.heads, head_dim)
+    head_rows = HeadRows.of(num_kv_heads, call.window, call.block_tables.ndim)
+    settings = config.xla_config(batch * head_rows.rows_per_sequence, head_rows.heads, head_dim)
     tiles = PageTiles(
         call.block_tables,
         head_windows(call.window, num_kv_heads),
-        lanes=lanes,
+        head_rows=head_rows,
         sequence=jnp.arange(batch, dtype=jnp.int32),
         first_query=jnp.maximum(kv_lens - q_lens, 0),
         end=jnp.where(q_lens > 0, kv_lens, 0),
@@ -36,7 +36,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         row_ids, key, exists = tiles.locate(rows, j)
         k, v = load_kv(call.kv, row_ids, tiles.heads(rows))
-        sequence = rows // lanes.rows_per_sequence
+        sequence = rows // head_rows.rows_per_sequence
         lens, real = kv_lens[sequence], q_lens[sequence]
         mask = None if draft_mask is None else draft_mask[sequence]
         visible = draft_visible(key, index, lens, real, mask)[:, None] & exists[:, :, None]
@@ -46,7 +46,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
     out, lse = attend_rows(
-        lanes.split(call.q, num_kv_heads),
+        head_rows.split(call.q, num_kv_heads),
         tiles.num_tiles,
         load_tile,
         value_dim=head_dim,
@@ -54,5 +54,5 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         soft_cap=call.soft_cap,
         group_rows=settings.group_rows,
     )
-    out, lse = lanes.join(out, num_queries), lanes.join(lse, num_queries)
+    out, lse = head_rows.join(out, num_queries), head_rows.join(lse, num_queries)
     return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse

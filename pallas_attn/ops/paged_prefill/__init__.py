@@ -52,6 +52,14 @@ def paged_prefill(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+      >>> kv = pallas_attn.PagedKV.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2, 5], jnp.int32), jnp.array([9, 3], jnp.int32)  # 2 and 3 new tokens
+      >>> pallas_attn.paged_prefill(jnp.ones((5, 2, 8)), kv, block_tables, cu_q_lens, kv_lens).shape
+      (5, 2, 8)
     """
     call = PagedPrefillCall(
         q,

@@ -9,7 +9,7 @@ from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.portable.merge import apply_sinks
 from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
-from pallas_attn.portable.page_tiles import Lanes, PageTiles, load_kv
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
 from pallas_attn.portable.visibility import head_windows
 
 
@@ -17,8 +17,8 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     if not num_tokens:
         return call.without_tokens()
-    lanes = Lanes.of(num_kv_heads, call.window, call.block_tables.ndim)
-    settings = config.xla_config(num_tokens, call.num_sequences, lanes.rows_per_sequence)
+    head_rows = HeadRows.of(num_kv_heads, call.window, call.block_tables.ndim)
+    settings = config.xla_config(num_tokens, call.num_sequences, head_rows.rows_per_sequence)
     queries = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
     num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[queries.sequence][:, None]
     position = num_cached + queries.index
@@ -28,7 +28,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     pages = PageTiles(
         call.block_tables,
         head_windows(call.window, num_kv_heads),
-        lanes=lanes,
+        head_rows=head_rows,
         sequence=queries.sequence,
         first_query=jnp.min(jnp.where(real, position, jnp.max(position, axis=1, keepdims=True)), axis=1),
         end=jnp.max(jnp.where(real, position + 1, 0), axis=1),
@@ -39,7 +39,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         row_ids, key, exists = pages.locate(rows, j)
-        tile = rows // lanes.rows_per_sequence
+        tile = rows // head_rows.rows_per_sequence
         visible = (key[:, None, :] <= position[tile][:, :, None]) & real[tile][:, :, None]
         visible = visible[:, None] & exists[:, :, None]  # [W, H, M, K]
         if call.window is not None:
@@ -48,7 +48,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
     out, lse = attend_rows(
-        lanes.split(call.q[queries.token], num_kv_heads),
+        head_rows.split(call.q[queries.token], num_kv_heads),
         pages.num_tiles,
         load_tile,
         value_dim=call.head_dim,
@@ -56,6 +56,6 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
         soft_cap=call.soft_cap,
         group_rows=settings.group_rows,
     )
-    out, lse = (lanes.join(x, settings.tile_queries) for x in (out, lse))
+    out, lse = (head_rows.join(x, settings.tile_queries) for x in (out, lse))
     out, lse = queries.unpack(out, num_tokens, 0.0), queries.unpack(lse, num_tokens, -jnp.inf)
     return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse

@@ -50,7 +50,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     )
 
 
-class Cuts(NamedTuple):
+class PlanCuts(NamedTuple):
     """Of a `DecodePlan`: pieces before each row, and where each program starts."""
 
     piece_offsets: Int32[Array, "rows_plus_1"]
@@ -68,17 +68,17 @@ def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array
     return jnp.zeros_like(rows).at[place].set(longest_first), busy
 
 
-def _unless(others: Cuts, are_worse: Bool[Array, ""], cuts: Cuts) -> Cuts:
+def _unless(others: PlanCuts, are_worse: Bool[Array, ""], cuts: PlanCuts) -> PlanCuts:
     return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
 
 
-def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> Cuts:
+def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> PlanCuts:
     """Of rows laid end to end."""
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
     piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
     place, into = _found(sharing, offsets, start)
     piece = sharing.piece(program, offsets[place], into, piece_offsets[place], share)
-    return Cuts(piece_offsets, place, sharing.page(into), piece)
+    return PlanCuts(piece_offsets, place, sharing.page(into), piece)
 
 
 def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
@@ -91,7 +91,7 @@ def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array
 
 def _in_groups(
     sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
-) -> tuple[Cuts, Bool[Array, ""]]:
+) -> tuple[PlanCuts, Bool[Array, ""]]:
     """Of rows of a group; and whether that is too uneven."""
     rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
     groups = Groups.of(busy, num_programs)
@@ -109,10 +109,10 @@ def _in_groups(
     into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
     place, into = _found(sharing, offsets, begin + into_group)
     piece = sharing.piece(number, offsets[place] - begin, into, piece_offsets[place], shares)
-    return Cuts(piece_offsets, place, sharing.page(into), piece), are_worse
+    return PlanCuts(piece_offsets, place, sharing.page(into), piece), are_worse
 
 
-def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[Cuts, Bool[Array, ""]]:
+def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
     """Programs of its own, with equal parts of it; and whether that is too uneven, or takes more than there are. Rows
     are as they come.
     """
@@ -122,7 +122,7 @@ def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Arr
     place = stretch_of(piece_offsets[1:], program)
     page = (program - piece_offsets[place]) * jnp.append(part, jnp.int32(0))[place]
     are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
-    return Cuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
+    return PlanCuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:

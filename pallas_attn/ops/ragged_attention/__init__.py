@@ -43,6 +43,12 @@ def ragged_attention(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> q, k, v = jnp.ones((5, 2, 8)), jnp.ones((9, 1, 8)), jnp.ones((9, 1, 4))
+      >>> cu_q_lens, cu_kv_lens = jnp.array([0, 2, 5], jnp.int32), jnp.array([0, 6, 9], jnp.int32)
+      >>> pallas_attn.ragged_attention(q, k, v, cu_q_lens, cu_kv_lens).shape
+      (5, 2, 4)
     """
     call = RaggedAttentionCall(q, k, v, cu_q_lens, cu_kv_lens, causal=causal, sm_scale=sm_scale, out_dtype=out_dtype)
     call.validate()

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
-from pallas_attn.portable.page_tiles import Lanes
+from pallas_attn.portable.page_tiles import HeadRows
 
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
@@ -31,9 +31,9 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
         visible = jnp.repeat(visible, call.num_q_heads // num_kv_heads, axis=2)
         return call.k[token].swapaxes(1, 2), call.v[token].swapaxes(1, 2), visible
 
-    lanes = Lanes(heads=num_kv_heads, rows_per_sequence=1)
+    head_rows = HeadRows(heads=num_kv_heads, rows_per_sequence=1)
     out, lse = attend_rows(
-        lanes.split(call.q[tiles.token], num_kv_heads),
+        head_rows.split(call.q[tiles.token], num_kv_heads),
         -(-jnp.max(num_visible, axis=1) // tile_tokens),
         load_tile,
         value_dim=call.value_dim,
@@ -41,5 +41,5 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
         soft_cap=None,
         group_rows=settings.group_rows,
     )
-    out, lse = (lanes.join(x, settings.tile_queries) for x in (out, lse))
+    out, lse = (head_rows.join(x, settings.tile_queries) for x in (out, lse))
     return tiles.unpack(out, num_tokens, 0.0).astype(call.output_dtype), tiles.unpack(lse, num_tokens, -jnp.inf)

@@ -80,6 +80,14 @@ def write_kv(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+      >>> kv = pallas_attn.PagedKV.allocate(spec)
+      >>> new, slots = jnp.ones((3, 1, 8)), jnp.array([9, 10, -1], jnp.int32)  # the third token is not written
+      >>> kv = pallas_attn.write_kv(kv, new, new, slots)
+      >>> kv.k[2, 0, :, 0].tolist()  # page 2 holds slots 8 to 11
+      [0.0, 1.0, 1.0, 0.0]
     """
     call = WriteKVCall(kv, k, v, slots, rope=rope, q=q)
     call.validate()

@@ -32,6 +32,13 @@ def write_latent(
     Raises:
       ValueError: arguments that do not fit each other.
       NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache = pallas_attn.PagedLatent.allocate(spec)
+      >>> cache = pallas_attn.write_latent(cache, jnp.ones((2, 8)), jnp.array([9, -1], jnp.int32))
+      >>> cache.pages[2, :, 0].tolist()
+      [0.0, 1.0, 0.0, 0.0]
     """
     call = WriteLatentCall(cache, latent, slots)
     call.validate()

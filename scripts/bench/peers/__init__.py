@@ -1,1 +1,1 @@
-"""Other projects' kernels under the same benchmark."""
+"""Other projects' kernels as contenders: each takes the same cases and the same memory."""

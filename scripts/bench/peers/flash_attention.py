@@ -1,8 +1,8 @@
-"""FlashAttention-3 beside ours, over the same pages and the same arrays.
+"""FlashAttention-3 as a contender, over the same pages and arrays as ours.
 
-Its schedule of a decode step, made from lengths alone for all layers, is made before, as ours is, and is not in the
-time. Its second kernel, which combines what sequences in parts came to, is. A prefill of sequences of any lengths has
-no schedule that could be made before: the kernel that makes one is in the time. Sequences of one length need none.
+Its schedule of a decode step depends on lengths alone and serves all layers, so it is made before, like ours, and not
+timed. Its second kernel, which merges the parts of split sequences, is timed. A prefill of sequences of any lengths
+makes its schedule in a kernel, which is timed. Sequences of one length need no schedule.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import functools
 import importlib
 from typing import Any
 
-from scripts.bench.chunk_case import RaggedCase
-from scripts.bench.decode_case import DecodeCase, DecodeInputs
-from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.cases.prefill import RaggedAttentionCase
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
 
 MAX_ROPE_DIM = 64
-"""Of the keys beside which it takes latents."""
+"""Largest width of rotated keys with which it takes latents."""
 LATENT_DIMS = range(256, 513)
-"""That it takes as values which are keys too."""
+"""Widths of values that it also takes as keys."""
 
 
 def import_interface() -> Any:
-    """Its module, where torch sees a GPU.
+    """Imports its module, if torch sees a GPU.
 
     Raises:
       ImportError: one of the two is not installed.
@@ -39,18 +39,20 @@ def refuse_all_but_bf16(cache: str) -> None:
         raise NotImplementedError(f"takes no {cache} here")
 
 
-def of_a_step(case: MlaCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]) -> dict[str, Any]:
-    """What its calls of one step have in common.
+def of_a_step(
+    case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
+) -> dict[str, Any]:
+    """Arguments that its calls of one step share.
 
     Args:
-      heads: of queries, of keys and values.
-      widths: of keys, of values.
+      heads: numbers of query heads and KV heads.
+      widths: widths of keys and of values.
     """
     s = case.shape
     schedule = import_interface().get_scheduler_metadata(
         s.batch,
         s.queries,
-        case.table_pages * s.page_size,  # as a call takes it from its table: parts must come out as many there
+        case.table_pages * s.page_size,  # as a call derives it from its table
         *heads,
         widths[0],
         lens,
@@ -62,8 +64,9 @@ def of_a_step(case: MlaCase | DecodeCase, lens: Any, heads: tuple[int, int], wid
     return {"cache_seqlens": lens, "causal": True, "scheduler_metadata": schedule}
 
 
-def mla(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
-    """Rotated keys are its keys; latents are its values, and, with queries of their own, keys too."""
+def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times latent attention: rotated keys as its keys, latents as its values and, with queries of their own, also as
+    keys."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -81,7 +84,7 @@ def mla(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
 
 
 def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Heads lie outside of tokens in our pages: it takes any strides."""
+    """Times paged decode. Heads are outside of tokens in our pages, and it takes any strides."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -96,8 +99,8 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
     return stopwatch.graph(calls, compared=True)
 
 
-def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Sequences one after the other, as ours are."""
+def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times sequences one after the other, as ours are."""
     attend = import_interface().flash_attn_varlen_func
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -107,8 +110,8 @@ def ragged(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Ti
     return stopwatch.graph(calls, compared=True)
 
 
-def of_one_length(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Sequences as rows of one array, which ours are not told."""
+def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times sequences as rows of one array, a regularity that ours cannot use."""
     attend = import_interface().flash_attn_func
     refuse_all_but_bf16(case.cache)
 

@@ -1,4 +1,4 @@
-"""FlashMLA's latent attention beside ours, over the same pages."""
+"""FlashMLA as a contender, over the same pages as ours."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import functools
 import importlib
 from typing import Any
 
-from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
 
 WIDTHS = (512, 64)
-"""Of latents and of rotated keys: what its kernel is written for."""
+"""Widths of latents and of rotated keys that its kernel is written for."""
 PAGE_SIZE = 64
-"""Likewise."""
+"""Tokens per page that its kernel is written for."""
 
 
-def decode(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
-    """Its dense kernel for Hopper.
+def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times its dense kernel for Hopper.
 
-    Two things are done before and are not in the time: its schedule, made from lengths alone for all layers of a step,
-    as ours is; and joining the two parts of queries, which it takes as one array. Its second kernel, which combines
-    what sequences in parts came to, is in the time.
+    Not timed are its schedule, which depends on lengths alone and serves all layers of a step, like ours, and joining
+    the two parts of queries, which it takes as one array. Its second kernel, which merges the parts of split sequences,
+    is timed.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
@@ -31,7 +31,7 @@ def decode(case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
     if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
         raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} only")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
-    # On the first call, which no graph holds, newer versions fill it in; older ones return it filled.
+    # Newer versions fill it in on the first call, which no graph holds; older ones return it filled.
     schedule = flash_mla.get_mla_metadata(lens, s.queries * s.heads, 1)
 
     def call(q: Any, table: Any) -> Any:

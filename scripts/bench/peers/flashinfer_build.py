@@ -1,5 +1,5 @@
-"""Compiles FlashInfer's kernels, which it does where they are first used: here in a process of its own, which is given
-limited time. To have them compiled before:
+"""Compiles FlashInfer's kernels ahead of their first use, in a process of its own with limited time. To have them
+compiled before:
 
     python -m scripts.bench.peers.flashinfer_build mla fa3 512 64
     python -m scripts.bench.peers.flashinfer_build attention fa2 192 128 bfloat16 0 0
@@ -19,12 +19,13 @@ from pathlib import Path
 from scripts.bench.peers.torch_decode import import_torch
 
 BUILD_SECONDS = 150
-"""For compiling one kind of kernel."""
+"""Limit for compiling one kind of kernel."""
 
 
 @functools.cache
 def unbuilt(*arguments: str | int) -> str | None:
-    """Why there are no kernels of the kind that arguments of the command line name; None once they are built."""
+    """Reason why the kernels that these arguments of the command line name cannot be built; None once they are
+    built."""
     command = [sys.executable, "-m", "scripts.bench.peers.flashinfer_build", *map(str, arguments)]
     root = Path(__file__).resolve().parents[3]
     try:
@@ -36,7 +37,7 @@ def unbuilt(*arguments: str | int) -> str | None:
 
 
 def require(*arguments: str | int) -> None:
-    """Raises NotImplementedError where kernels of the kind cannot be built."""
+    """Raises NotImplementedError if kernels of the kind cannot be built."""
     if why := unbuilt(*arguments):
         raise NotImplementedError(why)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's prefill beside ours, over the same arrays and the same pages."""
+"""FlashInfer's prefill as a contender, over the same arrays and pages as ours."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.chunk_case import PagedCase, RaggedCase
+from scripts.bench.cases.prefill import PagedPrefillCase, RaggedAttentionCase
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import CACHES, WORKSPACE_BYTES
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
 
 
-def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Planned on the host before, as it wants."""
+def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times ragged prefill, planned on the host before, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
@@ -39,8 +39,8 @@ def ragged(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: St
     return stopwatch.graph([functools.partial(wrapper.run, as_torch(q), k, v) for q in arrays["q"]], compared=True)
 
 
-def paged(backend: str, case: PagedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Planned on the host before, as it wants."""
+def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times paged prefill, planned on the host before, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape

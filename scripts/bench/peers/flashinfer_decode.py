@@ -1,4 +1,4 @@
-"""FlashInfer's batch decode beside ours, over the same pages."""
+"""FlashInfer's batch decode as a contender, over the same pages as ours."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.decode_case import DecodeCase, DecodeInputs
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
 
 WORKSPACE_BYTES = 256 * 2**20
-"""For its partial results."""
+"""Size of the workspace for its partial results."""
 
 CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
-"""The caches it takes, as torch calls what they hold. Its scales are one for all heads, as fast as ours at best."""
+"""Caches that it takes, by torch's name of their dtype. It has one scale for all heads, at best as fast as ours."""
 
 
 def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Its tensor-core kernels, which take any group of heads; planned on the host before, as it wants."""
+    """Times its tensor-core kernels, which take any group of heads; planned on the host before, as FlashInfer
+    requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     if case.cache not in CACHES:
@@ -42,7 +43,7 @@ def decode(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timi
 
 
 def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) -> tuple[Any, Any]:
-    """Its tables: where each sequence's pages begin, on the host, and the pages of all, on the device."""
+    """Makes its tables: where each sequence's pages begin, on the host, and the pages of all, on the device."""
     counts = -(-lens // page_size)
     pages = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -52,7 +53,7 @@ def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) 
 def planned(
     flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
 ) -> Callable[..., Any]:
-    """Its function of queries and pages, for one table."""
+    """Returns its function of queries and pages, planned for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
@@ -67,7 +68,7 @@ def planned(
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         queries = torch.arange(s.batch + 1, dtype=torch.int32) * s.queries
         wrapper.plan(queries, offsets, indices, last, *sizes, causal=True, **options)
-    scale = 0.02 if case.cache.startswith("fp8") else None  # of values it would multiply in another kernel
+    scale = 0.02 if case.cache.startswith("fp8") else None  # a scale of values would be multiplied in by another kernel
     return functools.partial(wrapper.run, k_scale=scale)
 
 

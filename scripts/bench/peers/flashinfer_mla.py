@@ -1,4 +1,4 @@
-"""FlashInfer's latent attention beside ours, over the same pages."""
+"""FlashInfer's latent attention as a contender, over the same pages as ours."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.mla_case import MlaCase, MlaInputs
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
 from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
 
 
-def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch) -> Timing:
-    """One of its backends; planned on the host before, as it wants."""
+def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times one of its backends, planned on the host before, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
@@ -35,8 +35,8 @@ def decode(backend: str, case: MlaCase, arrays: MlaInputs, stopwatch: Stopwatch)
     return stopwatch.graph(calls, compared=True)
 
 
-def planned(wrapper: Any, torch: Any, case: MlaCase, table: np.ndarray) -> Callable[..., Any]:
-    """Its function of queries and pages, for one table."""
+def planned(wrapper: Any, torch: Any, case: MlaDecodeCase, table: np.ndarray) -> Callable[..., Any]:
+    """Returns its function of queries and pages, planned for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     wrapper.plan(

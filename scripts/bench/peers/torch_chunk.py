@@ -1,25 +1,26 @@
-"""Attention of torch beside ours, over prefill chunks of sequences that are all of one length."""
+"""Torch's attention as a contender, over prefill chunks of sequences that are all of one length."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from scripts.bench.chunk_case import RaggedCase
-from scripts.bench.peers.torch_decode import as_torch, import_torch
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.cases.prefill import RaggedAttentionCase
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, check_accepted, import_torch
 
 
-def by_head(case: RaggedCase, array: Any) -> Any:
-    """[S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
+def by_head(case: RaggedAttentionCase, array: Any) -> Any:
+    """Views [S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
     return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
 
 
-def time_calls(call: Callable[..., Any], case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Of queries, keys and values by head; outputs in the order of ours."""
+def time_calls(
+    call: Callable[..., Any], case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
+) -> Timing:
+    """Times a function of queries, keys and values by head, whose outputs are put in the order of ours."""
     k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
 
     def attend(q: Any) -> Any:
@@ -29,8 +30,8 @@ def time_calls(call: Callable[..., Any], case: RaggedCase, arrays: dict[str, Any
     return stopwatch.graph(calls, compared=True)
 
 
-def scaled_dot_product(backend: str, case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """torch's scaled_dot_product_attention with one of its backends."""
+def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times torch's scaled_dot_product_attention with one of its backends."""
     torch = import_torch()
     s = case.shape
     options: dict[str, Any] = {"is_causal": True}
@@ -47,21 +48,15 @@ def scaled_dot_product(backend: str, case: RaggedCase, arrays: dict[str, Any], s
         with torch.nn.attention.sdpa_kernel(chosen):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            call(*(by_head(case, array) for array in (arrays["q"][0], arrays["k"], arrays["v"])))
-        except RuntimeError as refused:
-            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+    check_accepted(call, *(by_head(case, array) for array in (arrays["q"][0], arrays["k"], arrays["v"])))
     return time_calls(call, case, arrays, stopwatch)
 
 
-def flex(case: RaggedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """torch's flex_attention, compiled for the case."""
+def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times torch's flex_attention, compiled for the case."""
     torch = import_torch()
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # which gives up on a function after a few shapes
+    torch.compiler.reset()  # it gives up on a function after a few shapes
     s = case.shape
 
     def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

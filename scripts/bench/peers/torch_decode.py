@@ -1,6 +1,6 @@
-"""Attention of torch beside ours: its kernels over keys and values that lie in order.
+"""Torch's attention as a contender: its kernels over keys and values that lie in order.
 
-No paged kernel comes with torch. What is closest is attention over contiguous keys and values of as many tokens,
+Torch has no paged kernel. The closest is attention over contiguous keys and values of the same number of tokens,
 without tables: the pool's own memory, read in order, so that it takes no more room.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from scripts.bench.decode_case import DecodeCase, DecodeInputs
-from scripts.bench.timing import Stopwatch, Timing
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class _Memory:
-    """A JAX array's bytes, as the CUDA array interface shows them; keeps them alive."""
+    """Shows a JAX array's bytes by the CUDA array interface, and keeps them alive."""
 
     def __init__(self, array: jax.Array):
         self._array = jax.block_until_ready(array)
@@ -29,7 +29,7 @@ class _Memory:
 
 
 def import_torch() -> Any:
-    """torch, where it sees a GPU.
+    """Imports torch, if it sees a GPU.
 
     Raises:
       ImportError: it is not installed.
@@ -42,14 +42,14 @@ def import_torch() -> Any:
 
 
 def as_torch(array: jax.Array) -> Any:
-    """The same memory as a tensor, whatever the dtype; DLPack knows fp8 only in the newest versions of both."""
+    """Views the same memory as a tensor, whatever the dtype; DLPack knows fp8 only in the newest versions of both."""
     torch = import_torch()
     flat = torch.as_tensor(_Memory(array), device="cuda")
     return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
 def contiguous(case: DecodeCase, arrays: DecodeInputs) -> tuple[list[Any], list[Any]]:
-    """Keys and values [B, Hkv, S, D] of each call, in the memory of the pool."""
+    """Views the memory of the pool as keys and values [B, Hkv, S, D] of each call."""
     s = case.shape
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
@@ -58,7 +58,7 @@ def contiguous(case: DecodeCase, arrays: DecodeInputs) -> tuple[list[Any], list[
 
 
 def refuse(case: DecodeCase) -> None:
-    """Raises NotImplementedError for what attention over contiguous keys cannot stand in for."""
+    """Raises NotImplementedError for cases that attention over contiguous keys cannot stand in for."""
     if case.cache not in ("bf16", "f16"):
         raise NotImplementedError(f"takes no {case.cache} cache")
     if case.varied:
@@ -67,10 +67,21 @@ def refuse(case: DecodeCase) -> None:
         raise NotImplementedError("takes no windows, caps or sinks here")
 
 
-def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """torch's scaled_dot_product_attention with one of its backends.
+def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
+    """Calls once; raises NotImplementedError with torch's warnings as the reason if torch refuses the arguments."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            call(*arguments)
+        except RuntimeError as refused:
+            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
+            raise NotImplementedError(why or str(refused)) from refused
 
-    The query heads of a KV head are given as its queries: all see all keys, and the keys are read once for them.
+
+def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times torch's scaled_dot_product_attention with one of its backends.
+
+    The query heads of a KV head are passed as its queries: all see all keys, which are read once for them.
     """
     torch = import_torch()
     refuse(case)
@@ -87,23 +98,17 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeInputs, sto
     group = s.q_heads // s.kv_heads
     q = [as_torch(q).view(s.batch, s.kv_heads, group, s.head_dim) for q in arrays.q]
     keys, values = contiguous(case, arrays)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            call(q[0], keys[0], values[0])
-        except RuntimeError as refused:
-            why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+    check_accepted(call, q[0], keys[0], values[0])
     calls = [functools.partial(call, *qkv) for qkv in zip(q, keys, values, strict=True)]
     return stopwatch.graph(calls)
 
 
 def flex(case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """torch's flex_attention, compiled for the case, over contiguous keys."""
+    """Times torch's flex_attention, compiled for the case, over contiguous keys."""
     torch = import_torch()
     refuse(case)
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # which gives up on a function after a few shapes
+    torch.compiler.reset()  # it gives up on a function after a few shapes
     s = case.shape
     past = s.context - s.queries
     mask = None

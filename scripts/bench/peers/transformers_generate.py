@@ -1,4 +1,4 @@
-"""Time Hugging Face transformers' own `generate` on a checkpoint: what scripts/bench_engine.py is compared with.
+"""Time Hugging Face transformers' own `generate` on a checkpoint, for comparison with scripts/bench_engine.py.
 
     pip install torch==2.13.0 transformers==5.23.0
     python scripts/bench/peers/transformers_generate.py --model DIR [--batch 1 8 32]
@@ -29,7 +29,7 @@ from transformers import (  # pyrefly: ignore[missing-import]
 
 
 @dataclass(frozen=True)
-class Timing:
+class GenerateTiming:
     """The speed of one batch size in one dtype."""
 
     dtype: str
@@ -43,7 +43,7 @@ class Timing:
 
 
 class StepClock(StoppingCriteria):
-    """Notes when each token was chosen, and never stops."""
+    """Records when each token was chosen, and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -54,7 +54,7 @@ class StepClock(StoppingCriteria):
 
 
 def load(directory: Path, dtype: str) -> PreTrainedModel:
-    """The checkpoint's model, or one with random weights where the directory holds a config.json alone."""
+    """Loads the checkpoint's model, or makes one with random weights if the directory holds a config.json alone."""
     if any(directory.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     else:
@@ -75,13 +75,13 @@ def time_generate(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int
     return clock.times[0] - start, clock.times[-1] - clock.times[0]
 
 
-def bench(model: PreTrainedModel, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> Timing:
+def bench(model: PreTrainedModel, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> GenerateTiming:
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(model.config.vocab_size, (batch, prompt_tokens), generator=generator)
     time_generate(model, prompts, new_tokens)
     prefill, decode = zip(*(time_generate(model, prompts, new_tokens) for _ in range(repeats)), strict=True)
     prefill_s, decode_s = median(prefill), median(decode)
-    return Timing(
+    return GenerateTiming(
         dtype=str(model.dtype).removeprefix("torch."),
         attention=model.config._attn_implementation,
         experts=model.config._experts_implementation,

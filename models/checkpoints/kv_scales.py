@@ -1,0 +1,32 @@
+"""Files of static scales for quantised keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from models.decoder import KVScales
+
+
+def load_kv_scales(path: Path) -> KVScales:
+    """Reads a safetensors file of `k_scale` and `v_scale`, in float32 and the shapes of `KVScales`.
+
+    Raises:
+      ValueError: it is no such file.
+    """
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: not a safetensors file: {error}") from error
+    if tensors.keys() != {"k_scale", "v_scale"} or any(t.dtype != np.float32 for t in tensors.values()):
+        found = ", ".join(f"{name} ({t.dtype})" for name, t in sorted(tensors.items()))
+        raise ValueError(f"{path}: expected k_scale and v_scale in float32, found {found or 'nothing'}")
+    return KVScales(tensors["k_scale"], tensors["v_scale"])
+
+
+def save_kv_scales(path: Path, scales: KVScales) -> None:
+    """Writes a file that `load_kv_scales` reads."""
+    save_file({"k_scale": scales.k, "v_scale": scales.v}, path)

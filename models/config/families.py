@@ -1,0 +1,41 @@
+"""Configurations of any family, and the only place that tells families apart by config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.config.deepseek import ONE_LATENT, ROUTING, DeepSeekConfig
+from models.config.entries import Json
+from models.config.gqa import FAMILIES, GQAConfig
+from models.config.windows import Windows
+
+type ModelConfig = DeepSeekConfig | GQAConfig
+
+
+def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
+    """Replaces the windows of a model's heads.
+
+    Raises:
+      NotImplementedError: a model with latent attention.
+      ValueError: another number of layers or KV heads than the model has.
+    """
+    if isinstance(config, DeepSeekConfig):
+        raise NotImplementedError(f"head_windows: {ONE_LATENT}")
+    return dataclasses.replace(config, windows=windows)
+
+
+def read_config(config: Json) -> ModelConfig:
+    """Reads the contents of a config.json of any family.
+
+    Raises:
+      ValueError: an entry is missing, malformed or contradicts another.
+      NotImplementedError: a family or a feature, named, that is not here.
+    """
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError("config.json: model_type is missing")
+    if str(model_type) in FAMILIES:
+        return GQAConfig.from_hf(config)
+    if str(model_type) in ROUTING:
+        return DeepSeekConfig.from_hf(config)
+    raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join([*ROUTING, *FAMILIES])}")

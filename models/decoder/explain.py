@@ -1,0 +1,204 @@
+"""Explanations, from shapes alone, of which implementations a model's attention would run on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from models.decoder.caches import KVScales, cache_spec
+from models.decoder.settings import AttentionSettings
+from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """The largest step of an engine, and the cache it runs over.
+
+    Attributes:
+      num_pages, page_size: of each layer's cache.
+      table_pages: pages a sequence can have.
+      decode_rows: rows of decode attention.
+      prefill_tokens, prefill_seqs: new tokens of prefill chunks, and how many sequences they belong to.
+      cache_dtype: of latents or keys and values; None for the dtype of the weights.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
+    """
+
+    num_pages: int
+    page_size: int
+    table_pages: int
+    decode_rows: int
+    prefill_tokens: int
+    prefill_seqs: int
+    cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
+
+
+def explain_attention(
+    config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike
+) -> dict[str, Explanation]:
+    """Explains every operation that the model calls, in the shapes of its largest step (`pallas_attn.explain`).
+
+    Args:
+      config: the model.
+      settings: how it attends.
+      sizes: of the step and the cache.
+      dtype: of the weights; also of the cache unless `sizes` says otherwise.
+
+    Returns:
+      Operation to explanation; one whose `chosen` is None makes every step fail.
+
+    Raises:
+      ValueError: an implementation that no operation has, or a dtype or size that they refuse.
+    """
+    if isinstance(config, GQAConfig):
+        return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
+    shapes = _LatentShapes(config, settings, sizes, dtype)
+    explained = {"write_latent": shapes.write_latent()}
+    if settings.mla != "expand":
+        explained["mla_decode"] = shapes.mla_decode()
+    if settings.mla != "absorb":
+        explained["gather_latent"] = shapes.gather_latent()
+        explained["ragged_attention"] = shapes.ragged_attention()
+    return explained
+
+
+def _explain_gqa(
+    config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
+) -> dict[str, Explanation]:
+    """Explains the operations of GQA, each for the cache group that the fewest implementations accept."""
+    layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
+
+    def hardest(explained: list[Explanation]) -> Explanation:
+        return max(explained, key=lambda explanation: (explanation.chosen is None, len(explanation.refused)))
+
+    return {
+        "write_kv": hardest([layer.write_kv() for layer in layers]),
+        "paged_decode": hardest([layer.paged_decode() for layer in layers]),
+        "paged_prefill": hardest([layer.paged_prefill() for layer in layers]),
+    }
+
+
+class _HeadShapes:
+    """Calls of one layer of GQA, by their shapes; heads with windows of their own have tables and slots of their
+    own."""
+
+    def __init__(
+        self,
+        config: GQAConfig,
+        settings: AttentionSettings,
+        sizes: StepSizes,
+        dtype: jnp.dtype,
+        window: LayerWindow,
+    ):
+        self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, dtype
+        spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
+        self._cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        head_wise = isinstance(window, HeadWindows)
+        self._window = window.array() if head_wise else window
+        self._per_head = (config.num_key_value_heads,) if head_wise else ()
+
+    def write_kv(self) -> Explanation:
+        config, tokens = self._config, self._sizes.decode_rows + self._sizes.prefill_tokens
+        kv = self._heads(tokens, num_heads=config.num_key_value_heads)
+        angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
+        norm = jax.ShapeDtypeStruct((config.head_dim,), self._dtype) if config.qk_norm else None
+        rope = Rope(angles, angles, q_norm=norm, k_norm=norm)  # pyrefly: ignore[bad-argument-type]
+        slots = _ints(tokens, *self._per_head)
+        return self._explain("write_kv", self._cache, kv, kv, slots, rope=rope, q=self._heads(tokens))
+
+    def paged_decode(self) -> Explanation:
+        rows = self._sizes.decode_rows
+        return self._attend("paged_decode", self._heads(rows, 1), self._cache, self._tables(rows), _ints(rows))
+
+    def paged_prefill(self) -> Explanation:
+        q, sequences = self._heads(self._sizes.prefill_tokens), self._sizes.prefill_seqs
+        lengths = _ints(sequences + 1), _ints(sequences)
+        return self._attend("paged_prefill", q, self._cache, self._tables(sequences), *lengths)
+
+    def _attend(self, op: str, *args: object) -> Explanation:
+        config = self._config
+        sinks = jax.ShapeDtypeStruct((config.num_attention_heads,), jnp.float32) if config.learned_sinks else None
+        return self._explain(op, *args, window=self._window, sinks=sinks)
+
+    def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
+        return explain(op, *args, **kwargs, implementation=self._settings.implementation)
+
+    def _heads(self, *rows: int, num_heads: int | None = None) -> jax.ShapeDtypeStruct:
+        shape = (*rows, num_heads or self._config.num_attention_heads, self._config.head_dim)
+        return jax.ShapeDtypeStruct(shape, self._dtype)
+
+    def _tables(self, sequences: int) -> jax.ShapeDtypeStruct:
+        return _ints(sequences, *self._per_head, self._sizes.table_pages)
+
+
+class _LatentShapes:
+    """Calls of one layer of MLA, by their shapes."""
+
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
+        self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
+        spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
+        self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        piece_tokens = settings.piece_tokens or sizes.prefill_tokens
+        self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
+
+    def write_latent(self) -> Explanation:
+        tokens = self._sizes.decode_rows + self._sizes.prefill_tokens
+        return self._explain("write_latent", self._cache, self._latent(tokens), _ints(tokens))
+
+    def mla_decode(self) -> Explanation:
+        config, sizes = self._config, self._sizes
+        absorbs_prefill = self._settings.mla == "absorb"
+        rows = max(sizes.decode_rows, sizes.prefill_tokens if absorbs_prefill else 0)
+        q_latent = self._array(rows, 1, config.num_attention_heads, config.kv_lora_rank)
+        q_rope = self._array(rows, 1, config.num_attention_heads, config.qk_rope_head_dim)
+        tables = _ints(rows, sizes.table_pages)
+        return self._explain("mla_decode", q_latent, q_rope, self._cache, tables, _ints(rows), sm_scale=config.sm_scale)
+
+    def gather_latent(self) -> Explanation:
+        rows = self._sizes.prefill_seqs
+        tables = _ints(rows, min(self._piece_tokens // self._sizes.page_size, self._sizes.table_pages))
+        return self._explain(
+            "gather_latent",
+            self._cache,
+            self._latent(0),
+            tables,
+            _ints(rows + 1),
+            _ints(rows),
+            length=self._piece_tokens,
+        )
+
+    def ragged_attention(self) -> Explanation:
+        config, heads = self._config, self._config.num_attention_heads
+        q = self._array(self._sizes.prefill_tokens, heads, config.qk_head_dim)
+        k = self._array(self._piece_tokens, heads, config.qk_head_dim)
+        v = self._array(self._piece_tokens, heads, config.v_head_dim)
+        offsets = _ints(self._sizes.prefill_seqs + 1)
+        return self._explain(
+            "ragged_attention",
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            causal=False,
+            sm_scale=config.sm_scale,
+            return_lse=True,
+            out_dtype=jnp.float32,
+        )
+
+    def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
+        return explain(op, *args, **kwargs, implementation=self._settings.implementation)
+
+    def _array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, self._dtype)
+
+    def _latent(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, self._config.latent_width), self._cache.pages.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,67 @@
+"""One sequence in one forward over a cache of its own: no chunks, no batch, nothing cached before.
+
+Engines are verified against it, and caches are calibrated with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from models.decoder.caches import Caches
+from models.decoder.model import Step
+from models.decoder.step_metadata import GroupTables, StepMetadata
+from pallas_attn import PAGE_NONE
+
+PAGE_SIZE = 64
+"""Tokens in a page of the sequence's cache."""
+
+
+def pad_tokens(tokens: Sequence[int]) -> Int32[np.ndarray, "T"]:
+    """Token ids padded with zeros to a power of two, at least 256, so that few lengths are compiled."""
+    padded = np.zeros(power_of_two(len(tokens), 256), np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def power_of_two(size: int, smallest: int) -> int:
+    """The smallest power of two that is at least `size` and `smallest`, which is one itself."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def run_sequence(
+    step: Step,
+    weights: list[Array],
+    allocate: Callable[[int, int], Caches],
+    tokens: Int32[Array, "T"],
+    num_tokens: Int32[Array, ""],
+    logit_rows: Int32[Array, "n"],
+) -> tuple[Float32[Array, "n V"], Caches]:
+    """Logits at some positions of a padded sequence, and the caches it filled, its pages in order.
+
+    Args:
+      step, weights: as `split_model` gives them.
+      allocate: allocate(num_pages, page_size), empty caches of all layers.
+      tokens: as `pad_tokens` gives them.
+      num_tokens: tokens that are no padding.
+      logit_rows: positions.
+    """
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    num_pages = -(-tokens.shape[0] // PAGE_SIZE)
+    tables = GroupTables(
+        slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
+        decode_block_tables=jnp.zeros((0, 1), jnp.int32),
+        prefill_block_tables=jnp.arange(num_pages, dtype=jnp.int32)[None],
+    )
+    metadata = StepMetadata(
+        positions=positions,
+        groups=(tables,),
+        decode_kv_lens=jnp.zeros(0, jnp.int32),
+        cu_q_lens=jnp.stack([jnp.zeros_like(num_tokens), num_tokens]),
+        prefill_kv_lens=num_tokens[None],
+        logit_rows=logit_rows,
+    )
+    return step(weights, tokens, allocate(num_pages, PAGE_SIZE), metadata)

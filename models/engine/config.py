@@ -1,0 +1,166 @@
+"""Sizes and policies of the engine, and the static sizes of its steps that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from jax.typing import DTypeLike
+
+from models.decoder import KVScales, StepSizes
+from models.engine.group_sizes import GroupSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that the engine allocates, and its scheduling policies.
+
+    Attributes:
+      num_pages: pages of every layer if the memory were divided evenly; layers that see less of a sequence leave theirs
+        to the others (see `group_sizes`).
+      page_size: tokens a page holds.
+      max_batched_tokens: new tokens of a step, decode and prefill together.
+      max_num_seqs: requests that run at once; others wait.
+      max_prefill_seqs: requests whose prompts one step computes; None for max_num_seqs, but at most 8.
+      max_model_len: tokens of a sequence, prompt and output; None for what the model was made for.
+      chunked_prefill: whether a prompt may be spread over steps.
+      prefix_caching: whether pages of equal prefixes are shared.
+      recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
+      cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
+        float8_e4m3fn.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
+      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
+
+    Raises:
+      ValueError: a size is out of range, or buckets do not reach the sizes they must.
+    """
+
+    num_pages: int = 512
+    page_size: int = 64
+    max_batched_tokens: int = 512
+    max_num_seqs: int = 16
+    max_prefill_seqs: int | None = None
+    max_model_len: int | None = None
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    recycling: bool = True
+    cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
+    decode_buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_prefill_seqs is not None and self.max_prefill_seqs < 1:
+            raise ValueError(f"max_prefill_seqs: expected at least 1 or None, got {self.max_prefill_seqs}")
+        if self.num_pages * self.page_size >= 2**31:
+            raise ValueError(
+                f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
+                f" pages of {self.page_size}"
+            )
+        if self.max_num_seqs > self.max_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs: expected at most max_batched_tokens={self.max_batched_tokens}, so that every running"
+                f" request can decode in one step; got {self.max_num_seqs}"
+            )
+        for name, reach in (("decode_buckets", self.max_num_seqs), ("prefill_buckets", self.max_batched_tokens)):
+            buckets = getattr(self, name)
+            if buckets is None:
+                continue
+            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != reach:
+                raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
+
+    def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
+        """Makes the static sizes of the device's side, for one cache group unless given others."""
+        table_pages = -(-max_model_len // self.page_size)
+        return RunnerConfig(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            table_pages=table_pages if groups else min(self.num_pages, table_pages),
+            max_num_seqs=self.max_num_seqs,
+            max_prefill_seqs=self.prefill_seqs,
+            decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
+            prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
+            cache_dtype=self.cache_dtype,
+            kv_scales=self.kv_scales,
+            groups=groups,
+        )
+
+    @property
+    def prefill_seqs(self) -> int:
+        """Prefill rows of a step."""
+        return self.max_prefill_seqs or min(self.max_num_seqs, 8)
+
+
+def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
+    """first, first·base, ... and last."""
+    below = itertools.takewhile(lambda size: size < last, (first * base**i for i in itertools.count()))
+    return (*below, last)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """Static sizes of a step, which determine the compiled program.
+
+    Attributes:
+      decode_rows: Bd, decode tokens with padding.
+      prefill_tokens: prefill tokens with padding.
+      all_logits: whether the logits of every prefill token are computed and returned, not only of those that sample.
+    """
+
+    decode_rows: int
+    prefill_tokens: int
+    all_logits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes that the runner allocates and compiles for.
+
+    Attributes:
+      num_pages, page_size: of every layer's cache, unless `groups` have pages of their own.
+      table_pages: pages a sequence can have.
+      max_num_seqs: running requests.
+      max_prefill_seqs: prefill rows of a step.
+      decode_buckets, prefill_buckets: sizes steps are padded to, ascending; the last ones bound a step.
+      cache_dtype: of latents or keys and values; None for the model's dtype.
+      kv_scales: static scales of quantised keys and values; None for one a token and head.
+      groups: the model's cache groups; None for one, of all layers and with tables of page ids.
+    """
+
+    num_pages: int
+    page_size: int
+    table_pages: int
+    max_num_seqs: int
+    max_prefill_seqs: int
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    cache_dtype: DTypeLike | None = None
+    kv_scales: KVScales | None = None
+    groups: tuple[GroupSizes, ...] | None = None
+
+    @property
+    def largest_step(self) -> StepSizes:
+        """The step that fills the largest buckets, in the form that `explain_attention` takes."""
+        return StepSizes(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            table_pages=self.table_pages,
+            decode_rows=self.decode_buckets[-1],
+            prefill_tokens=self.prefill_buckets[-1],
+            prefill_seqs=self.max_prefill_seqs,
+            cache_dtype=self.cache_dtype,
+            kv_scales=self.kv_scales,
+        )
+
+    def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tables of so many sequences, one for each cache group."""
+        heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
+        return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
+
+    def layer_pages(self, num_layers: int) -> list[int]:
+        """Pages of each layer's cache."""
+        pages = {layer: group.num_pages for group in self.groups or () for layer in group.layers}
+        return [pages.get(layer, self.num_pages) for layer in range(num_layers)]

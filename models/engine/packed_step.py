@@ -1,0 +1,163 @@
+"""Metadata of a planned step as one array: packed on the host, taken apart on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from models.decoder import GroupTables, StepMetadata
+from models.engine.config import Bucket, RunnerConfig
+from models.engine.sampler import SamplingRows
+from models.engine.step_plan import ScheduledRow, StepPlan
+from pallas_attn import PAGE_NONE, slot_mapping, token_positions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedStep:
+    """A step's metadata. It travels to the device as one int32 array, because every transfer has its own latency.
+
+    Attributes:
+      decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones. Tables here and below
+        are one for each cache group.
+      prefill_ids, cu_q_lens, prefill_kv_lens, prefill_tables: tokens and their sequences.
+      prefill_slots: where to keep the token sampled at the end of each prefill row; -1 if none is.
+      temperature, top_k, top_p, seed: of decode rows, then of prefill rows; floats and seeds by their bits.
+    """
+
+    decode_slots: Any
+    decode_kv_lens: Any
+    decode_tables: Any
+    prefill_ids: Any
+    cu_q_lens: Any
+    prefill_kv_lens: Any
+    prefill_tables: Any
+    prefill_slots: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
+
+    @staticmethod
+    def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
+        """Shape of each field; a tuple of shapes for fields that every cache group has one of."""
+        decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
+        rows = (decode + prefill,)
+        return {
+            "decode_slots": (decode,),
+            "decode_kv_lens": (decode,),
+            "decode_tables": config.table_shapes(decode),
+            "prefill_ids": (bucket.prefill_tokens,),
+            "cu_q_lens": (prefill + 1,),
+            "prefill_kv_lens": (prefill,),
+            "prefill_tables": config.table_shapes(prefill),
+            "prefill_slots": (prefill,),
+            "temperature": rows,
+            "top_k": rows,
+            "top_p": rows,
+            "seed": rows,
+        }
+
+    @classmethod
+    def size(cls, config: RunnerConfig, bucket: Bucket) -> int:
+        return sum(map(math.prod, _each(cls._shapes(config, bucket).values())))
+
+    @classmethod
+    def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
+        """Unpacks an array into its fields, as views of it (numpy) or slices (jax)."""
+        offset = 0
+
+        def take(shape: tuple[Any, ...]) -> Any:
+            nonlocal offset
+            if isinstance(shape[0], tuple):
+                return tuple(map(take, shape))
+            begin, offset = offset, offset + math.prod(shape)
+            return packed[begin:offset].reshape(shape)
+
+        return cls(**{name: take(shape) for name, shape in cls._shapes(config, bucket).items()})
+
+    @classmethod
+    def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
+        packed = np.zeros((cls.size(config, bucket),), np.int32)
+        step = cls.of(config, bucket, packed)
+        for ids in (step.decode_slots, *step.decode_tables, *step.prefill_tables, step.prefill_slots):
+            ids.fill(PAGE_NONE)
+        num_decode = len(plan.decode)
+        for of_decode, of_prefill, tables in zip(step.decode_tables, step.prefill_tables, plan.tables, strict=True):
+            of_decode[:num_decode] = tables[:num_decode].reshape(-1, *of_decode.shape[1:])
+            of_prefill[: len(plan.prefill)] = tables[num_decode:].reshape(-1, *of_prefill.shape[1:])
+        for i, row in enumerate(plan.decode):
+            step.decode_slots[i], step.decode_kv_lens[i] = row.slot, row.start + 1
+            step._set_sampling(i, row)
+        end = 0
+        for i, row in enumerate(plan.prefill):
+            step.prefill_ids[end : end + row.num_tokens] = row.request.token_ids[row.start : row.start + row.num_tokens]
+            end += row.num_tokens
+            step.cu_q_lens[i + 1 :] = end
+            step.prefill_kv_lens[i] = row.start + row.num_tokens
+            step.prefill_slots[i] = row.slot if row.samples else PAGE_NONE
+            step._set_sampling(bucket.decode_rows + i, row)
+        return packed
+
+    def _set_sampling(self, i: int, row: ScheduledRow) -> None:
+        params = row.request.params
+        self.temperature.view(np.float32)[i] = params.temperature
+        self.top_p.view(np.float32)[i] = params.top_p
+        self.seed.view(np.uint32)[i] = params.seed
+        self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
+
+    def sampling_rows(self) -> SamplingRows:
+        """Sampling parameters of each row; a sampled token's position is the number of tokens its sequence holds."""
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+        return SamplingRows(
+            temperature=bits(self.temperature),
+            top_k=self.top_k,
+            top_p=bits(self.top_p),
+            seed=jax.lax.bitcast_convert_type(self.seed, jnp.uint32),
+            position=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
+        )
+
+    def metadata(self, page_size: int, logit_rows: Int32[Array, "n"]) -> StepMetadata:
+        """Computes positions, and slots in every cache group, of all tokens on the device."""
+        parts = self._parts()
+        positions = [token_positions(cu, lens, length=length) for cu, lens, length in parts.values()]
+        groups = []
+        for of_decode, of_prefill in zip(self.decode_tables, self.prefill_tables, strict=True):
+            tables = {"decode": of_decode, "prefill": of_prefill}
+            slots = [
+                slot_mapping(tables[name], cu, lens, page_size=page_size, length=length)
+                for name, (cu, lens, length) in parts.items()
+            ]
+            groups.append(GroupTables(jnp.concatenate(slots), of_decode, of_prefill))
+        return StepMetadata(
+            positions=jnp.maximum(jnp.concatenate(positions), 0),
+            groups=tuple(groups),
+            decode_kv_lens=self.decode_kv_lens,
+            cu_q_lens=self.cu_q_lens,
+            prefill_kv_lens=self.prefill_kv_lens,
+            logit_rows=logit_rows,
+        )
+
+    def _parts(self) -> dict[str, tuple[Any, Any, int]]:
+        """Prefix sums of new tokens, lengths of sequences and number of tokens, for the parts that are not empty."""
+        num_decode, num_prefill = self.decode_slots.shape[0], self.prefill_ids.shape[0]
+        decode_cu = jnp.arange(num_decode + 1, dtype=jnp.int32)
+        parts = {
+            "decode": (decode_cu, self.decode_kv_lens, num_decode),
+            "prefill": (self.cu_q_lens, self.prefill_kv_lens, num_prefill),
+        }
+        return {name: part for name, part in parts.items() if part[2]}
+
+
+def _each(shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yields shapes, and the shapes in tuples of shapes."""
+    for shape in shapes:
+        yield from _each(shape) if isinstance(shape[0], tuple) else (shape,)

@@ -1,0 +1,210 @@
+"""Lowered kernels, kept in memory for all call sites of a process, and on disk for the processes that come after.
+
+Tracing and lowering a Mosaic kernel takes seconds of Python, far longer than XLA then takes to compile it, and jax's
+compilation cache does not save it. So a call for a card is exported (`jax.export`) the first time, and what comes of it
+is called from then on. Whatever decides it is hashed to find it again: operation and module, shapes and dtypes of the
+arrays, every static argument, the card, versions of jax and its plugins, jax's settings, and our own sources.
+
+A file is written beside its name and renamed, so a reader sees a whole one or none. It begins with a digest of the
+rest, so one that is truncated or damaged is written anew.
+
+Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) where that is set.
+`PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 keeps nothing, neither on disk nor in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from pallas_attn import device, tuning
+
+ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
+PLATFORM = "cuda"
+CUSTOM_CALLS = ("mosaic_gpu_v2",)
+"""Targets whose form jax does not promise to keep between its versions, of which each has files of its own."""
+DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
+"""Those of jax's settings that what is traced may depend on."""
+MAGIC = b"pallas_attn kernel 1\n"
+
+
+def run(function: Callable[[Any], Any], call: Any) -> Any:
+    """`function(call)`, by way of what was kept of an equal call, or is kept from now on.
+
+    Nothing is kept where kernels are not compiled for one card: in the interpreter, on other platforms, and under a
+    mesh; nor while a tuner decides configurations.
+
+    Args:
+      function: an implementation of an operation, named uniquely by its module and name.
+      call: its call object, a pytree.
+
+    Raises:
+      NotImplementedError: the implementation does not support the call.
+    """
+    here = device.current()
+    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_mesh():
+        return function(call)
+    leaves, tree = jax.tree.flatten(call)
+    is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+    arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
+    static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
+    avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+    return _kept(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+
+
+def _enabled() -> bool:
+    return os.environ.get(ENVIRONMENT_VARIABLE) != "0"
+
+
+def _has_mesh() -> bool:
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def _settings() -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(jax.config, name, None)) for name in SETTINGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """Whatever decides how a call is lowered, but for what is the same throughout a process."""
+
+    function: Callable[[Any], Any]
+    tree: Any
+    static: tuple[Any, ...]
+    is_array: tuple[bool, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    here: device.Device
+    settings: tuple[tuple[str, Any], ...]
+    vmaps: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
+    """Size and axes of the arrays for each `jax.vmap` around the call, the innermost first."""
+
+    @property
+    def digest(self) -> str:
+        """The same in every process that would lower the same."""
+        named = f"{self.function.__module__}.{self.function.__qualname__}"
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
+        return hashlib.sha256("\n".join(map(repr, (named, *fields, *_process()))).encode()).hexdigest()
+
+    def batched(self, size: int, axes: tuple[int | None, ...]) -> _Key:
+        """The same call under one more `jax.vmap`."""
+        pairs = zip(self.avals, axes, strict=True)
+        avals = tuple(a if axis is None else jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a, axis in pairs)
+        return dataclasses.replace(self, avals=avals, vmaps=(*self.vmaps, (size, axes)))
+
+    def flat(self, *arrays: Any) -> Any:
+        """The implementation as a function of arrays alone."""
+
+        def one(*arrays: Any) -> Any:
+            arrays_left, static_left = iter(arrays), iter(self.static)
+            leaves = [next(arrays_left if flag else static_left) for flag in self.is_array]
+            return self.function(jax.tree.unflatten(self.tree, leaves))
+
+        function = one
+        for size, axes in self.vmaps:
+            function = jax.vmap(function, in_axes=axes, axis_size=size)
+        return function(*arrays)
+
+
+@functools.cache
+def _process() -> tuple[str, ...]:
+    """What is the same throughout a process: versions, our sources, and variables that kernels are compiled by."""
+    versions = []
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    names = sorted(name for name in os.environ if name.startswith(("MOSAIC_GPU_", "PALLAS_ATTN_PATCH")))
+    return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
+
+
+def _sources() -> str:
+    """A digest of the package: any change of a kernel, a heuristic or a tuned configuration changes it."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for file in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
+        digest.update(str(file.relative_to(root)).encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(key: _Key) -> Callable[..., Any]:
+    """What was exported for this key, as one jitted function, so that a program has it once however often it is called.
+
+    Exported functions know nothing of `jax.vmap`: under it, the batched implementation is kept in the same way.
+    """
+    file = _file(key)
+    exported = None if file is None else _read(file)
+    if exported is None:
+        checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
+        exported = export.export(jax.jit(key.flat), platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+        if file is not None:
+            _write(file, exported)
+    called = jax.custom_batching.custom_vmap(jax.jit(exported.call))
+
+    @called.def_vmap
+    def _batched(axis_size: int, in_batched: list[bool], *arrays: Any) -> Any:
+        out = _kept(key.batched(axis_size, tuple(0 if batched else None for batched in in_batched)))(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return called
+
+
+def _file(key: _Key) -> Path | None:
+    """Where a key's kernel is kept; None for nowhere."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        return Path(named) / key.digest
+    cache = jax.config.jax_compilation_cache_dir
+    if not cache or not jax.config.jax_enable_compilation_cache or "://" in str(cache):
+        return None
+    return Path(cache) / "pallas_attn_kernels" / key.digest
+
+
+def _read(file: Path) -> export.Exported | None:
+    """What a file holds; None where there is none, or what it holds is damaged."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(f"cannot read kernels kept in {file.parent}: {error.strerror or error}")
+        return None
+    header = len(MAGIC) + hashlib.sha256().digest_size
+    if not content.startswith(MAGIC) or hashlib.sha256(content[header:]).digest() != content[len(MAGIC) : header]:
+        return None
+    return export.deserialize(bytearray(content[header:]))
+
+
+def _write(file: Path, exported: export.Exported) -> None:
+    """Leaves a whole file or none."""
+    body = bytes(exported.serialize())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="tmp-", delete=False) as beside:
+            try:
+                beside.write(MAGIC + hashlib.sha256(body).digest() + body)
+                beside.close()
+                os.replace(beside.name, file)
+            except BaseException:
+                os.unlink(beside.name)
+                raise
+    except OSError as error:
+        _warn_once(f"cannot keep kernels in {file.parent}: {error.strerror or error}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"pallas_attn: {message}", stacklevel=2)

@@ -1,0 +1,109 @@
+"""One layer's absorbed decode step as a benchmark's case: its least work, and its arguments on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import PagedLatent
+from scripts.bench.harness.pools import CACHES, Pools, at_least, calls_of, random_values, tables
+from scripts.bench.shapes import MlaDecode
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaDecodeInputs:
+    """Arguments of a chain of calls.
+
+    Attributes:
+      cache: pool that all calls read from.
+      kv_lens: int32 [B].
+      owns: queries and a table for each call; all differ, or the compiler would merge calls.
+    """
+
+    cache: PagedLatent
+    kv_lens: Array
+    owns: list[dict[str, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaDecodeCase:
+    """An absorbed decode step over one kind of cache.
+
+    Attributes:
+      shape: shape of the step.
+      varied: whether lengths differ, with mean `context` and standard deviation `context` / 2.
+    """
+
+    shape: MlaDecode
+    cache: str = "bf16"
+    varied: bool = False
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        parts = [f"{s.latent_dim}+{s.rope_dim}", f"h{s.heads} B{s.batch}", f"{'~' * self.varied}{s.context}"]
+        return " ".join([*parts, f"p{s.page_size}", *([f"Q{s.queries}"] if s.queries > 1 else []), self.cache])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the latents that queries see."""
+        s = self.shape
+        return int(self.lens.sum()) * (s.latent_dim + s.rope_dim) * jnp.dtype(CACHES[self.cache][0]).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products. All queries are taken to see all latents."""
+        s = self.shape
+        return 2 * s.heads * s.queries * int(self.lens.sum()) * (2 * s.latent_dim + s.rope_dim)
+
+    @functools.cached_property
+    def lens(self) -> np.ndarray:
+        """Number of tokens of each sequence."""
+        s = self.shape
+        if not self.varied:
+            return np.full(s.batch, s.context, np.int32)
+        drawn = np.random.default_rng(0).normal(s.context, s.context / 2, s.batch)
+        return np.maximum(drawn, s.queries).astype(np.int32)
+
+    @property
+    def sm_scale(self) -> float:
+        """DeepSeek's scale for keys with 128 columns that are not rotated."""
+        return (128 + self.shape.rope_dim) ** -0.5
+
+    @property
+    def table_pages(self) -> int:
+        """Width of the block table."""
+        return -(-int(self.lens.max()) // self.shape.page_size)
+
+    @property
+    def cold_calls(self) -> int:
+        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
+        return calls_of(self.num_bytes)
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        s = self.shape
+        return {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
+
+    def inputs(self, pools: Pools) -> MlaDecodeInputs:
+        """Makes the arguments of a chain.
+
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        pages = self.cold_calls * s.batch * self.table_pages
+        cache = pools.get_latents(self.cache, pages, **self.pool_sizes)
+        rng = np.random.default_rng(pages)
+        cold = tables(rng, cache.pages.shape[0], self.cold_calls, (s.batch, self.table_pages))
+        owns = []
+        for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(self.cold_calls))):
+            q = random_values(key, (s.batch, s.queries, s.heads, s.latent_dim + s.rope_dim), CACHES[self.cache][0])
+            q_latent, q_rope = jnp.split(q, [s.latent_dim], axis=-1)
+            owns.append({"q_latent": q_latent, "q_rope": q_rope, "block_tables": cold[i % len(cold)]})
+        return MlaDecodeInputs(cache, jnp.asarray(self.lens), owns)

@@ -1,0 +1,150 @@
+"""One layer's decode step as a benchmark's case: its least work, and its arguments on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import FULL, HeadWindow, PagedKV
+from scripts.bench.harness.pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
+from scripts.bench.shapes import Decode
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeInputs:
+    """Arguments of a chain of calls.
+
+    Attributes:
+      kv: pool that all calls read from.
+      kv_lens: int32 [B].
+      q, block_tables: one for each call; all differ, or the compiler would merge calls.
+    """
+
+    kv: PagedKV
+    kv_lens: Array
+    q: list[Array]
+    block_tables: list[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """A decode step over one kind of cache.
+
+    Attributes:
+      shape: of the step.
+      cache: kind, of `pools.CACHES`.
+      varied: sequences are of 1 to `context` tokens, not all of `context`.
+      windowed_heads: KV heads that see `shape.window` keys, the others see all; None for no windows of heads.
+      sink_tokens: that windowed heads see too.
+    """
+
+    shape: Decode
+    cache: str = "bf16"
+    varied: bool = False
+    windowed_heads: int | None = None
+    sink_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        parts = [f"{s.q_heads}/{s.kv_heads}x{s.head_dim}", f"B{s.batch}", f"{'<' * self.varied}{s.context}"]
+        parts += [f"p{s.page_size}", *([f"Q{s.queries}"] if s.queries > 1 else [])]
+        if self.windowed_heads is not None:
+            parts.append(f"{self.windowed_heads}of{s.kv_heads}w{s.window}+{self.sink_tokens}")
+        elif s.window is not None:
+            parts.append(f"w{s.window}")
+        return " ".join([*parts, self.cache])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values that queries see; with windows, of all pages that hold one."""
+        page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
+        if self.window is None:
+            return page * int(self.lens.sum()) // self.shape.page_size
+        return page * int(self.walked_pages.sum()) // self.shape.kv_heads
+
+    @property
+    def flops(self) -> int:
+        s = self.shape
+        tokens = self.lens.sum() if self.window is None else self.walked_pages.sum() * s.page_size / s.kv_heads
+        return int(4 * s.q_heads * s.head_dim * s.queries * tokens)
+
+    @functools.cached_property
+    def lens(self) -> np.ndarray:
+        """Number of tokens of each sequence."""
+        s = self.shape
+        if not self.varied:
+            return np.full(s.batch, s.context, np.int32)
+        return np.random.default_rng(0).integers(s.queries, s.context + 1, s.batch, np.int32)
+
+    @functools.cached_property
+    def walked_pages(self) -> np.ndarray:
+        """Number of pages [B, Hkv] with a token that a query sees: those of sink tokens, and those of the window."""
+        s = self.shape
+        windowed = np.arange(s.kv_heads) < (s.kv_heads if self.windowed_heads is None else self.windowed_heads)
+        width = np.where(windowed, s.window or FULL, FULL)
+        sink_pages = np.where(windowed, -(-self.sink_tokens // s.page_size), 0)
+        first = np.maximum(self.lens[:, None].astype(np.int64) - s.queries + 1 - width, 0) // s.page_size
+        return -(-self.lens[:, None] // s.page_size) - first + np.minimum(sink_pages, first)
+
+    @property
+    def window(self) -> int | HeadWindow | None:
+        """The window in the form that the operation takes."""
+        if self.windowed_heads is None or self.shape.window is None:
+            return self.shape.window
+        windowed = np.arange(self.shape.kv_heads) < self.windowed_heads
+        widths = np.where(windowed, self.shape.window, FULL).astype(np.int32)
+        return HeadWindow(jnp.asarray(widths), jnp.asarray(np.where(windowed, self.sink_tokens, 0).astype(np.int32)))
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        s = self.shape
+        return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
+
+    @property
+    def table_pages(self) -> int:
+        """Width of the block table."""
+        return -(-self.shape.context // self.shape.page_size)
+
+    @property
+    def cold_calls(self) -> int:
+        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
+        return calls_of(self.num_bytes)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in a chain."""
+        return at_least(self.cold_calls)
+
+    @property
+    def pool_pages(self) -> int:
+        """Number of pages that the calls of a chain read."""
+        return self.cold_calls * self.shape.batch * self.table_pages
+
+    def in_turn[Own](self, owns: Sequence[Own]) -> list[Own]:
+        """Repeats the arguments of the cold calls for all calls of a chain, in turn."""
+        return [owns[i % len(owns)] for i in range(self.calls)]
+
+    def inputs(self, pools: Pools) -> DecodeInputs:
+        """Makes the arguments of a chain.
+
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        shape = (s.batch, s.queries, s.q_heads, s.head_dim)
+        dtype = CACHES[self.cache][0] if self.cache in ("f16", "f32") else jnp.bfloat16
+        kv = pools.get(self.cache, self.pool_pages, **self.pool_sizes)
+        rng = np.random.default_rng(self.pool_pages)
+        return DecodeInputs(
+            kv=kv,
+            kv_lens=jnp.asarray(self.lens),
+            q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],
+            block_tables=self.in_turn(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
+        )

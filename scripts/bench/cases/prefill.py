@@ -1,0 +1,258 @@
+"""Prefill chunks as benchmarks' cases: sequences of new tokens after cached ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import PagedKV, PagedLatent
+from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values, tables
+from scripts.bench.shapes import MlaPrefill, Prefill
+
+CHAIN_SECONDS = 2e-3
+"""Least time of a chain in seconds; starting one takes some 15 microseconds."""
+
+PORTABLE_FLOPS = 4e12
+"""Largest call for the portable implementations, which may take a second for so many operations."""
+
+
+LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2048, 512))
+"""(new tokens, cached tokens); the longest chunks come first, since most depends on them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPrefill:
+    """Shape of a chunk whose keys and values are one array each: `sequences` of `new_tokens` each after `cached_tokens`
+    each."""
+
+    sequences: int
+    new_tokens: int
+    cached_tokens: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCase:
+    """Base of the cases of all three operations.
+
+    Attributes:
+      shape: shape of the chunk.
+      cache: kind of the cache (`pools.CACHES`); for arrays, their dtype.
+    """
+
+    shape: Any
+    cache: str = "bf16"
+
+    @property
+    def new(self) -> int:
+        """Number of new tokens of all sequences."""
+        return self.shape.sequences * self.shape.new_tokens
+
+    @property
+    def held(self) -> int:
+        """Number of tokens of all sequences, new ones included."""
+        return self.new + self.shape.sequences * self.shape.cached_tokens
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, visible key) pairs; with a window, of those within it."""
+        s = self.shape
+        seen = s.cached_tokens + 1 + np.arange(s.new_tokens)
+        return s.sequences * int(np.minimum(seen, getattr(s, "window", None) or seen[-1]).sum())
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of queries."""
+        return CACHES[self.cache][0] if self.cache in ("f16", "f32") else jnp.bfloat16
+
+    @property
+    def cu_q_lens(self) -> Array:
+        return jnp.arange(self.shape.sequences + 1, dtype=jnp.int32) * self.shape.new_tokens
+
+    @property
+    def kv_lens(self) -> Array:
+        return jnp.full((self.shape.sequences,), self.shape.new_tokens + self.shape.cached_tokens, jnp.int32)
+
+    @property
+    def lengths_name(self) -> str:
+        s = self.shape
+        return f"S{s.sequences} {s.new_tokens} on {s.cached_tokens}"
+
+    def calls(self, num_bytes: int, flops: int) -> int:
+        """Number of calls in a chain, on a card with the rates of the fastest one."""
+        seconds = max(flops / 8e14, num_bytes / 4.8e12)
+        return max(2, min(16, round(CHAIN_SECONDS / seconds)))
+
+    def check_portable(self, implementation: str, flops: int) -> None:
+        """Raises NotImplementedError for a call that would take the portable implementation too long."""
+        if implementation == "xla" and flops > PORTABLE_FLOPS:
+            raise NotImplementedError(f"would take too long for {flops / 1e12:.0f} TFLOP")
+
+    def values(self, key: int, *shape: int) -> Array:
+        return random_values(jax.random.key(key), shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedAttentionCase(PrefillCase):
+    """A call of `ragged_attention`."""
+
+    shape: RaggedPrefill
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        return f"{s.q_heads}/{s.kv_heads}x{s.qk_dim}/{s.v_dim} {self.lengths_name} {self.cache}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of queries and outputs, keys and values."""
+        s = self.shape
+        rows = self.new * s.q_heads + self.held * s.kv_heads
+        return rows * (s.qk_dim + s.v_dim) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        s = self.shape
+        return 2 * s.q_heads * (s.qk_dim + s.v_dim) * self.pairs
+
+    def inputs(self, pools: Pools) -> dict[str, Any]:
+        """Makes the arguments: q for each call, and the arguments that all calls share."""
+        pools.release()
+        s = self.shape
+        calls = range(self.calls(self.num_bytes, self.flops))
+        return {
+            "q": [self.values(call, self.new, s.q_heads, s.qk_dim) for call in calls],
+            "k": self.values(100, self.held, s.kv_heads, s.qk_dim),
+            "v": self.values(101, self.held, s.kv_heads, s.v_dim),
+            "cu_q_lens": self.cu_q_lens,
+            "cu_kv_lens": jnp.arange(s.sequences + 1, dtype=jnp.int32) * (s.new_tokens + s.cached_tokens),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPrefillCase(PrefillCase):
+    """A call of `paged_prefill`."""
+
+    shape: Prefill
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        window = "" if s.window is None else f" w{s.window}"
+        return f"{s.q_heads}/{s.kv_heads}x{s.head_dim} {self.lengths_name} p{s.page_size}{window} {self.cache}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of queries and outputs, and of the pages of all tokens; with a window, of those that some query
+        sees."""
+        s = self.shape
+        page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
+        seen = min(s.new_tokens + s.cached_tokens, s.new_tokens - 1 + (s.window or s.cached_tokens + 1))
+        q = 2 * self.new * s.q_heads * s.head_dim * jnp.dtype(self.dtype).itemsize
+        return q + page * s.sequences * seen // s.page_size
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.shape.q_heads * self.shape.head_dim * self.pairs
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        s = self.shape
+        return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
+
+    def inputs(self, pools: Pools) -> dict[str, Any]:
+        """Makes the arguments: q for each call, and the arguments that all calls share.
+
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        table_pages = -(-(s.new_tokens + s.cached_tokens) // s.page_size)
+        kv: PagedKV = pools.get(self.cache, s.sequences * table_pages, **self.pool_sizes)
+        rng = np.random.default_rng(0)
+        calls = range(self.calls(self.num_bytes, self.flops))
+        return {
+            "q": [self.values(call, self.new, s.q_heads, s.head_dim) for call in calls],
+            "kv": kv,
+            "block_tables": tables(rng, kv.k.shape[0], 1, (s.sequences, table_pages))[0],
+            "cu_q_lens": self.cu_q_lens,
+            "kv_lens": self.kv_lens,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaPrefillCase(PrefillCase):
+    """A call of `mla_prefill`.
+
+    Attributes:
+      piece_tokens: tokens of the prefix that are expanded at a time; None for the operation's own choice.
+    """
+
+    shape: MlaPrefill
+    piece_tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        piece = "" if self.piece_tokens is None else f" by {self.piece_tokens}"
+        widths = f"h{s.heads} {s.latent_dim}+{s.rope_dim} {s.nope_dim + s.rope_dim}/{s.value_dim}"
+        return f"{widths} {self.lengths_name}{piece} {self.cache}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of queries and outputs, weights, and latents, all of which are read once."""
+        s = self.shape
+        heads = self.new * (s.nope_dim + s.rope_dim + s.value_dim) + (s.nope_dim + s.value_dim) * s.latent_dim
+        return (s.heads * heads + self.held * self.width) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Operations of the attention, and of expanding every latent once."""
+        s = self.shape
+        attention = self.pairs * (s.nope_dim + s.rope_dim + s.value_dim)
+        return 2 * s.heads * (attention + self.held * s.latent_dim * (s.nope_dim + s.value_dim))
+
+    @property
+    def width(self) -> int:
+        return self.shape.latent_dim + self.shape.rope_dim
+
+    @property
+    def sm_scale(self) -> float:
+        return (self.shape.nope_dim + self.shape.rope_dim) ** -0.5
+
+    def inputs(self, pools: Pools) -> dict[str, Any]:
+        """Makes the arguments: queries and new latents for each call, and the arguments that all calls share.
+
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        s = self.shape
+        table_pages = -(-(s.new_tokens + s.cached_tokens) // s.page_size)
+        sizes = {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
+        cache: PagedLatent = pools.get_latents(self.cache, s.sequences * table_pages, **sizes)
+        rng = np.random.default_rng(0)
+        owns = [
+            {
+                "q_nope": self.values(3 * call, self.new, s.heads, s.nope_dim),
+                "q_rope": self.values(3 * call + 1, self.new, s.heads, s.rope_dim),
+                "latent_new": self.values(3 * call + 2, self.new, self.width),
+            }
+            for call in range(self.calls(self.num_bytes, self.flops))
+        ]
+        shared = {
+            "cache": cache,
+            "w_uk": self.values(100, s.heads, s.nope_dim, s.latent_dim) * s.latent_dim**-0.5,
+            "w_uv": self.values(101, s.heads, s.value_dim, s.latent_dim) * s.latent_dim**-0.5,
+            "block_tables": tables(rng, cache.pages.shape[0], 1, (s.sequences, table_pages))[0],
+            "cu_q_lens": self.cu_q_lens,
+            "kv_lens": self.kv_lens,
+        }
+        return {"owns": owns, "shared": shared}

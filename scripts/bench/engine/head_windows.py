@@ -1,0 +1,351 @@
+"""Measures the savings of head-wise windows in the engine: contexts that a pool holds, their throughput, waiting times.
+
+In every layer some KV heads see everything and the others their sink tokens and a window. Measured are:
+
+- Contexts. Requests that arrive at once, more than fit a pool, with and without recycling of windowed heads' pages. The
+  number held is the most that decoded in one step. Arithmetic allows Hkv / (F + (Hkv - F)·resident/context) times as
+  many with recycling, where F heads are full and the others keep `resident` tokens, those of the window and the sinks.
+- Waiting. The same requests to a model that windows its heads and to one that does not, in turn: time to the first
+  token, time between tokens.
+- Rows in use over one long decode, for a picture.
+
+On a CPU sizes are a sixteenth of those on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), a quarter
+where waiting is measured, so that their ratios are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from models.config import GQAConfig, HeadWindows
+from models.decoder import AttentionSettings, Decoder
+from models.engine import Engine, EngineConfig
+from pallas_attn import FULL
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import generate, summary
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindowSizes:
+    """Sizes of the requests and pools, in tokens unless stated otherwise.
+
+    Attributes:
+      context: final length of a request, prompt and output.
+      new_tokens: length of each output; more than the steps in which all prompts are computed, so that all requests
+        that fit decode at the same time.
+      window, sink_tokens: window and sink tokens of a windowed head.
+      page_size: tokens a page holds.
+      pool_contexts: number of contexts that fill the pool if nothing is recycled.
+      step_tokens: tokens of a step, decode and prefill together.
+      waiting_context, waiting_window, waiting_batch, waiting_tokens: lengths of prompts and windows, number of requests
+        and length of outputs in the measurement of waiting.
+      repeats: repetitions of that measurement.
+      serving_repeats: repetitions of the measurement of contexts and throughput.
+    """
+
+    context: int
+    new_tokens: int
+    window: int
+    sink_tokens: int
+    page_size: int
+    pool_contexts: int
+    step_tokens: int
+    waiting_context: int
+    waiting_window: int
+    waiting_batch: int = 8
+    waiting_tokens: int = 64
+    repeats: int = 5
+    serving_repeats: int = 1
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of a pool that holds `pool_contexts` contexts without recycling."""
+        return self.pool_contexts * -(-self.context // self.page_size)
+
+    def allowed(self, num_heads: int, windowed: int) -> float:
+        """Largest possible gain in contexts from recycling: the ratio of rows held without it to rows held with it."""
+        resident = min(1.0, (self.window + self.sink_tokens) / self.context)
+        return num_heads / (num_heads - windowed + windowed * resident)
+
+
+SIZES = {
+    "cpu": HeadWindowSizes(
+        context=2048,
+        new_tokens=192,
+        window=256,
+        sink_tokens=4,
+        page_size=4,
+        pool_contexts=9,
+        step_tokens=512,
+        waiting_context=2048,
+        waiting_window=256,
+        serving_repeats=3,
+    ),
+    "gpu": HeadWindowSizes(
+        context=32768,
+        new_tokens=256,
+        window=4096,
+        sink_tokens=64,
+        page_size=64,
+        pool_contexts=9,
+        step_tokens=8192,
+        waiting_context=8192,
+        waiting_window=1024,
+        waiting_batch=32,
+    ),
+}
+"""Sizes by jax's name of the backend."""
+
+MODELS = {
+    "cpu": GQAConfig(
+        model_type="qwen3",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=4096,
+    ),
+    "gpu": GQAConfig(
+        model_type="qwen3",
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        dtype="bfloat16",
+    ),
+}
+"""Models by backend: on a GPU 8 of the 36 layers of Qwen3-8B, with a smaller vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindowBench:
+    """A model without windows, and the way it is run.
+
+    Attributes:
+      config, dtype, settings: of the model, whose weights are random.
+      sizes: sizes of requests and pools.
+      windowed: numbers of KV heads with windows, a case each.
+    """
+
+    config: GQAConfig
+    dtype: str
+    settings: AttentionSettings
+    sizes: HeadWindowSizes
+    windowed: tuple[int, ...]
+
+    def model(self, windowed: int = 0, window: int = 0) -> Decoder:
+        """Makes the model with this window in the last `windowed` heads of every layer; the weights do not depend on
+        it."""
+        heads, sinks = self.config.num_key_value_heads, self.sizes.sink_tokens
+        widths = (FULL,) * (heads - windowed) + (window,) * windowed
+        layer = HeadWindows(widths, (0,) * (heads - windowed) + (sinks,) * windowed)
+        windows = (layer,) * self.config.num_hidden_layers if windowed else None
+        return random_model(dataclasses.replace(self.config, windows=windows), self.dtype, self.settings)
+
+    def prompts(self, batch: int, length: int) -> list[list[int]]:
+        return np.random.default_rng(batch).integers(0, self.config.vocab_size, (batch, length)).tolist()
+
+
+def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]]:
+    """Yields the report as it grows, first without cases and then a case at a time; none is begun after
+    `limit_seconds`.
+    """
+    began = time.perf_counter()
+    report: dict[str, Any] = {
+        "model": bench.config.to_hf(),
+        "dtype": bench.dtype,
+        "implementation": bench.settings.implementation,
+        "sizes": dataclasses.asdict(bench.sizes),
+        "cases": [],
+    }
+    yield report
+    for windowed in bench.windowed:
+        if time.perf_counter() - began > limit_seconds:
+            return
+        report["cases"].append({"windowed": windowed} | contexts(bench, windowed) | waiting(bench, windowed))
+        yield report
+
+
+def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
+    """Measures the contexts that one pool holds and their throughput, with recycling and without in turn; reports runs
+    of median time."""
+    sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
+    allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
+    most = round(1.1 * allowed * sizes.pool_contexts)
+    prompts = bench.prompts(round(1.5 * allowed * sizes.pool_contexts), sizes.context - sizes.new_tokens)
+    engines = {name: _engine(model, sizes, most, recycling) for name, recycling in (("off", False), ("on", True))}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    for engine in engines.values():
+        engine.warmup()
+    for name in list(engines) * sizes.serving_repeats:
+        runs[name].append(_serve(engines[name], sizes, prompts))
+    off, on = (sorted(of_one, key=lambda run: run["run_s"])[len(of_one) // 2] for of_one in runs.values())
+    ratios = {f"{key}_ratio": on[key] / off[key] for key in ("contexts", "new_tokens_per_s", "decode_tokens_per_s")}
+    return {
+        "requests": len(prompts),
+        "allowed_ratio": allowed,
+        "fraction_of_allowed": ratios["contexts_ratio"] / allowed,
+        **ratios,
+        "off": off,
+        "on": on,
+    }
+
+
+def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> dict[str, Any]:
+    """Measures how many of these requests decode at once, and their throughput: in all, and while nearly as many
+    decode."""
+    preempted = engine.stats().preemptions
+    _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
+    run_s = sum(step.duration_s for step in steps)
+    most = max(step.decode_tokens for step in steps)
+    decodes = [step for step in steps if not step.prefill_tokens and step.decode_tokens >= 0.9 * most]
+    return {
+        "contexts": most,
+        "new_tokens_per_s": len(prompts) * sizes.new_tokens / run_s,
+        "decode_tokens_per_s": sum(s.decode_tokens for s in decodes) / sum(s.duration_s for s in decodes),
+        "steps": len(steps),
+        "preemptions": engine.stats().preemptions - preempted,
+        "cache_bytes": engine.stats().cache_bytes,
+        "run_s": run_s,
+    }
+
+
+def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling: bool) -> Engine:
+    """Makes an engine with two sizes of decode steps, so that padding is small with recycling and without."""
+    return Engine(
+        model,
+        EngineConfig(
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_batched_tokens=sizes.step_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=sizes.context,
+            prefix_caching=False,
+            recycling=recycling,
+            decode_buckets=tuple(sorted({min(sizes.pool_contexts + 1, max_num_seqs), max_num_seqs})),
+            prefill_buckets=(sizes.step_tokens,),
+        ),
+    )
+
+
+def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
+    """Measures waiting times with head-wise tables and with uniform ones, and the share of them that is saved."""
+    sizes = bench.sizes
+    models = {"uniform": bench.model(), "head_wise": bench.model(windowed, sizes.waiting_window)}
+    longest = sizes.waiting_context + sizes.waiting_tokens
+    config = EngineConfig(
+        num_pages=sizes.waiting_batch * -(-longest // sizes.page_size),
+        page_size=sizes.page_size,
+        max_batched_tokens=sizes.step_tokens,
+        max_num_seqs=sizes.waiting_batch,
+        max_model_len=longest,
+        prefix_caching=False,
+        decode_buckets=(sizes.waiting_batch,),
+        prefill_buckets=(sizes.step_tokens,),
+    )
+    engines = {name: Engine(model, config) for name, model in models.items()}
+    firsts, betweens = ({name: [] for name in engines} for _ in range(2))
+    prompts = bench.prompts(sizes.waiting_batch, sizes.waiting_context)
+    for engine in engines.values():
+        engine.warmup()
+        generate(engine, prompts[:1], [3])
+    for name in list(engines) * sizes.repeats:  # in turn, because a machine's speed drifts
+        outputs, steps = generate(engines[name], prompts, [sizes.waiting_tokens] * len(prompts))
+        firsts[name] += [output.ttft_s for output in outputs]
+        betweens[name] += [s.duration_s for s in steps if not s.prefill_tokens and s.decode_tokens == len(prompts)]
+    saved = {
+        f"{kind}_saved": 1 - statistics.median(times["head_wise"]) / statistics.median(times["uniform"])
+        for kind, times in (("ttft", firsts), ("between_tokens", betweens))
+    }
+    times = {name: {"ttft_s": summary(firsts[name]), "between_tokens_s": summary(betweens[name])} for name in engines}
+    return times | saved
+
+
+def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
+    """Counts the rows in use after each step of one request that grows to a whole context, with recycling and
+    without."""
+    sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
+    prompt = bench.prompts(1, sizes.page_size)
+    series: dict[str, Any] = {"windowed": windowed, "prompt_tokens": sizes.page_size}
+    for name, recycling in (("off", False), ("on", True)):
+        engine = _engine(model, sizes, 1, recycling)
+        _, steps = generate(engine, prompt, [sizes.context - sizes.page_size])
+        series[name] = [step.used_rows[0] for step in steps]
+    return series
+
+
+def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
+    """Upper bound of the rows of a sequence of so many tokens with recycling, decoding a token a step."""
+    sizes = bench.sizes
+    pages = -(-tokens // sizes.page_size)
+    in_window = (sizes.window + sizes.page_size - 2) // sizes.page_size + 1  # the window may begin anywhere in a page
+    resident = min(pages, -(-sizes.sink_tokens // sizes.page_size) + in_window)
+    return pages * (bench.config.num_key_value_heads - windowed) + resident * windowed
+
+
+def table(report: dict[str, Any]) -> Table:
+    """Table of the results, one line a case."""
+    sizes, heads = report["sizes"], report["model"]["num_key_value_heads"]
+    title = (
+        f"contexts of {sizes['context']:,} in a pool for {sizes['pool_contexts']}, windows of {sizes['window']:,};"
+        f" waiting with {sizes['waiting_context']:,} and {sizes['waiting_window']:,}"
+    )
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for column in ("windowed", "contexts", "allowed", "reached", "tokens/s", "first token", "between tokens"):
+        made.add_column(column, justify="right")
+    for case in report["cases"]:
+        off, on = case["off"], case["on"]
+        made.add_row(
+            f"{case['windowed']} of {heads}",
+            f"{off['contexts']} to {on['contexts']} ({case['contexts_ratio']:.2f}x)",
+            f"{case['allowed_ratio']:.2f}x",
+            f"{case['fraction_of_allowed']:.0%}",
+            f"{off['new_tokens_per_s']:,.0f} to {on['new_tokens_per_s']:,.0f} ({case['new_tokens_per_s_ratio']:.2f}x)",
+            *(_waited(case, kind) for kind in ("ttft", "between_tokens")),
+        )
+    return made
+
+
+def _waited(case: dict[str, Any], kind: str) -> str:
+    uniform, head_wise = (1e3 * case[name][f"{kind}_s"]["median"] for name in ("uniform", "head_wise"))
+    return f"{uniform:,.2f} to {head_wise:,.2f} ms ({-case[f'{kind}_saved']:+.0%})"
+
+
+def plot_long_decode(path: Path, bench: HeadWindowBench, series: dict[str, Any]) -> None:
+    """Writes a PNG of the rows in use as one context grows, and of their upper bound.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      OSError: it cannot be written.
+    """
+    from matplotlib.figure import Figure  # an optional dependency
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    tokens = series["prompt_tokens"] + np.arange(len(series["on"]))
+    bound = [most_rows(bench, series["windowed"], count) for count in tokens.tolist()]
+    axes.plot(tokens, series["off"], color="#E69F00", label="no recycling")
+    axes.plot(tokens, bound, color="#666666", linewidth=6, alpha=0.3, label="sink pages, window and one page")
+    axes.plot(tokens, series["on"], color="#0072B2", label="recycling")
+    heads, window = bench.config.num_key_value_heads, bench.sizes.window
+    axes.set(xlabel="tokens of the context", ylabel="rows in use", xlim=(0, tokens[-1]), ylim=(0, None))
+    axes.set_title(f"{series['windowed']} of {heads} KV heads with a window of {window:,} tokens", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=150)

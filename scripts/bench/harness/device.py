@@ -1,0 +1,113 @@
+"""The device of a benchmark, its rates, and the versions and commit that a result depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scripts.bench.harness.timing import Stopwatch
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "pallas_attn", "numpy", "torch", "triton")
+PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc")
+"""Packages whose versions are reported if they are installed."""
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMIT = "PALLAS_ATTN_COMMIT"
+"""Environment variable that names the commit for a copy of the tree without git."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates that this card reached in this run.
+
+    Attributes:
+      copy: bytes per second of a copy within its memory, counting both reads and writes.
+      matrix: operations per second of a bfloat16 matrix product.
+    """
+
+    copy: float
+    matrix: float
+
+    def floor(self, num_bytes: int, flops: int) -> float:
+        """Seconds that no implementation can beat: to move so many bytes, or to compute so much."""
+        return max(num_bytes / self.copy, flops / self.matrix)
+
+
+def measure_rates(stopwatch: Stopwatch) -> Rates:
+    """Measures both rates, on random data, since a card's clock depends on its operands."""
+    on_gpu = jax.default_backend() == "gpu"
+    elements, width = (2**28, 8192) if on_gpu else (2**24, 512)
+    stopwatch = dataclasses.replace(stopwatch, kernels=False)
+    sources = [jax.random.normal(jax.random.key(i), (elements,)) for i in range(2)]
+    copied = stopwatch.chain(lambda _, __, source: (None, jnp.copy(source)), sources)
+    copy = 2 * sources[0].nbytes / copied.median
+    del sources
+    factors = [jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(3)]
+    vendors = {"xla_gpu_enable_triton_gemm": False}  # without a search through other libraries
+    multiplied = stopwatch.chain(lambda _, b, a: (None, a @ b), factors[1:], shared=factors[0], options=vendors)
+    return Rates(copy, 2 * width**3 / multiplied.median)
+
+
+def memory_bytes() -> int:
+    """Bytes that arrays may take on this device."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def multiprocessors() -> int:
+    """Number of multiprocessors of a GPU; 1 elsewhere."""
+    return getattr(jax.local_devices()[0], "core_count", 1) if jax.default_backend() == "gpu" else 1
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver; None without one."""
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> dict[str, Any]:
+    """The measured commit, and whether files differ from it; both None if unknown.
+
+    A copy of the tree without git takes the commit from the environment variable `COMMIT`, with the suffix "-dirty" if
+    files differ. Files in benchmarks/, such as results, do not count.
+    """
+    if not (ROOT / ".git").exists():
+        sha, _, dirty = os.environ.get(COMMIT, "").partition("-")
+        return {"commit": sha or None, "dirty": dirty == "dirty" if sha else None}
+    sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output(
+        "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks"
+    )
+    known = sha is not None and changed is not None
+    return {"commit": sha.strip(), "dirty": bool(changed)} if known else {"commit": None, "dirty": None}
+
+
+def _output(*command: str) -> str | None:
+    """Returns a command's standard output; None if it cannot be run, or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def description() -> dict[str, Any]:
+    """The device, all that runs on it, and the commit, for JSON."""
+    return {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()} | commit()

@@ -1,0 +1,162 @@
+"""Page pools for benchmarks: random pages, with pages of its own for every call of a chain, so that none is in a
+cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from scripts.bench.harness.device import memory_bytes
+
+CACHES: dict[str, tuple[Any, Any]] = {
+    "bf16": (jnp.bfloat16, None),
+    "f16": (jnp.float16, None),
+    "int8-head": (jnp.int8, "head"),
+    "int8-channel": (jnp.int8, "channel"),
+    "fp8-head": (jnp.float8_e4m3fn, "head"),
+    "fp8-group": (jnp.float8_e4m3fn, 4),
+    "fp8-token": (jnp.float8_e4m3fn, "token"),
+    "f32": (jnp.float32, None),
+}
+"""Kinds of caches by name: dtype, and the layout of scales; "token" stands for as many groups as a page has tokens."""
+
+COLD_BYTES = 2 * 2**30
+"""Bytes that the calls of a chain read before one reads the same again: many times the L2 (60 MB on an H200), and
+enough for the host to keep ahead."""
+
+MIN_CALLS = 16
+"""Fewest calls in a chain that only reads, however large: starting a chain takes some 15 microseconds, which would
+count."""
+
+MAX_CALLS = 64
+"""Most calls in a chain: enough for calls of 10 microseconds, and few enough to compile."""
+
+PORTABLE_CALLS = 8
+"""Most calls in a chain of XLA's own code, since each call is compiled anew. So few calls of small caches may find them
+in the L2."""
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the chunks in which random pages are made."""
+
+
+def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> CacheSpec:
+    """Shapes of a pool of this kind."""
+    dtype, scales = CACHES[cache]
+    return kv_cache_spec(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        scales=page_size if scales == "token" else scales,
+    )
+
+
+def calls_of(num_bytes: int) -> int:
+    """Number of calls of so many bytes, each on pages of its own, until the first one's are cold again."""
+    return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
+
+
+def at_least(calls: int) -> int:
+    """Number of calls in a chain that only reads, if so many calls have pages of their own."""
+    return max(MIN_CALLS, calls)
+
+
+def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
+    """Selects the calls that a chain of this implementation is made of."""
+    return owns if implementation == "mosaic" else owns[:PORTABLE_CALLS]
+
+
+def check_fits(num_bytes: int) -> None:
+    """Raises MemoryError if a pool would take more than its share of the memory."""
+    limit = int(0.8 * memory_bytes())
+    if num_bytes > limit:
+        raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and there is room for {limit / 1e9:.1f}")
+
+
+def random_pool(spec: CacheSpec) -> PagedKV:
+    """Makes pages of normal values, and scales that bring quantised ones back to about that size."""
+    arrays = {}
+    for i, (name, array) in enumerate(spec.arrays.items()):
+        make = _random_scales if name.endswith("_scale") else _random_pages
+        arrays[name] = make(jax.random.key(i, impl="rbg"), array)
+    return PagedKV(**arrays)
+
+
+def random_latents(spec: CacheSpec) -> PagedLatent:
+    """Makes pages of normal values."""
+    return PagedLatent(_random_pages(jax.random.key(0, impl="rbg"), spec.arrays["pages"]))
+
+
+def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+    """Draws normal values; for an integer dtype, whole numbers with the spread of int8."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(40.0 * jax.random.normal(key, shape)), -127, 127).astype(dtype)
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+
+def _random_pages(key: Array, array: jax.ShapeDtypeStruct) -> Array:
+    """Makes pages chunk by chunk, since their intermediate values take several times the memory."""
+    page_bytes = math.prod(array.shape[1:]) * array.dtype.itemsize
+    pages = max(1, min(array.shape[0], CHUNK_BYTES // page_bytes))
+
+    def fill(i: Array, made: Array) -> Array:
+        chunk = random_values(jax.random.fold_in(key, i), (pages, *array.shape[1:]), array.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(made, chunk, i * pages, axis=0)  # the last one moves back
+
+    chunks = -(-array.shape[0] // pages)
+    return jax.jit(lambda: jax.lax.fori_loop(0, chunks, fill, jnp.zeros(array.shape, array.dtype)))()
+
+
+def _random_scales(key: Array, array: jax.ShapeDtypeStruct) -> Array:
+    return jax.random.uniform(key, array.shape, array.dtype, 0.01, 0.04)
+
+
+class Pools:
+    """Keeps the last pool for the next cases that can use it."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, int, Any] | None = None
+
+    def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
+        """Returns a pool of this kind with at least so many pages.
+
+        Raises:
+          MemoryError: it does not fit.
+        """
+        return self._get((cache, sizes), cache_spec(cache, num_pages=num_pages, **sizes), random_pool)
+
+    def get_latents(self, cache: str, num_pages: int, **sizes: int) -> PagedLatent:
+        """Returns a pool of latents of this kind with at least so many pages.
+
+        Raises:
+          MemoryError: it does not fit.
+        """
+        spec = latent_cache_spec(num_pages=num_pages, dtype=CACHES[cache][0], **sizes)
+        return self._get((cache, sizes), spec, random_latents)
+
+    def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
+        if self._kept is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
+            return self._kept[2]
+        self.release()
+        check_fits(spec.num_bytes)
+        pool = make(spec)
+        self._kept = kind, spec.num_pages, pool
+        return pool
+
+    def release(self) -> None:
+        """Drops the pool, so that its memory is free."""
+        self._kept = None
+
+
+def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:
+    """Draws a block table for each call, with pages that no other call reads, from anywhere in the pool."""
+    ids = rng.permutation(num_pages)[: calls * math.prod(shape)].astype(np.int32)
+    return [jnp.asarray(table) for table in ids.reshape(calls, *shape)]

@@ -1,0 +1,136 @@
+"""One run of a benchmark: every contender in each case, one case after the other, and a report that may end at any
+case."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.harness.case import Bench, Case, noting_configs
+from scripts.bench.harness.device import Rates
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.timing import Stopwatch
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+
+OPERATIONS = (
+    "paged_decode",
+    "plan_decode",
+    "merge_states",
+    "write_kv",
+    "mla_decode",
+    "ragged_attention",
+    "paged_prefill",
+    "mla_prefill",
+    "write_latent",
+    "gather_latent",
+)
+"""Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
+
+ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
+"""Exceptions of a contender that cannot take part."""
+FAILURES = (AttributeError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""Exceptions that other projects' code may raise when it fails."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One run of a benchmark.
+
+    Attributes:
+      bench: benchmark of the operation.
+      contenders: names of those that take part.
+      stopwatch: settings of the measurement.
+      rates: rates of the device.
+    """
+
+    bench: Bench
+    contenders: list[str]
+    stopwatch: Stopwatch
+    rates: Rates
+    pools: Pools = dataclasses.field(default_factory=Pools)
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Measures one case for the report."""
+        floor = self.rates.floor(case.num_bytes, case.flops)
+        bound = "memory" if case.num_bytes / self.rates.copy == floor else "math"
+        report: dict[str, Any] = {"case": case.name, "bytes": case.num_bytes, "flops": case.flops, "bound": bound}
+        report |= {"floor_us": 1e6 * floor, "arguments": dataclasses.asdict(case)}  # pyrefly: ignore[bad-argument-type]
+        try:
+            inputs = self.bench.inputs(case, self.pools)
+        except (MemoryError, *FAILURES) as error:
+            return report | {"skipped": reason(error)}
+        outputs: dict[str, np.ndarray] = {}
+        results = {name: self.attempt(name, case, inputs, floor, outputs) for name in self.contenders}
+        return report | {"results": results}
+
+    def attempt(
+        self, name: str, case: Case, inputs: Any, floor: float, outputs: dict[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """Measures one contender: its times, or the reason why there are none.
+
+        Args:
+          outputs: outputs of earlier contenders, by name; this one's is added.
+        """
+        began = time.perf_counter()
+        try:
+            with noting_configs() as noted:
+                timing = self.bench.contenders[name](case, inputs, self.stopwatch)
+        except ABSENT as error:
+            return {"absent": reason(error)}
+        except FAILURES as error:
+            return {"error": reason(error)}
+        bandwidth, arithmetic = case.num_bytes / timing.median, case.flops / timing.median
+        entry = {"fraction_of_floor": floor / timing.median, "took_s": time.perf_counter() - began}
+        entry |= {"bytes_per_s": bandwidth, "fraction_of_copy": bandwidth / self.rates.copy}
+        entry |= {"flops_per_s": arithmetic, "fraction_of_matrix": arithmetic / self.rates.matrix}
+        if timing.output is not None:
+            entry |= differences(timing.output, outputs)
+            outputs[name] = timing.output
+        configs = {op: dataclasses.asdict(config) for op, config in noted.items()}
+        return timing.fields() | entry | ({"config": configs} if configs else {})
+
+
+def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Distance of an output from the first of the others, so that a contender that computes something else is
+    noticed."""
+    for name, other in others.items():
+        distance, largest = np.abs(output.reshape(other.shape) - other).max(), np.abs(other).max()
+        return {"compared_with": name, "largest_difference": float(distance), "largest_value": float(largest)}
+    return {}
+
+
+def reason(error: BaseException) -> str:
+    """Describes an exception in a few words, with the parts of a group."""
+    if isinstance(error, ExceptionGroup):
+        return "; ".join(reason(part) for part in error.exceptions)
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else f"{text[:300]}..."
+    return text if isinstance(error, (NotImplementedError, MemoryError)) else f"{type(error).__name__}: {text}"
+
+
+def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
+    """Yields the cases that are reached before a time of `time.perf_counter`."""
+    for case in cases:
+        if time.perf_counter() >= end:
+            return
+        yield case
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Writes a report atomically, so that a run that ends while writing leaves the previous report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(report, indent=1) + "\n")
+    draft.replace(path)
+
+
+def load(operation: str) -> Bench:
+    return importlib.import_module(f"scripts.bench.ops.{operation}").BENCH

@@ -1,0 +1,80 @@
+"""Benchmark of `mla_decode`: one layer's absorbed step over a pool of which every call reads other pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from pallas_attn import mla_decode, plan_decode
+from scripts.bench import shapes
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.pools import chain_of
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
+from scripts.bench.shapes import MlaDecode
+
+
+def ours(implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
+
+    shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
+    shared["plan"] = jax.jit(
+        lambda shared, own: plan_decode(
+            (own["q_latent"], own["q_rope"]),
+            shared["cache"],
+            own["block_tables"],
+            shared["kv_lens"],
+            implementation=implementation,
+        )
+    )(shared, arrays.owns[0])
+    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=shared)
+
+
+def _grid(varied: bool) -> list[MlaDecodeCase]:
+    sizes = itertools.product((16, 64, 128), (1, 2), (1024, 2048, 4096, 8192, 16384, 32768))
+    return [MlaDecodeCase(MlaDecode(128, context, heads, queries), varied=varied) for heads, queries, context in sizes]
+
+
+def _small_batches() -> list[MlaDecodeCase]:
+    sizes = itertools.product((16, 128), (1, 2, 32), (1024, 8192, 32768))
+    return [MlaDecodeCase(MlaDecode(batch, context, heads)) for heads, batch, context in sizes]
+
+
+def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCase]:
+    """All widths with a kernel."""
+    widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
+    sizes = itertools.product(widths, heads)
+    return [
+        MlaDecodeCase(MlaDecode(batch, context, n, latent_dim=latent, rope_dim=rope)) for (latent, rope), n in sizes
+    ]
+
+
+def _quick() -> list[MlaDecodeCase]:
+    """The most informative sizes, in an order that reuses pools."""
+    sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
+    sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
+    sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]
+    return [MlaDecodeCase(MlaDecode(*size)) for size in sizes] + [MlaDecodeCase(MlaDecode(128, 8192, 128), varied=True)]
+
+
+BENCH = Bench(
+    grids={
+        "mla": _grid(varied=False),
+        "mla-varied": _grid(varied=True),
+        "mla-batches": _small_batches(),
+        "mla-quick": _quick(),
+        "mla-widths": _widths(64, 8192, (16, 128)),
+        "tune": _widths(128, 2048, (64, 128)),
+        "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
+        "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
+    },
+    contenders=by_name(ours) | flashinfer_mla.CONTENDERS | flash_mla.CONTENDERS | flash_attention.MLA_CONTENDERS,
+    inputs=MlaDecodeCase.inputs,
+)

@@ -1,0 +1,46 @@
+"""Benchmark of `mla_prefill`: expanded latent attention of chunks after prefixes in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pallas_attn import mla_prefill
+from scripts.bench import shapes
+from scripts.bench.cases.prefill import LENGTHS, MlaPrefillCase
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.shapes import MlaPrefill
+
+
+def ours(implementation: str, case: MlaPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    case.check_portable(implementation, case.flops)
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        options: dict[str, Any] = {"piece_tokens": case.piece_tokens, "sm_scale": case.sm_scale}
+        return None, mla_prefill(**own, **shared, **options, implementation=implementation)
+
+    return stopwatch.chain(call, arrays["owns"], shared=arrays["shared"])
+
+
+BENCH = Bench(
+    grids={
+        "prefill": [MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in LENGTHS],
+        "prefill-quick": [
+            MlaPrefillCase(MlaPrefill(1, *size, heads))
+            for heads in (128, 16)
+            for size in ((8192, 0), (2048, 8192), (512, 32768))
+        ],
+        "pieces": [
+            MlaPrefillCase(MlaPrefill(1, 2048, 32768, heads), piece_tokens=piece_tokens)
+            for heads in (128, 16)
+            for piece_tokens in (1024, 2048, 4096, 8192, 16384)
+        ],
+        "tune": [
+            MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
+        ],
+        "models": [MlaPrefillCase(shape) for shape in shapes.MLA_PREFILL.values()],
+        "small": [MlaPrefillCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
+    },
+    contenders=by_name(ours),
+    inputs=MlaPrefillCase.inputs,
+)

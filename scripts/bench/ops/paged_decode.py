@@ -1,0 +1,118 @@
+"""Benchmark of `paged_decode`: one layer's step over a pool of which every call reads other pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from pallas_attn import HeadWindow, paged_decode, plan_decode
+from scripts.bench import shapes
+from scripts.bench.cases.paged_decode import DecodeCase, DecodeInputs
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.pools import CACHES, chain_of
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode
+from scripts.bench.shapes import Decode
+
+
+def ours(implementation: str, case: DecodeCase, arrays: DecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+    width = case.window if not isinstance(case.window, HeadWindow) else None
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        options: dict[str, Any] = {"window": width} | shared
+        return None, paged_decode(**own, **options, soft_cap=case.shape.soft_cap, implementation=implementation)
+
+    shared: dict[str, Any] = {"kv": arrays.kv, "kv_lens": arrays.kv_lens}
+    if isinstance(case.window, HeadWindow):
+        shared["window"] = case.window
+    if case.shape.learned_sinks:
+        shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
+    owns = [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
+    shared["plan"] = jax.jit(
+        lambda shared, own: plan_decode(
+            **own,
+            cache=shared["kv"],
+            kv_lens=shared["kv_lens"],
+            window=shared.get("window", width),
+            soft_cap=case.shape.soft_cap,
+            implementation=implementation,
+        )
+    )(shared, owns[0])
+    return stopwatch.chain(call, chain_of(implementation, owns), shared=shared)
+
+
+# --- grids
+
+GQA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 4, 128), (14, 1, 128), (64, 8, 64))
+"""(query heads, KV heads, head width)."""
+
+
+def _gqa() -> list[DecodeCase]:
+    sizes = itertools.product(("bf16", "int8-head", "fp8-head"), (64, 16), GQA_HEADS, (1, 2, 4))
+    return [
+        DecodeCase(Decode(batch, context, *heads, queries=queries, page_size=page_size), cache)
+        for cache, page_size, heads, queries in sizes
+        for batch, context in itertools.product((1, 16, 64, 256), (512, 2048, 8192, 32768, 131072))
+    ]
+
+
+def _gqa_quick() -> list[DecodeCase]:
+    """The most informative sizes, for one cache after the other."""
+    shapes = [Decode(*size, 32, 8, 128) for size in ((1, 8192), (1, 131072), (16, 2048), (64, 2048), (64, 8192))]
+    shapes += [Decode(256, 2048, 32, 8, 128), Decode(64, 8192, 32, 8, 128, queries=4)]
+    shapes += [Decode(64, 8192, 32, 8, 128, page_size=16), Decode(64, 8192, 64, 8, 128), Decode(64, 8192, 64, 8, 64)]
+    shapes += [Decode(256, 8192, 14, 1, 128)]
+    return [DecodeCase(shape, cache) for cache in ("bf16", "int8-head", "fp8-head") for shape in shapes]
+
+
+def _head_wise() -> list[DecodeCase]:
+    return [
+        DecodeCase(Decode(64, context, 32, 8, 128, window=window), windowed_heads=heads, sink_tokens=sinks)
+        for context in (8192, 32768, 131072)
+        for heads, window, sinks in [(0, 1024, 0), *itertools.product((4, 7), (1024, 4096), (0, 128))]
+    ]
+
+
+def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
+    """Sorts cases so that those that can share a pool follow one another."""
+    return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
+
+
+def _tune() -> list[DecodeCase]:
+    """Every value that a configuration depends on, in a step that fills the card and in one that does not."""
+    heads = ((32, 8, 128, 1), (32, 8, 128, 4), (64, 8, 64, 1), (8, 4, 256, 1))
+    return [
+        DecodeCase(Decode(batch, context, q_heads, kv_heads, head_dim, queries=queries), cache)
+        for cache in ("bf16", "int8-head", "fp8-head", "fp8-token")
+        for q_heads, kv_heads, head_dim, queries in heads
+        for batch, context in ((64, 8192), (16, 2048))
+    ]
+
+
+GRIDS = {
+    "gqa": _gqa(),
+    "gqa-quick": _gqa_quick(),
+    "head-wise": _head_wise(),
+    "caches": [DecodeCase(Decode(64, 8192, 32, 8, 128), cache) for cache in CACHES if cache != "f32"],
+    "varied": [
+        DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)
+        for page_size, batch in itertools.product((64, 16), (4, 16, 64))
+    ],
+    "tune": _tune(),
+    "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
+    "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],
+}
+GRIDS = {name: _ordered(grid) for name, grid in GRIDS.items()}
+
+BENCH = Bench(
+    grids=GRIDS,
+    contenders=by_name(ours)
+    | flashinfer_decode.CONTENDERS
+    | flash_attention.DECODE_CONTENDERS
+    | torch_decode.CONTENDERS,
+    inputs=DecodeCase.inputs,
+)

@@ -1,0 +1,53 @@
+"""Benchmark of `paged_prefill`: prefill chunks over pages that hold them and their prefixes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+
+from pallas_attn import paged_prefill
+from scripts.bench import shapes
+from scripts.bench.cases.prefill import LENGTHS, PagedPrefillCase
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flashinfer_chunk
+from scripts.bench.shapes import Prefill
+
+
+def ours(implementation: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    case.check_portable(implementation, case.flops)
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        options: dict[str, Any] = {"window": case.shape.window, "soft_cap": case.shape.soft_cap}
+        return None, paged_prefill(q, **shared, **options, implementation=implementation)
+
+    shared = {name: array for name, array in arrays.items() if name != "q"}
+    if case.shape.learned_sinks:
+        shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
+    return stopwatch.chain(call, arrays["q"], shared=shared)
+
+
+def _tune() -> list[PagedPrefillCase]:
+    """Widths and kinds of caches, in one sequence and in several, in an order that reuses pools."""
+    kinds = itertools.product((64, 128, 256), ("bf16", "int8-head", "fp8-token"), (1, 16))
+    return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
+
+
+BENCH = Bench(
+    grids={
+        "prefill": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
+        "prefill-quick": [
+            PagedPrefillCase(Prefill(1, *size, 32, 8, 128), cache)
+            for cache in ("bf16", "int8-head", "fp8-head")
+            for size in ((8192, 0), (2048, 8192))
+        ],
+        "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
+        "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
+        "tune": _tune(),
+        "small": [PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
+    },
+    contenders=by_name(ours) | flashinfer_chunk.PAGED_CONTENDERS,
+    inputs=PagedPrefillCase.inputs,
+)

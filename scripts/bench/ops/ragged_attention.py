@@ -1,0 +1,57 @@
+"""Benchmark of `ragged_attention`: prefill chunks with keys and values that lie in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pallas_attn import ragged_attention
+from scripts.bench.cases.prefill import LENGTHS, RaggedAttentionCase, RaggedPrefill
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
+
+HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
+"""(query heads, KV heads, width of queries and keys, width of values)."""
+
+
+def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    case.check_portable(implementation, case.flops)
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        return None, ragged_attention(q, **shared, implementation=implementation)
+
+    shared = {name: array for name, array in arrays.items() if name != "q"}
+    return stopwatch.chain(call, arrays["q"], shared=shared)
+
+
+def _quick() -> list[RaggedAttentionCase]:
+    """The most informative sizes."""
+    sizes = [(8192, 0, heads) for heads in HEADS] + [(2048, 8192, heads) for heads in HEADS]
+    sizes += [(512, 32768, HEADS[1]), (512, 0, HEADS[1])]
+    return [RaggedAttentionCase(RaggedPrefill(1, new, cached, *heads)) for new, cached, heads in sizes]
+
+
+def _tune() -> list[RaggedAttentionCase]:
+    """All widths with a kernel, in one sequence and in several."""
+    heads = (HEADS[1], *((32, 8, width, width) for width in (64, 128, 256)))
+    return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
+
+
+BENCH = Bench(
+    grids={
+        "prefill": [RaggedAttentionCase(RaggedPrefill(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
+        "prefill-quick": _quick(),
+        "widths": [RaggedAttentionCase(RaggedPrefill(1, 8192, 0, 32, 8, width, width)) for width in (64, 128, 256)],
+        "batches": [
+            RaggedAttentionCase(RaggedPrefill(sequences, 8192 // sequences, 0, *HEADS[1]))
+            for sequences in (1, 4, 16, 64)
+        ],
+        "tune": _tune(),
+        "small": [RaggedAttentionCase(RaggedPrefill(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
+    },
+    contenders=by_name(ours)
+    | torch_chunk.CONTENDERS
+    | flashinfer_chunk.RAGGED_CONTENDERS
+    | flash_attention.RAGGED_CONTENDERS,
+    inputs=RaggedAttentionCase.inputs,
+)

@@ -1,0 +1,102 @@
+"""Benchmark of `write_kv`: new tokens into a pool that is updated in place, to other slots in every call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import CacheSpec, Rope, write_kv
+from scripts.bench.cases.writes import WriteCase
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.pools import Pools, cache_spec, chain_of, check_fits, random_pool, random_values
+from scripts.bench.harness.timing import Stopwatch, Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteKVCase(WriteCase):
+    """A call of `write_kv`.
+
+    Attributes:
+      rope: whether keys and queries are rotated.
+    """
+
+    rope: bool
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{heads} T{self.tokens} runs of {self.run} p{self.page_size}{' rope' * self.rope} {self.cache}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values, read in bfloat16 and written in the cache's dtype; with rope also of queries, read
+        and written."""
+        written = self.tokens * self.spec(1).bytes_per_page // self.page_size
+        rotated = 2 * self.q_heads if self.rope else 0
+        angles = 2 * 4 * (self.head_dim // 2) if self.rope else 0
+        return written + self.tokens * (2 * self.head_dim * (2 * self.kv_heads + rotated) + angles)
+
+    def spec(self, num_pages: int) -> CacheSpec:
+        sizes = {"page_size": self.page_size, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return cache_spec(self.cache, num_pages=num_pages, **sizes)
+
+
+def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
+    """Makes the arguments of each call, slots included.
+
+    Raises:
+      MemoryError: the pool does not fit.
+    """
+    pools.release()
+    check_fits(case.pool.num_bytes)
+    shapes = {"k": case.kv_heads, "v": case.kv_heads} | ({"q": case.q_heads} if case.rope else {})
+    keys = jax.random.split(jax.random.key(0), case.calls)
+    return [
+        {name: random_values(key, (case.tokens, n, case.head_dim), jnp.bfloat16) for name, n in shapes.items()}
+        | {"slots": slots}
+        for key, slots in zip(keys, case.slots, strict=True)
+    ]
+
+
+def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
+    """Times calls over a pool of their own, since they change it."""
+
+    def call(kv: Any, rope: Any, own: dict[str, Any]) -> tuple[Any, Any]:
+        written: Any = write_kv(kv, **own, rope=rope, implementation=implementation)
+        return written if "q" in own else (written, None)
+
+    angles = jax.random.uniform(jax.random.key(1), (case.tokens, case.head_dim // 2), maxval=2 * np.pi)
+    rope = Rope(jnp.cos(angles), jnp.sin(angles)) if case.rope else None
+    return stopwatch.chain(call, chain_of(implementation, owns), carried=random_pool(case.pool), shared=rope)
+
+
+def _grid() -> list[WriteKVCase]:
+    """Tokens of a decode step, each of a sequence of its own, and prefill chunks."""
+    sizes = ((64, 1), (256, 1), (2048, 2048), (8192, 8192))
+    caches = ("bf16", "int8-head", "fp8-head", "fp8-token")
+    return [
+        WriteKVCase(tokens, run, cache, rope)
+        for cache, rope, (tokens, run) in itertools.product(caches, (True, False), sizes)
+    ]
+
+
+BENCH = Bench(
+    grids={
+        "writes": _grid(),
+        "small": [
+            WriteKVCase(4, 2, cache, rope, 4, 2, 16, page_size=16, pool_bytes=2**20)
+            for cache, rope in (("f32", True), ("int8-head", False))
+        ],
+    },
+    contenders=by_name(ours),
+    inputs=inputs,
+)

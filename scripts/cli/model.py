@@ -1,0 +1,66 @@
+"""The model that --model, --random, --head-windows and --dtype ask for."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+
+from models.checkpoints import load_config, load_model, random_model
+from models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
+from models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
+from scripts.cli.command_line import as_usage_error
+
+
+def read_config(options: argparse.Namespace) -> ModelConfig:
+    """Reads the model's configuration.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
+      UsageError: windows that are not for this model.
+    """
+    config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+    if options.head_windows is None:
+        return config
+    windows = load_windows(options.head_windows)
+    with as_usage_error(ValueError, NotImplementedError, prefix="--head-windows: "):
+        return with_windows(config, windows)
+
+
+def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
+    """Dtype of weights and activations."""
+    return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
+
+
+def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings) -> Decoder:
+    """Loads the model, with the weights of its directory or random ones.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: as `load_model`.
+      UsageError: the weights do not fit the device or this machine's memory.
+    """
+    flag = "--random" if options.model is None else "--model"
+    with as_usage_error(MemoryError, jax.errors.JaxRuntimeError, prefix=f"{flag}: loading the weights: "):
+        if options.model is None:
+            return random_model(config, dtype=dtype_of(options, config), settings=settings)
+        return load_model(options.model, dtype_of(options, config), settings, config.windows)
+
+
+def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:
+    """Finds the implementation that each operation of the model will run on, by name.
+
+    Raises:
+      NotImplementedError: no implementation can run an operation.
+      ValueError: a name that no operation's implementation has.
+    """
+    explained = explain_attention(config, settings, sizes, dtype)
+    for op, explanation in explained.items():
+        if explanation.chosen is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in explanation.refused.items())
+            raise NotImplementedError(f"--implementation: {op} cannot run here: {reasons}")
+    return {op: explanation.chosen for op, explanation in explained.items() if explanation.chosen is not None}
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """Name of the model for people."""
+    return options.random if options.model is None else options.model.resolve().name

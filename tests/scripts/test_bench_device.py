@@ -1,0 +1,69 @@
+"""Description of device, versions and commit that every result carries."""
+
+import subprocess
+
+import pytest
+
+from scripts.bench.harness import device
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+def git(root, *arguments):
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(root), *identity, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of one commit, with a kernel and a result in it."""
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "kernel.py").write_text("fast = False\n")
+    (tmp_path / "benchmarks" / "result.json").write_text("{}\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "A kernel")
+    return tmp_path
+
+
+def test_the_commit_is_that_of_the_tree(repository):
+    assert device.commit() == {"commit": git(repository, "rev-parse", "HEAD"), "dirty": False}
+
+
+def test_a_changed_kernel_makes_the_tree_dirty(repository):
+    (repository / "kernel.py").write_text("fast = True\n")
+    assert device.commit() == {"commit": git(repository, "rev-parse", "HEAD"), "dirty": True}
+
+
+def test_written_results_leave_the_tree_clean(repository):
+    (repository / "benchmarks" / "result.json").write_text("[]\n")
+    (repository / "new_result.json").write_text("[]\n")
+    assert device.commit()["dirty"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "commit", "dirty"), [(None, None, None), (SHA, SHA, False), (f"{SHA}-dirty", SHA, True)]
+)
+def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch, given, commit, dirty):
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    monkeypatch.delenv(device.COMMIT, raising=False)
+    if given is not None:
+        monkeypatch.setenv(device.COMMIT, given)
+    assert device.commit() == {"commit": commit, "dirty": dirty}
+
+
+def test_no_commit_is_reported_without_the_program(repository, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert device.commit() == {"commit": None, "dirty": None}
+
+
+def test_a_broken_repository_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    (tmp_path / ".git").write_text("gitdir: /nonexistent\n")
+    assert device.commit() == {"commit": None, "dirty": None}
+
+
+def test_the_description_has_all_that_a_result_depends_on():
+    assert device.description().keys() == {"device", "driver", "versions", "commit", "dirty"}

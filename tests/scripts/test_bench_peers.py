@@ -1,0 +1,201 @@
+"""FlashMLA and FlashAttention-3 as contenders.
+
+Stand-ins that compute in numpy what the packages document give our results: so pages, tables, scales and masks are
+passed in the packages' own form.
+"""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pallas_attn import mla_decode, paged_decode, ragged_attention
+from scripts.bench.cases.mla_decode import MlaDecodeCase
+from scripts.bench.cases.paged_decode import DecodeCase
+from scripts.bench.cases.prefill import RaggedAttentionCase, RaggedPrefill
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.timing import Timing
+from scripts.bench.peers import flash_attention, flash_mla
+from scripts.bench.shapes import Decode, MlaDecode
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def attend(scores, v, scale, causal):
+    """Scores [Q, H, K] and values [K, H, D]; queries end with the keys."""
+    queries, _, keys = scores.shape
+    later = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
+    masked = np.where(later[:, None] & causal, -np.inf, scale * scores)
+    return np.einsum("qhk,khd->qhd", softmax(masked), v)
+
+
+def scores_of(q, k):
+    return np.einsum("qhd,khd->qhk", q, np.repeat(k, q.shape[1] // k.shape[1], axis=1))
+
+
+def cached(pages, table, length):
+    """Gathers [K, H, D] of one sequence from pages [N, P, H, D]."""
+    return np.asarray(pages[table], np.float32).reshape(-1, *pages.shape[2:])[:length]
+
+
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, num_splits, softmax_scale, causal
+):
+    assert (schedule, num_splits) == ("schedule", None)
+    assert k_cache.shape[1:] == (64, 1, 576)
+    outs = []
+    for queries, table, length in zip(q.astype(np.float32), block_table, cache_seqlens, strict=True):
+        k = cached(k_cache, table, length)
+        v = np.repeat(k[..., :head_dim_v], q.shape[2], axis=1)
+        outs.append(attend(scores_of(queries, k), v, softmax_scale, causal))
+    return np.stack(outs), None
+
+
+def get_scheduler_metadata(
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads_q,
+    num_heads_kv,
+    headdim,
+    cache_seqlens,
+    qkv_dtype,
+    headdim_v,
+    page_size,
+    causal,
+):
+    assert qkv_dtype == "bf16"
+    assert cache_seqlens.shape == (batch_size,)
+    return (max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size, causal)
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, qv=None, cache_seqlens, page_table, softmax_scale=None, causal, scheduler_metadata
+):
+    page_size, heads = k_cache.shape[1:3]
+    widths = (k_cache.shape[-1], v_cache.shape[-1])
+    sizes = (q.shape[1], page_table.shape[1] * page_size, q.shape[2], heads, *widths, page_size, causal)
+    assert scheduler_metadata == sizes
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    outs = []
+    for i, length in enumerate(cache_seqlens):
+        k, v = (cached(pages, page_table[i], length) for pages in (k_cache, v_cache))
+        scores = scores_of(q[i].astype(np.float32), k)
+        if qv is not None:
+            scores += scores_of(qv[i].astype(np.float32), v)
+        outs.append(attend(scores, np.repeat(v, q.shape[2] // heads, axis=1), scale, causal))
+    return np.stack(outs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal):
+    assert (max_q, max_k) == (np.diff(cu_q).max(), np.diff(cu_k).max())
+    outs = []
+    for queries, keys in zip(map(slice, cu_q, cu_q[1:]), map(slice, cu_k, cu_k[1:]), strict=True):
+        own_q, own_k, own_v = (a.astype(np.float32) for a in (q[queries], k[keys], v[keys]))
+        own_v = np.repeat(own_v, q.shape[1] // v.shape[1], axis=1)
+        outs.append(attend(scores_of(own_q, own_k), own_v, q.shape[-1] ** -0.5, causal))
+    return np.concatenate(outs)
+
+
+def flash_attn_func(q, k, v, causal):
+    cu_q, cu_k = (a.shape[1] * np.arange(a.shape[0] + 1) for a in (q, k))
+    rows_q, rows_k, rows_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    out = flash_attn_varlen_func(rows_q, rows_k, rows_v, cu_q, cu_k, q.shape[1], k.shape[1], causal)
+    return out.reshape(*q.shape[:3], -1)
+
+
+MODULES = {
+    "flash_mla": SimpleNamespace(
+        get_mla_metadata=lambda lens, rows, heads: ("schedule", None), flash_mla_with_kvcache=flash_mla_with_kvcache
+    ),
+    "flash_attn_interface": SimpleNamespace(
+        get_scheduler_metadata=get_scheduler_metadata,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_func=flash_attn_func,
+    ),
+}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Installs the packages, over numpy in place of torch."""
+    torch = SimpleNamespace(cat=np.concatenate, bfloat16="bf16")
+    for module in (flash_mla, flash_attention):
+        monkeypatch.setattr(module, "as_torch", np.asarray)
+        monkeypatch.setattr(module, "import_torch", lambda: torch)
+    for name, functions in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, functions)
+
+
+def first_output(contender, case, arrays):
+    """First output of a contender, and the number of its calls."""
+    found: list[Any] = []
+
+    def graph(calls, *, compared):
+        assert compared
+        found.extend(calls)
+        return Timing([1.0], len(calls), "not at all")
+
+    stopwatch: Any = SimpleNamespace(graph=graph)
+    contender(case, arrays, stopwatch)
+    return found[0](), len(found)
+
+
+def varied(case, *lens):
+    """Sets the lengths of a case, in place of drawn ones."""
+    case.__dict__["lens"] = np.array(lens, np.int32)
+    return case
+
+
+@pytest.mark.parametrize("contender", [flash_mla.decode, flash_attention.mla])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_latent_attention_comes_to_ours(installed, contender, queries):
+    case = varied(MlaDecodeCase(MlaDecode(3, 130, 4, queries), varied=True), 130, 64, queries)
+    arrays = case.inputs(Pools())
+    out, calls = first_output(contender, case, arrays)
+    options: dict[str, Any] = arrays.owns[0] | {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
+    ours = mla_decode(**options, sm_scale=case.sm_scale, implementation="reference")
+    assert calls == len(arrays.owns)
+    np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_paged_attention_comes_to_ours(installed, queries):
+    case = varied(DecodeCase(Decode(3, 40, 4, 2, 16, queries, 16), varied=True), 40, 17, queries)
+    arrays = case.inputs(Pools())
+    out, calls = first_output(flash_attention.decode, case, arrays)
+    ours = paged_decode(arrays.q[0], arrays.kv, arrays.block_tables[0], arrays.kv_lens, implementation="reference")
+    assert calls == case.calls
+    np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("contender", flash_attention.RAGGED_CONTENDERS.values())
+def test_prefill_comes_to_ours(installed, contender):
+    case = RaggedAttentionCase(RaggedPrefill(2, 5, 7, 4, 2, 24, 16))
+    arrays = case.inputs(Pools())
+    out, calls = first_output(contender, case, arrays)
+    ours = ragged_attention(**(arrays | {"q": arrays["q"][0]}), implementation="reference")
+    assert calls == len(arrays["q"])
+    np.testing.assert_allclose(np.asarray(ours, np.float32), out.reshape(10, 4, 16), atol=0.02, rtol=0.02)
+
+
+def test_what_they_do_not_take_is_refused_with_the_reason(installed):
+    refused: list[tuple[Any, Any, str]] = [
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4), "f32"), "f32"),
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=256)), "512, 64"),
+        (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, page_size=16)), "pages of 64"),
+        (flash_attention.mla, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=128)), "128"),
+        (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16), "int8-head"), "int8-head"),
+        (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16, window=8)), "windows"),
+        (flash_attention.ragged, RaggedAttentionCase(RaggedPrefill(1, 8, 0, 4, 2, 16, 16), "f32"), "f32"),
+    ]
+    nothing: Any = None
+    for contender, case, reason in refused:
+        with pytest.raises(NotImplementedError, match=reason):
+            contender(case, nothing, nothing)

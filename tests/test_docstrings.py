@@ -1,0 +1,40 @@
+"""Every public name has an example in its docstring, and the examples run on a CPU as they are shown."""
+
+import doctest
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_attn
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions and classes that the package exports; constants and modules have no docstrings of their own."""
+    for name, value in vars(pallas_attn).items():
+        if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
+            yield name, value
+
+
+PUBLIC = dict(public())
+
+
+def test_there_are_public_names() -> None:
+    assert {"paged_decode", "plan_decode", "PagedKV", "explain", "merge_states"} <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_run_as_shown(name: str) -> None:
+    docstring = inspect.getdoc(PUBLIC[name]) or ""
+    names = {"pallas_attn": pallas_attn, "jax": jax, "jnp": jnp}
+    example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
+    assert "Example:\n" in docstring
+    assert example.examples
+    with jax.default_device("cpu"):
+        result = doctest.DocTestRunner(optionflags=FLAGS).run(example)
+    assert not result.failed

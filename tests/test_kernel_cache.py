@@ -1,0 +1,221 @@
+"""What is kept of lowered kernels: found again by equal calls only, in other processes too, and never half written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import device, kernel_cache, tuning
+
+CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
+TRACED: list[str] = []
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y", "window"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class Call:
+    x: Any
+    y: Any
+    window: int | None = None
+    scale: float = 2.0
+
+
+def scaled_sum(call: Call) -> tuple[Any, Any]:
+    """An implementation of an operation."""
+    TRACED.append("scaled_sum")
+    if call.scale < 0:
+        raise NotImplementedError("takes no negative scale")
+    return call.x * call.scale + (0 if call.y is None else call.y), call.window
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where kernels are kept of a card that a CPU stands in for."""
+    monkeypatch.setattr(device, "current", lambda: CARD)
+    monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
+    forget()
+    yield tmp_path
+    kernel_cache._kept.cache_clear()
+
+
+def forget() -> None:
+    """As in a process that starts."""
+    kernel_cache._kept.cache_clear()
+    kernel_cache._warn_once.cache_clear()
+    TRACED.clear()
+
+
+X, Y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
+
+
+def run(call: Call) -> np.ndarray:
+    return np.asarray(kernel_cache.run(scaled_sum, call)[0])
+
+
+def test_an_equal_call_is_traced_once(kept: Path) -> None:
+    for x in (X, X + 1):
+        np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
+    jax.jit(lambda x: kernel_cache.run(scaled_sum, Call(x, Y))[0] + kernel_cache.run(scaled_sum, Call(x, x))[0])(X)
+    assert len(TRACED) == 1
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_another_process_traces_nothing(kept: Path) -> None:
+    want = run(Call(X, Y, window=3))
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y, window=3)), want)
+    assert not TRACED
+    assert len(list(kept.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Call(X, None),
+        Call(X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)),
+        Call(X[:1], Y[:1]),
+        Call(X, Y, window=4),
+        Call(X, Y, scale=3.0),
+    ],
+)
+def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
+    run(Call(X, Y))
+    got = kernel_cache.run(scaled_sum, other)
+    want = scaled_sum(other)
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
+    assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("what", ["card", "setting", "sources"])
+def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(Call(X, Y))
+    if what == "card":
+        monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, multiprocessors=3))
+        run(Call(X, Y))
+    elif what == "setting":
+        with jax.default_matmul_precision("highest"):
+            run(Call(X, Y))
+    else:
+        forget()
+        monkeypatch.setattr(kernel_cache, "_process", lambda: ("other sources",))
+        run(Call(X, Y))
+    assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
+def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
+    want = run(Call(X, Y))
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y)), want)
+    assert len(TRACED) == 1
+    assert file.read_bytes()[: len(kernel_cache.MAGIC)] == kernel_cache.MAGIC
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y)), want)
+    assert not TRACED
+
+
+def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for scale in (1.0, 2.0):
+            np.testing.assert_array_equal(run(Call(X, Y, scale=scale)), X * scale + 1)
+    messages = [str(warning.message) for warning in told]
+    assert [message.split(" kernels ")[0] for message in messages] == [
+        "pallas_attn: cannot read",
+        "pallas_attn: cannot keep",
+    ]
+
+
+def test_a_refusal_keeps_nothing(kept: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="no negative scale"):
+            run(Call(X, Y, scale=-1.0))
+    assert not list(kept.iterdir())
+
+
+def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
+    def each(x: Any) -> Any:
+        return kernel_cache.run(scaled_sum, Call(x, Y[0]))[0]
+
+    np.testing.assert_array_equal(jax.vmap(each)(X), X * 2 + 1)
+    twice = jax.vmap(jax.vmap(each, in_axes=1, out_axes=1))(jnp.stack([X.T, X.T]))
+    np.testing.assert_array_equal(twice, jnp.stack([X.T, X.T]) * 2 + 1)
+    forget()
+    np.testing.assert_array_equal(jax.jit(jax.vmap(each))(X), X * 2 + 1)
+    assert not TRACED
+
+
+def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> int:
+        TRACED.clear()
+        run(Call(X, Y))
+        run(Call(X, Y))
+        return len(TRACED)
+
+    with tuning.deciding(lambda op, key, config: config):
+        assert traced() == 2
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, interpreted=True))
+    assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform="cpu"))
+    assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: CARD)
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
+    assert traced() == 2
+    assert not list(kept.iterdir())
+
+
+def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(kernel_cache.ENVIRONMENT_VARIABLE)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+        run(Call(X, Y))
+        assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
+        jax.config.update("jax_compilation_cache_dir", None)
+        run(Call(X, Y, scale=5.0))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
+
+
+def test_processes_at_once(kept: Path) -> None:
+    """They all compute the same, and leave one whole file."""
+    program = textwrap.dedent("""
+        import jax.numpy as jnp
+        from pallas_attn import device, kernel_cache
+        from tests import test_kernel_cache as here
+        device.current, kernel_cache.PLATFORM = lambda: here.CARD, "cpu"
+        for scale in (1.0, 2.0, 3.0):
+            print(here.run(here.Call(here.X, here.Y, scale=scale)).sum())
+    """)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        )
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=300)[0].split() for process in running] == [["21.0", "36.0", "51.0"]] * 3
+    assert len(list(kept.iterdir())) == 3
+    forget()
+    assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
+    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in kept.iterdir()} == {kernel_cache.MAGIC}
