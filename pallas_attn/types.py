@@ -283,25 +283,24 @@ class DecodePlan:
     """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of
     meaning.
 
-    A row is one KV head of one sequence, row b·Hkv + h. Rows have places in an order of the plan's own, in which their
-    other numbers are listed. The visible pages of the row at place i are numbered 0 to num_pages[i] in the order of its
-    table: first `sink_pages[i]` from entry 0, then the window's from entry `first_page[i]`. Program j takes the places
-    and pages from (program_place[j], program_page[j]) up to where program j + 1 starts, and in `fixed` mode also cuts
-    every row at multiples of `piece_pages`. A row cut in n pieces has piece_offsets[i + 1] - piece_offsets[i] = n
-    partial states to merge; n = 1 needs no merge and n = 0 is an idle row. Pieces are numbered in the order of places
-    and pages.
+    A row is one KV head of one sequence, row b·Hkv + h. A plan lists rows in an order of its own, `row_order`; all
+    other fields are in that order, and index it. The visible pages of the row at index i are numbered 0 to num_pages[i]
+    in the order of its table: first `sink_pages[i]` from entry 0, then the window's from entry `first_page[i]`. Program
+    j takes the pages from (cta_row[j], cta_page[j]) up to where program j + 1 starts, and in `fixed` mode also cuts
+    every row at multiples of `split_pages`. A row cut in n splits has split_indptr[i + 1] - split_indptr[i] = n partial
+    states to merge; n = 1 needs no merge and n = 0 is an idle row. Splits are numbered in the order of rows and pages.
 
     Attributes:
-      row: int32 [B·Hkv], the row at each place.
+      row_order: int32 [B·Hkv], rows in the plan's order.
       sink_pages, first_page, num_pages: int32 [B·Hkv].
-      next_place: int32 [B·Hkv], the next place of a row that is not idle; B·Hkv after the last.
-      merged_place: int32 [B·Hkv + 1], places of rows that are not in one piece, for who merges; then B·Hkv.
-      piece_offsets: int32 [B·Hkv + 1], number of each row's first piece.
-      program_place, program_page: int32 [num_programs + 1].
-      program_piece: int32 [num_programs + 1], number of each program's first piece.
+      next_row: int32 [B·Hkv], index of the next row that is not idle; B·Hkv after the last.
+      merged_rows: int32 [B·Hkv + 1], indices of the rows without exactly one split, which a merge writes; then B·Hkv.
+      split_indptr: int32 [B·Hkv + 1], number of each row's first split.
+      cta_row, cta_page: int32 [num_programs + 1], where each program starts.
+      cta_split: int32 [num_programs + 1], number of each program's first split.
       made_for: the calls that may follow the plan; others refuse it.
       implementation: which one of the operation follows it, such as "mosaic_sm90"; "xla" and "reference" follow none.
-      piece_pages: pages of one piece in `fixed` mode, 0 in `balanced` mode.
+      split_pages: pages of one split in `fixed` mode, 0 in `balanced` mode.
 
     Example:
       >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -312,19 +311,19 @@ class DecodePlan:
       (16, (4,))
     """
 
-    row: Int32[Array, "rows"]
+    row_order: Int32[Array, "rows"]
     sink_pages: Int32[Array, "rows"]
     first_page: Int32[Array, "rows"]
     num_pages: Int32[Array, "rows"]
-    next_place: Int32[Array, "rows"]
-    merged_place: Int32[Array, "rows_plus_1"]
-    piece_offsets: Int32[Array, "rows_plus_1"]
-    program_place: Int32[Array, "programs_plus_1"]
-    program_page: Int32[Array, "programs_plus_1"]
-    program_piece: Int32[Array, "programs_plus_1"]
+    next_row: Int32[Array, "rows"]
+    merged_rows: Int32[Array, "rows_plus_1"]
+    split_indptr: Int32[Array, "rows_plus_1"]
+    cta_row: Int32[Array, "programs_plus_1"]
+    cta_page: Int32[Array, "programs_plus_1"]
+    cta_split: Int32[Array, "programs_plus_1"]
     made_for: PlanKey = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(metadata={"static": True})
-    piece_pages: int = dataclasses.field(metadata={"static": True})
+    split_pages: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -26,14 +26,14 @@ class WorkTile(NamedTuple):
 
     Attributes:
       row: KV head of a sequence, b·Hkv + h.
-      place: index of the row in the plan.
+      plan_index: of the row in the plan's order.
       start, stop: first page and one past the last, as the plan numbers the visible pages of the row.
       split: index of the partial state, where the row is cut into several splits.
       is_whole_row: whether no other program has pages of the row.
     """
 
     row: Any
-    place: Any
+    plan_index: Any
     start: Any
     stop: Any
     split: Any
@@ -43,23 +43,23 @@ class WorkTile(NamedTuple):
 def for_each_work_tile(plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = ()) -> None:
     """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"."""
     program = lax.axis_index("program")
-    end_place, end_page = plan.program_place[program + 1], plan.program_page[program + 1]
+    end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
 
     def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-        place, page, split, carry = at
-        row, num_pages = plan.row[place], plan.num_pages[place]
-        stop = jnp.where(place == end_place, end_page, num_pages)
-        if plan.piece_pages:
-            stop = jnp.minimum(stop, (lax.div(page, plan.piece_pages) + 1) * plan.piece_pages)
+        index, page, split, carry = at
+        row, num_pages = plan.row_order[index], plan.num_pages[index]
+        stop = jnp.where(index == end_index, end_page, num_pages)
+        if plan.split_pages:
+            stop = jnp.minimum(stop, (lax.div(page, plan.split_pages) + 1) * plan.split_pages)
         row_ends = stop == num_pages
-        carry = work(WorkTile(row, place, page, stop, split, (page == 0) & row_ends), carry)
-        return jnp.where(row_ends, plan.next_place[place], place), jnp.where(row_ends, 0, stop), split + 1, carry
+        carry = work(WorkTile(row, index, page, stop, split, (page == 0) & row_ends), carry)
+        return jnp.where(row_ends, plan.next_row[index], index), jnp.where(row_ends, 0, stop), split + 1, carry
 
     def has_more(at: tuple[Any, Any, Any, Any]) -> Any:
-        place, page, *_ = at
-        return (place < end_place) | ((place == end_place) & (page < end_page))
+        index, page, *_ = at
+        return (index < end_index) | ((index == end_index) & (page < end_page))
 
-    begin = plan.program_place[program], plan.program_page[program], plan.program_piece[program]
+    begin = plan.cta_row[program], plan.cta_page[program], plan.cta_split[program]
     lax.while_loop(has_more, step, (*begin, carry))
 
 
@@ -71,25 +71,23 @@ def merge_programs(items: int) -> int:
 
 
 def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], None]) -> None:
-    """Call work(place, slice) for this program's share, by its index of axis "program", of the rows that are not in one
+    """Call work(index, slice) for this program's share, by its index of axis "program", of the rows that are not in one
     split. The output of each row is merged in so many slices.
     """
-    rows, programs = plan.row.shape[0], lax.axis_size("program")
+    rows, programs = plan.row_order.shape[0], lax.axis_size("program")
 
-    def place_of(item: Any) -> Any:
-        return plan.merged_place[jnp.minimum(lax.div(item, slices), rows)]
+    def index_of(item: Any) -> Any:
+        return plan.merged_rows[jnp.minimum(lax.div(item, slices), rows)]
 
     def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
-        item, place = at
-        work(place, lax.rem(item, slices))
-        return item + programs, place_of(item + programs)
+        item, index = at
+        work(index, lax.rem(item, slices))
+        return item + programs, index_of(item + programs)
 
     program = lax.axis_index("program")
-    lax.while_loop(lambda at: at[1] < rows, step, (program, place_of(program)))
+    lax.while_loop(lambda at: at[1] < rows, step, (program, index_of(program)))
 
 
 def num_partial_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
     """Largest number of splits that a plan makes of rows with so many table entries."""
-    return rows + (
-        rows * pl.cdiv(table_pages, plan.piece_pages) if plan.piece_pages else plan.program_place.shape[0] - 1
-    )
+    return rows + (rows * pl.cdiv(table_pages, plan.split_pages) if plan.split_pages else plan.cta_row.shape[0] - 1)

@@ -99,7 +99,7 @@ class Sharing:
 
     In `balanced` mode a row costs its pages and a constant, and is cut where a program starts beyond the constant, and
     not in the last few pages. That is done among all rows, or among those of each group, or each row has programs to
-    itself: what cuts least of what is even enough. In `fixed` mode rows are cut at multiples of `piece_pages`, whoever
+    itself: what cuts least of what is even enough. In `fixed` mode rows are cut at multiples of `split_pages`, whoever
     takes them, and each piece costs 1.
 
     Attributes:
@@ -107,13 +107,13 @@ class Sharing:
       cut: what a program may take beyond an equal share if then none takes parts of two rows, in pages; 0 in `fixed`
         mode.
       least: pages of a part, where rows have programs to themselves.
-      piece_pages: pages of a piece; 0 in `balanced` mode.
+      split_pages: pages of a piece; 0 in `balanced` mode.
     """
 
     overhead: int
     cut: int
     least: int
-    piece_pages: int
+    split_pages: int
 
     @property
     def tail(self) -> int:
@@ -122,7 +122,7 @@ class Sharing:
 
     def are_dealt(self, num_rows: int) -> bool:
         """Whether so many rows are put in the order in which groups take them; else groups take them as they come."""
-        return not self.piece_pages and num_rows <= MAX_DEALT
+        return not self.split_pages and num_rows <= MAX_DEALT
 
     def length_key(self, num_pages: Int32[Array, "rows"], row: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """By which rows are put in order, the largest first: the longest, and the first of those as long."""
@@ -130,8 +130,8 @@ class Sharing:
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """Of each row; an idle one costs nothing."""
-        if self.piece_pages:
-            return ratio(num_pages + (self.piece_pages - 1), self.piece_pages)
+        if self.split_pages:
+            return ratio(num_pages + (self.split_pages - 1), self.split_pages)
         return jnp.where(num_pages > 0, num_pages + self.overhead, 0)
 
     def share(self, total: Int32[Array, "*of"], num_programs: Int32[Array, ""] | int) -> Int32[Array, "*of"]:
@@ -183,7 +183,7 @@ class Sharing:
         """Of rows that lie between these places and are cut at equal distances. A piece begins with each busy row and
         with each cut.
         """
-        if self.piece_pages:
+        if self.split_pages:
             return end - begin
         cuts = ratio(end - 1 - self.tail, share) - ratio(begin + self.overhead, share)
         return jnp.where(end > begin, 1 + jnp.maximum(cuts, 0), 0)
@@ -194,7 +194,7 @@ class Sharing:
 
     def page(self, into: Int32[Array, "n"]) -> Int32[Array, "n"]:
         """The page that lies so far into a row. Its first follows the overhead: who starts in that starts the row."""
-        return into * self.piece_pages if self.piece_pages else jnp.maximum(into - self.overhead, 0)
+        return into * self.split_pages if self.split_pages else jnp.maximum(into - self.overhead, 0)
 
     def piece(
         self,
@@ -205,6 +205,6 @@ class Sharing:
         share: Int32[Array, "*of"],
     ) -> Int32[Array, "n"]:
         """Number of the piece a program starts with, `into` a row that begins at `begin` and with piece `first`."""
-        if self.piece_pages:
+        if self.split_pages:
             return first + into
         return first + jnp.where(into > self.overhead, program - ratio(begin + self.overhead, share), 0)

@@ -141,7 +141,7 @@ def test_an_absent_page_between_others_of_a_tile() -> None:
 def test_a_row_cut_among_many_programs() -> None:
     case = replace(BASE, kv_lens=(0, 0, 128, 0, 1, 0))
     plan = plan_for(case, case.kv_lens, PROGRAMS)
-    assert np.diff(plan.piece_offsets).max() > 2
+    assert np.diff(plan.split_indptr).max() > 2
     check(draw(case), plan=plan)
 
 

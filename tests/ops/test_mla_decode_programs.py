@@ -32,7 +32,7 @@ def plan(arguments: dict[str, Any], **static: Any) -> DecodePlan:
 
 
 def programs(arguments: dict[str, Any], **static: Any) -> int:
-    return plan(arguments, **static).program_place.shape[0] - 1
+    return plan(arguments, **static).cta_row.shape[0] - 1
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_a_row_cut_among_many_programs() -> None:
     case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "balanced", 9)
-    assert np.diff(plan.piece_offsets).max() > 2
+    assert np.diff(plan.split_indptr).max() > 2
     check(inputs, plan=plan)
 
 
@@ -156,7 +156,7 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
     case = replace(WINDOWED, kv_lens=(128,), q_heads=2 * group, queries=queries, head_windows=((FULL, 0), (40, 3)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "fixed", 9)
-    assert np.diff(plan.piece_offsets).max() > 2
+    assert np.diff(plan.split_indptr).max() > 2
     check(inputs, plan=plan)
 
 
@@ -318,7 +318,7 @@ def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.eval_shape(functools.partial(paged_decode, implementation="mosaic"), **narrow)
     plans = [jax.eval_shape(lambda x=x: harness.plan_for(x)) for x in (narrow, wide)]
     assert [plan.implementation for plan in plans] == ["mosaic_sm90", "xla"]
-    assert [plan.program_place.shape[0] - 1 for plan in plans] == [*planned, 1]
+    assert [plan.cta_row.shape[0] - 1 for plan in plans] == [*planned, 1]
 
 
 REFUSED = {

@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
     """What each program takes, by the words of `DecodePlan`."""
     num_pages = np.asarray(plan.num_pages).tolist()
-    starts = list(zip(np.asarray(plan.program_place).tolist(), np.asarray(plan.program_page).tolist(), strict=True))
+    starts = list(zip(np.asarray(plan.cta_row).tolist(), np.asarray(plan.cta_page).tolist(), strict=True))
     assert starts[-1] == (len(num_pages), 0), "the last program leaves something over"
     assert starts == sorted(starts), "programs do not follow one another"
     return [
@@ -79,15 +79,15 @@ def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
 
 def cut(place: int, start: int, stop: int, plan: DecodePlan) -> list[Piece]:
     """A stretch of a row, cut where `fixed` mode cuts all rows."""
-    size = plan.piece_pages or max(stop, 1)
+    size = plan.split_pages or max(stop, 1)
     edges = [start, *(p for p in range(size, stop, size) if p > start), stop]
-    return [Piece(int(plan.row[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
+    return [Piece(int(plan.row_order[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
 def by_row(plan: DecodePlan, of_places: Any) -> np.ndarray:
     """What a plan lists by place, by row."""
     listed = np.empty(len(of_places), np.int64)
-    listed[np.asarray(plan.row)] = of_places
+    listed[np.asarray(plan.row_order)] = of_places
     return listed
 
 
@@ -108,20 +108,20 @@ def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: in
 
 def check(plan: DecodePlan) -> list[list[Piece]]:
     """Every page of every row is in exactly one piece, and the counts of pieces are right."""
-    rows = np.asarray(plan.row).tolist()
+    rows = np.asarray(plan.row_order).tolist()
     assert sorted(rows) == list(range(len(rows)))
     programs = pieces_of_programs(plan)
     pieces = [piece for program in programs for piece in program]
     pages = [(row, page) for row, start, stop in pieces for page in range(start, stop)]
     assert pages == [(row, page) for row, n in zip(rows, np.asarray(plan.num_pages), strict=True) for page in range(n)]
     counts = np.bincount([piece.row for piece in pieces], minlength=len(rows))[rows]
-    np.testing.assert_array_equal(plan.piece_offsets, np.cumsum([0, *counts]))
-    np.testing.assert_array_equal(plan.program_piece, np.cumsum([0, *map(len, programs)]))
+    np.testing.assert_array_equal(plan.split_indptr, np.cumsum([0, *counts]))
+    np.testing.assert_array_equal(plan.cta_split, np.cumsum([0, *map(len, programs)]))
     busy = np.flatnonzero(plan.num_pages).tolist()
     next_busy = [next((b for b in busy if b > place), len(rows)) for place in range(len(rows))]
-    np.testing.assert_array_equal(plan.next_place, next_busy)
+    np.testing.assert_array_equal(plan.next_row, next_busy)
     merged = [place for place, count in enumerate(counts) if count != 1]
-    np.testing.assert_array_equal(plan.merged_place, merged + [len(rows)] * (len(rows) + 1 - len(merged)))
+    np.testing.assert_array_equal(plan.merged_rows, merged + [len(rows)] * (len(rows) + 1 - len(merged)))
     return programs
 
 
@@ -150,7 +150,7 @@ def test_every_page_is_in_one_piece(mode: str, lens: list[int], num_programs: in
     check(plan)
     np.testing.assert_array_equal(by_row(plan, plan.num_pages), np.repeat(-(-np.array(lens) // PS), KV_HEADS))
     assert plan.made_for.page_size == PS
-    assert plan.piece_pages == (PIECE if mode == "fixed" else 0)
+    assert plan.split_pages == (PIECE if mode == "fixed" else 0)
 
 
 WINDOWS = st.one_of(st.sampled_from([1, PS - 1, PS, PS + 1, FULL]), st.integers(1, 400))
@@ -197,7 +197,7 @@ def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], nu
     tail = OVERHEAD // 2
     # Who starts with the rest of a row has that start beside its share, wherever it is cut; and a row's last pages.
     assert max(costs) <= share + OVERHEAD + max(tail, min(2 * share // UNEVENNESS, CUT))
-    if np.diff(plan.piece_offsets).max() <= 1 or max(map(len, programs)) <= 1:  # whole rows, or parts of one
+    if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # whole rows, or parts of one
         assert max(costs) <= share + OVERHEAD + max(tail, min(share // UNEVENNESS, CUT))
 
 
@@ -206,7 +206,7 @@ def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], nu
 def test_balanced_cuts_at_most_once_a_program(lens: list[int], num_programs: int) -> None:
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     rows_with_pages = np.count_nonzero(plan.num_pages)
-    assert rows_with_pages <= plan.piece_offsets[-1] <= rows_with_pages + num_programs - 1
+    assert rows_with_pages <= plan.split_indptr[-1] <= rows_with_pages + num_programs - 1
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -
     """Where whole rows make nearly equal shares, or are too short to be worth two programs."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
-    assert np.diff(plan.piece_offsets).max() == 1
+    assert np.diff(plan.split_indptr).max() == 1
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -
 def test_balanced_cuts_where_whole_rows_would_be_uneven(lens: list[int], num_programs: int) -> None:
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
-    assert np.diff(plan.piece_offsets).max() > 1
+    assert np.diff(plan.split_indptr).max() > 1
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_balanced_gives_rows_programs_of_their_own(lens: list[int], num_programs
     assert [len(program) for program in programs] == [1] * (sum(parts) * KV_HEADS) + [0] * (
         num_programs - sum(parts) * KV_HEADS
     )
-    np.testing.assert_array_equal(by_row(plan, np.diff(plan.piece_offsets)), np.repeat(parts, KV_HEADS))
+    np.testing.assert_array_equal(by_row(plan, np.diff(plan.split_indptr)), np.repeat(parts, KV_HEADS))
     for row, pages in enumerate(by_row(plan, plan.num_pages)):
         sizes = [stop - start for program in programs for of, start, stop in program if of == row]
         assert not sizes or max(sizes) == -(-pages // len(sizes))
@@ -296,14 +296,14 @@ def test_fixed_shares_are_equal_numbers_of_whole_pieces(lens: list[int], num_pro
     plan = planner("fixed", num_programs)(as_lens(lens), None, None)
     counts = [len(program) for program in check(plan)]
     assert max(counts) <= -(-sum(counts) // num_programs)
-    assert (np.asarray(plan.program_page) % PIECE == 0).all()
+    assert (np.asarray(plan.cta_page) % PIECE == 0).all()
 
 
 @modes
 def test_all_idle(mode: str) -> None:
     plan = planner(mode, 5)(as_lens([0] * BATCH), None, None)
     assert not any(check(plan))
-    assert not np.asarray(plan.piece_offsets).any()
+    assert not np.asarray(plan.split_indptr).any()
     no_queries = planner(mode, 5)(as_lens([100] * BATCH), as_lens([0] * BATCH), None)
     assert not any(check(no_queries))
 
@@ -320,7 +320,7 @@ def test_lengths_do_not_overflow(mode: str) -> None:
     """The longest sequence int32 can count, on several rows."""
     plan = planner(mode, 132)(as_lens([2**31 - 1, 0, 0, 2**31 - 1, 0, 0]), None, None)
     assert by_row(plan, plan.num_pages).tolist() == [2**27, 2**27, 0, 0, 0, 0] * 2
-    places, pages = np.asarray(plan.program_place), np.asarray(plan.program_page)
+    places, pages = np.asarray(plan.cta_row), np.asarray(plan.cta_page)
     assert (np.diff(places) >= 0).all()
     assert (pages >= 0).all()
     taken = np.diff(np.concatenate([[0], np.cumsum(np.asarray(plan.num_pages, np.int64))])[places] + pages)

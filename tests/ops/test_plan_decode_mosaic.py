@@ -68,7 +68,7 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
-    assert np.diff(plan.piece_offsets).max() == 1
+    assert np.diff(plan.split_indptr).max() == 1
     with harness.interpreting(capsys):
         check("balanced", num_programs, **given)
 
@@ -85,8 +85,8 @@ def test_interpreted_with_programs_for_each_row(
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=shares + spare, implementation="xla")
-    assert plan.piece_offsets[-1] == shares
-    np.testing.assert_array_equal(plan.program_piece, np.minimum(np.arange(shares + spare + 1), shares))
+    assert plan.split_indptr[-1] == shares
+    np.testing.assert_array_equal(plan.cta_split, np.minimum(np.arange(shares + spare + 1), shares))
     with harness.interpreting(capsys):
         check("balanced", shares + spare, **given)
 
@@ -105,7 +105,7 @@ def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.Captu
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
     given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=140, implementation="xla")
-    assert (np.diff(plan.row) < 0).any()
+    assert (np.diff(plan.row_order) < 0).any()
     with harness.interpreting(capsys):
         check("balanced", 140, **given)
 

@@ -55,7 +55,7 @@ def test_groups_get_about_as_much(lens: list[int], num_programs: int) -> None:
 
 
 def test_keys_tell_rows_apart_and_are_exact_in_float32() -> None:
-    sharing = Sharing(overhead=4, cut=8, least=2, piece_pages=0)
+    sharing = Sharing(overhead=4, cut=8, least=2, split_pages=0)
     num_pages = jnp.asarray([3, 0, 2**27, 3, MOST_COMPARED, 4], jnp.int32)
     keys = np.asarray(sharing.length_key(num_pages, jnp.arange(6, dtype=jnp.int32)))
     assert np.argsort(-keys).tolist() == [2, 4, 5, 0, 3, 1]

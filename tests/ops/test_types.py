@@ -142,7 +142,7 @@ def test_latent_allocation() -> None:
 ONES = jnp.ones((2,), jnp.int32)
 ANGLES = jnp.ones((3, 4))
 MADE_FOR = PlanKey("paged_decode", 1, 1, 2, 2, page_size=16, table_pages=3, window="per head", q_lens=False)
-PLAN = DecodePlan(*(ONES,) * 10, MADE_FOR, "mosaic_sm90", piece_pages=8)
+PLAN = DecodePlan(*(ONES,) * 10, MADE_FOR, "mosaic_sm90", split_pages=8)
 INSTANCES = [
     PagedKV(jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 4, 8))),
     PagedKV(*[jnp.ones((2, 1, 4, 8), jnp.int8)] * 2, *[jnp.ones((1,))] * 2),

@@ -317,7 +317,7 @@ def test_walked_pages_are_the_plans(window, heads, sinks):
         num_kv_heads=4,
         num_programs=7,
     )
-    np.testing.assert_array_equal(case.walked_pages.reshape(-1)[np.asarray(plan.row)], plan.num_pages)
+    np.testing.assert_array_equal(case.walked_pages.reshape(-1)[np.asarray(plan.row_order)], plan.num_pages)
     assert isinstance(case.window, HeadWindow)
     assert np.count_nonzero(np.asarray(case.window.window) == FULL) == 4 - heads
 

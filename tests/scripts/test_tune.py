@@ -248,7 +248,7 @@ def test_the_overhead_moves_the_cuts():
         lens = jnp.asarray([600, 40, 40, 40], jnp.int32)
         with tuning.deciding(decide):
             plan = plan_case.plan(lens, page_size=16, num_kv_heads=1, num_programs=4)
-        return np.asarray(plan.program_page).tolist(), np.asarray(plan.program_place).tolist()
+        return np.asarray(plan.cta_page).tolist(), np.asarray(plan.cta_row).tolist()
 
     assert starts(0) != starts(8)
     assert starts(16) == starts(heuristic_costs(16).row_overhead_pages)

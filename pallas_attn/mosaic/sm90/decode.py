@@ -313,7 +313,7 @@ def _attend(
 ) -> tuple[Array, Array, PartialStates]:
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     tile, plan = static.tile, x.plan
-    packing, rows, num_programs = tile.packing, plan.num_pages.shape[0], plan.program_place.shape[0] - 1
+    packing, rows, num_programs = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = num_partial_states(plan, rows, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
@@ -388,7 +388,7 @@ class KvSplit:
     @staticmethod
     def of(static: DecodeStatic, x: DecodeInputs, mem: DecodeScratch, block: Any, work: WorkTile) -> KvSplit:
         batch, head = lax.div(work.row, static.num_kv_heads), lax.rem(work.row, static.num_kv_heads)
-        sink_pages, first_page = x.plan.sink_pages[work.place], x.plan.first_page[work.place]
+        sink_pages, first_page = x.plan.sink_pages[work.plan_index], x.plan.first_page[work.plan_index]
         kv_len = x.kv_lens[batch]
         q_len = jnp.int32(static.tile.packing.queries) if x.q_lens is None else x.q_lens[batch]
         if x.window is None:

@@ -366,15 +366,15 @@ def _merge_kernel(
         m, l = (basics.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
         return merged.merge(AttentionState(m, l, load_fragments(acc, (MERGE_VALUES, width))))
 
-    def merge(place: Any, item: Any) -> None:
+    def merge(index: Any, item: Any) -> None:
         narrow_block, value_slice = lax.div(item, slices), lax.rem(item, slices)
         block, narrow_of_block = lax.div(narrow_block, narrow_per_block), lax.rem(narrow_block, narrow_per_block)
-        row, first_split = plan.row[place], plan.piece_offsets[place]
+        row, first_split = plan.row_order[index], plan.split_indptr[index]
         columns = pl.ds(narrow_of_block * width, width)
         fragments = pl.ds((value_slice * narrow_per_block + narrow_of_block) * slice_fragments, slice_fragments)
         first, count = (
             partials.state_index(block, packing.blocks, first_split),
-            plan.piece_offsets[place + 1] - first_split,
+            plan.split_indptr[index + 1] - first_split,
         )
         empty = AttentionState.empty(MERGE_VALUES, width)
         merged = loader.for_each(partials, first, count, columns, fragments, add, empty)

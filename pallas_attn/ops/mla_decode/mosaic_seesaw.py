@@ -380,7 +380,7 @@ def _attend(
 ) -> tuple[Array, Array, PartialStates]:
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
-    blocks, programs = rows // ROWS, x.plan.program_place.shape[0] - 1
+    blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
     states = blocks * num_partial_states(x.plan, batch, x.block_tables.shape[1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
@@ -427,7 +427,7 @@ class LatentSplit(NamedTuple):
 
     Attributes:
       row: the sequence.
-      index: of the partial state, where the sequence is in several splits.
+      state: index of the partial state, where the sequence is in several splits.
       is_whole_row: whether no other program has pages of the sequence.
       pair: pairs of tiles that the program took before.
     """
@@ -435,7 +435,7 @@ class LatentSplit(NamedTuple):
     row: Any
     start: Any
     stop: Any
-    index: Any
+    state: Any
     is_whole_row: Any
     pair: Any
 
@@ -836,7 +836,7 @@ class SeesawConsumer:
         def _store_partial() -> None:
             self.release_query()  # so that the next one comes while this is written
             partials = results.partials
-            index = partials.state_index(block, results.lse.shape[0], split.index)
+            index = partials.state_index(block, results.lse.shape[0], split.state)
             fragments = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
             acc = jnp.where(over_tokens(is_query, state.acc.shape), state.acc, 0.0)
             store_fragments(acc, partials.acc.at[index, fragments])
@@ -900,11 +900,11 @@ def _merge_kernel(
         m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
         return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns))), over_tokens)
 
-    def merge(place: Any, item: Any) -> None:
+    def merge(index: Any, item: Any) -> None:
         block, column_slice = lax.div(item, slices), lax.rem(item, slices)
-        row, first_split = plan.row[place], plan.piece_offsets[place]
+        row, first_split = plan.row_order[index], plan.split_indptr[index]
         first = partials.state_index(block, blocks, first_split)
-        count = plan.piece_offsets[place + 1] - first_split
+        count = plan.split_indptr[index + 1] - first_split
         empty = AttentionState(
             tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS,), PER_ROW),

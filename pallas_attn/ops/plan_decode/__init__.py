@@ -199,8 +199,8 @@ def _planned_queries(
 def sharing_of(mode: Mode, page_size: int) -> Sharing:
     """What rows and cuts cost in a mode."""
     if mode == "fixed":
-        return Sharing(overhead=0, cut=0, least=1, piece_pages=max(1, FIXED_PIECE_TOKENS // page_size))
+        return Sharing(overhead=0, cut=0, least=1, split_pages=max(1, FIXED_PIECE_TOKENS // page_size))
     costs = plan_config(page_size)
     return Sharing(
-        overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, piece_pages=0
+        overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, split_pages=0
     )

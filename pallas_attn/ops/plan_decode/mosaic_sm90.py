@@ -57,7 +57,7 @@ class Static:
     @property
     def is_balanced(self) -> bool:
         """Whether there may be groups, or programs for each row."""
-        return not self.sharing.piece_pages
+        return not self.sharing.split_pages
 
     @property
     def for_each_row(self) -> bool:
@@ -94,16 +94,16 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The arrays of a `DecodePlan`."""
 
-    row: Any
+    row_order: Any
     sink_pages: Any
     first_page: Any
     num_pages: Any
-    next_place: Any
-    merged_place: Any
-    piece_offsets: Any
-    program_place: Any
-    program_page: Any
-    program_piece: Any
+    next_row: Any
+    merged_rows: Any
+    split_indptr: Any
+    cta_row: Any
+    cta_page: Any
+    cta_split: Any
 
     @staticmethod
     def types(static: Static) -> Outputs:
@@ -157,7 +157,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         **outputs._asdict(),
         made_for=call.made_for,
         implementation=call.implementation,
-        piece_pages=call.sharing.piece_pages,
+        split_pages=call.sharing.split_pages,
     )
 
 
@@ -351,7 +351,7 @@ def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> No
 
 def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
     """Writes what a plan lists of rows to their places."""
-    refs = plan.row, plan.sink_pages, plan.first_page, plan.num_pages
+    refs = plan.row_order, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
         PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
 
@@ -362,15 +362,15 @@ def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[
     def write(place: Any, merged_before: Any) -> Any:
         exists, is_last = place < static.rows, place == static.rows - 1
         end, begin = PER_THREAD.take(mem.piece_ends, place), sum_before(mem.piece_ends, place)
-        PER_THREAD.put(plan.next_place, jnp.where(exists, place, -1), following(place))
-        PER_THREAD.put(plan.piece_offsets, jnp.where(exists, place, -1), begin)
-        PER_THREAD.put(plan.piece_offsets, jnp.where(is_last, static.rows, -1), end)
+        PER_THREAD.put(plan.next_row, jnp.where(exists, place, -1), following(place))
+        PER_THREAD.put(plan.split_indptr, jnp.where(exists, place, -1), begin)
+        PER_THREAD.put(plan.split_indptr, jnp.where(is_last, static.rows, -1), end)
         is_merged = exists & (end - begin != 1)
         so_far, of_all = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
         so_far += merged_before
         at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))  # others fill the list from its end
-        PER_THREAD.put(plan.merged_place, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
-        PER_THREAD.put(plan.merged_place, jnp.where(is_last, so_far, -1), _of_each(static.rows))
+        PER_THREAD.put(plan.merged_rows, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
+        PER_THREAD.put(plan.merged_rows, jnp.where(is_last, so_far, -1), _of_each(static.rows))
         return merged_before + of_all
 
     mem.lanes.each_chunk(static.rows, write, _of_each(0))
@@ -379,7 +379,7 @@ def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[
 def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
     """Writes place, page and piece."""
     at = jnp.where(program <= static.programs, program, -1)
-    for ref, values in zip((plan.program_place, plan.program_page, plan.program_piece), start, strict=True):
+    for ref, values in zip((plan.cta_row, plan.cta_page, plan.cta_split), start, strict=True):
         PER_THREAD.put(ref, at, values)
 
 

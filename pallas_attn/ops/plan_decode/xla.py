@@ -30,33 +30,33 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     order, busy = _dealt(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
     offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
     cuts = _at_equal_distances(sharing, offsets, share, program)
-    if not sharing.piece_pages:
+    if not sharing.split_pages:
         cuts = _unless(*_in_groups(sharing, offsets, share, program, jnp.int32(busy)), cuts)
         if len(rows) <= num_programs:
             own, are_worse = _for_each_row(sharing, walk.num_pages, share, program)
             cuts, order = _unless(own, are_worse, cuts), jnp.where(are_worse, order, rows)
     sink_pages, first_page, num_pages = (x[order] for x in walk)
     return DecodePlan(
-        row=order,
+        row_order=order,
         sink_pages=sink_pages,
         first_page=first_page,
         num_pages=num_pages,
-        next_place=_next_busy(num_pages),
-        merged_place=_merged(cuts.piece_offsets),
+        next_row=_next_busy(num_pages),
+        merged_rows=_merged(cuts.split_indptr),
         **cuts._asdict(),
         made_for=call.made_for,
         implementation=call.implementation,
-        piece_pages=sharing.piece_pages,
+        split_pages=sharing.split_pages,
     )
 
 
 class PlanCuts(NamedTuple):
     """Of a `DecodePlan`: pieces before each row, and where each program starts."""
 
-    piece_offsets: Int32[Array, "rows_plus_1"]
-    program_place: Int32[Array, "programs_plus_1"]
-    program_page: Int32[Array, "programs_plus_1"]
-    program_piece: Int32[Array, "programs_plus_1"]
+    split_indptr: Int32[Array, "rows_plus_1"]
+    cta_row: Int32[Array, "programs_plus_1"]
+    cta_page: Int32[Array, "programs_plus_1"]
+    cta_split: Int32[Array, "programs_plus_1"]
 
 
 def _dealt(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
@@ -75,10 +75,10 @@ def _unless(others: PlanCuts, are_worse: Bool[Array, ""], cuts: PlanCuts) -> Pla
 def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> PlanCuts:
     """Of rows laid end to end."""
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
-    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
+    split_indptr = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
     place, into = _found(sharing, offsets, start)
-    piece = sharing.piece(program, offsets[place], into, piece_offsets[place], share)
-    return PlanCuts(piece_offsets, place, sharing.page(into), piece)
+    piece = sharing.piece(program, offsets[place], into, split_indptr[place], share)
+    return PlanCuts(split_indptr, place, sharing.page(into), piece)
 
 
 def _found(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
@@ -102,14 +102,14 @@ def _in_groups(
 
     begin, _, shares = bounds(groups.group(jnp.arange(rows, dtype=jnp.int32)))
     are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share))
-    piece_offsets = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
+    split_indptr = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
     of = ratio(program, groups.programs)
     begin, end, shares = bounds(of)
     number = program - of * groups.programs
     into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
     place, into = _found(sharing, offsets, begin + into_group)
-    piece = sharing.piece(number, offsets[place] - begin, into, piece_offsets[place], shares)
-    return PlanCuts(piece_offsets, place, sharing.page(into), piece), are_worse
+    piece = sharing.piece(number, offsets[place] - begin, into, split_indptr[place], shares)
+    return PlanCuts(split_indptr, place, sharing.page(into), piece), are_worse
 
 
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
@@ -118,11 +118,11 @@ def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Arr
     """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
     parts, part = sharing.parts(num_pages, own_share)
-    piece_offsets = _prefix_sums(parts)
-    place = stretch_of(piece_offsets[1:], program)
-    page = (program - piece_offsets[place]) * jnp.append(part, jnp.int32(0))[place]
-    are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (piece_offsets[-1] >= program.shape[0])
-    return PlanCuts(piece_offsets, place, page, jnp.minimum(program, piece_offsets[-1])), are_worse
+    split_indptr = _prefix_sums(parts)
+    place = stretch_of(split_indptr[1:], program)
+    page = (program - split_indptr[place]) * jnp.append(part, jnp.int32(0))[place]
+    are_worse = jnp.any(sharing.is_part_uneven(part, share)) | (split_indptr[-1] >= program.shape[0])
+    return PlanCuts(split_indptr, place, page, jnp.minimum(program, split_indptr[-1])), are_worse
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
@@ -132,10 +132,10 @@ def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
     return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
 
 
-def _merged(piece_offsets: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
+def _merged(split_indptr: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
     """Places of rows that are not in one piece, then the number of rows."""
-    (rows_plus_1,) = piece_offsets.shape
-    (places,) = jnp.nonzero(jnp.diff(piece_offsets) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
+    (rows_plus_1,) = split_indptr.shape
+    (places,) = jnp.nonzero(jnp.diff(split_indptr) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
     return places.astype(jnp.int32)
 
 
