@@ -103,18 +103,9 @@ def mla_prefill(key: Mapping[str, Any]) -> Iterator[Settings]:
 
 
 def flash_mosaic(key: Mapping[str, Any]) -> Iterator[Settings]:
-    """Tiles that fit shared memory beside the queries, as do tiles about to be dequantised."""
+    """All sizes of tiles; the kernel refuses those that do not fit shared memory."""
     for tile_keys, stages, consumers in itertools.product((64, 128, 192), (2, 3, 4), (1, 2, 3)):
-        if _flash_bytes(key, tile_keys, stages, consumers) <= SHARED_BYTES:
-            yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers}
-
-
-def _flash_bytes(key: Mapping[str, Any], tile_keys: int, stages: int, consumers: int) -> int:
-    """Bytes of queries, keys and values."""
-    key_dim = key.get("key_dim", key.get("head_dim"))
-    queries = consumers * 64 * 2 * key_dim * key.get("terms", 1)
-    row = key_dim + key.get("value_dim", key_dim)
-    return queries + tile_keys * row * (2 * stages + (key.get("cache_bytes", 2) == 1))
+        yield {"tile_keys": tile_keys, "stages": stages, "consumers": consumers}
 
 
 SPACES: dict[str, Callable[[Mapping[str, Any]], Iterable[Settings]]] = {

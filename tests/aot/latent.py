@@ -19,8 +19,8 @@ WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
 DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 PAGE_SIZE, SEQUENCES, TABLE_PAGES, TOKENS = 64, 8, 2048, 4096
 BLOCKS = 5
-"""Of each kernel that are meant to share a multiprocessor: with 18 KB of latents on their way in each, more than twice
-what keeps its part of the memory busy."""
+"""Blocks of each kernel that should share a multiprocessor: each has 18 KB of latents on their way, so five have more
+than twice what keeps a multiprocessor's share of the memory busy."""
 
 MOVES = functools.partial(Case, cache="cache", tensor_cores=False, temporaries=1024, blocks=BLOCKS)
 
@@ -61,7 +61,7 @@ DEEPSEEK = paged_latent(512, 64, jnp.bfloat16)
 
 
 def layers_in_scan() -> Case:
-    """A step's layers, each writing to the cache that all of them carry."""
+    """Write the layers of a step, one after the other, to a cache that a loop carries."""
 
     def steps(cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
         return lax.scan(lambda cache, step: (write_latent(cache, *step), None), cache, (latent, slots))[0]
@@ -118,4 +118,4 @@ LATENT_MORE = {
     )
     if (dtype, latent_dim) != ("bf16", 512)  # which are among those above
 }
-"""All widths and dtypes."""
+"""Every width and dtype."""

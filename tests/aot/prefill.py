@@ -14,20 +14,20 @@ from jax import export
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.sm90.flash.config import QUERIES, MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import QUERIES, FlashConfig
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
-from pallas_attn.ops.ragged_attention.config import MosaicKey
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
 from tests.aot.case import Case, Tile, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
-    (192, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 2, 3)],
-    (128, 128): [MosaicConfig(64, 4, 2), MosaicConfig(64, 4, 3)],
-    (64, 64): [MosaicConfig(128, 2, 2), MosaicConfig(128, 4, 2), MosaicConfig(128, 4, 3), MosaicConfig(64, 2, 1)],
-    (256, 256): [MosaicConfig(64, 2, 1)],
+    (192, 128): [FlashConfig(64, 4, 2), FlashConfig(64, 2, 3)],
+    (128, 128): [FlashConfig(64, 4, 2), FlashConfig(64, 4, 3)],
+    (64, 64): [FlashConfig(128, 2, 2), FlashConfig(128, 4, 2), FlashConfig(128, 4, 3), FlashConfig(64, 2, 1)],
+    (256, 256): [FlashConfig(64, 2, 1)],
 }
-"""To choose from, beside what is chosen where nothing was measured."""
+"""Sizes for tuning to choose from, beside those that are chosen where nothing was measured."""
 
 paged_prefill = functools.partial(pallas_attn.paged_prefill, return_lse=True, implementation="mosaic")
 ragged_attention = functools.partial(pallas_attn.ragged_attention, return_lse=True, implementation="mosaic")
@@ -37,8 +37,8 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def looking_up(sizes: MosaicConfig | None) -> Any:
-    """Within it a call takes these sizes, or those of a card that nothing was measured on."""
+def looking_up(sizes: FlashConfig | None) -> Any:
+    """Make calls take these sizes, or those for a card without measurements, within a context."""
 
     def lookup(op: str, key: Any, make: Any, heuristic: Any) -> Any:
         return heuristic() if sizes is None else sizes
@@ -54,14 +54,14 @@ def ragged(
     *,
     dtype: Any = jnp.bfloat16,
     tokens: int = TOKENS,
-    sizes: MosaicConfig | None = None,
-    parts: int = 0,
+    sizes: FlashConfig | None = None,
+    splits: int = 0,
     **static: Any,
 ) -> Case:
-    """A call with these sizes, or those of a card that nothing was measured on.
+    """A call of `ragged_attention` with these sizes, or those for a card without measurements.
 
     Args:
-      parts: that the keys of blocks are cut into at most, if they are.
+      splits: splits of the keys that there is room for, if they may be cut.
     """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),
@@ -76,15 +76,16 @@ def ragged(
             return ragged_attention(**arguments, **static)
 
     with looking_up(sizes):
-        chosen = ragged_config.mosaic_config(MosaicKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG))
+        key = RaggedAttentionKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG)
+        chosen = ragged_config.mosaic_config(key)
     elements = chosen.tile_keys * (key_dim + value_dim)
     tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
-    return Case(call, arguments, temporaries=2**20 + partial_outputs(parts, tokens, q_heads, value_dim), tile=tile)
+    return Case(call, arguments, temporaries=2**20 + partial_outputs(splits, tokens, q_heads, value_dim), tile=tile)
 
 
-def partial_outputs(parts: int, tokens: int, heads: int, width: int) -> int:
-    """Bytes of outputs and LSE, and of what else there is for each of the latter while they are merged."""
-    return 4 * parts * tokens * heads * (width + 2)
+def partial_outputs(splits: int, tokens: int, heads: int, width: int) -> int:
+    """Bytes of the splits' outputs and LSEs, and of one more number for each LSE while they are merged."""
+    return 4 * splits * tokens * heads * (width + 2)
 
 
 def paged(
@@ -94,18 +95,18 @@ def paged(
     dtype: Any = jnp.bfloat16,
     cache: tuple[Any, Any] | None = None,
     tokens: int = TOKENS,
-    sizes: MosaicConfig | None = None,
+    sizes: FlashConfig | None = None,
     features: Iterable[str] = (),
-    parts: int = 0,
+    splits: int = 0,
     group: int = 4,
     **static: Any,
 ) -> Case:
-    """A call of 8 KV heads with these sizes, or those of a card that nothing was measured on.
+    """A call of `paged_prefill` with 8 KV heads and these sizes, or those for a card without measurements.
 
     Args:
-      group: query heads of each.
+      group: query heads of each KV head.
       cache: dtype and scales of a quantised one; None for q's dtype.
-      parts: that the keys of blocks are cut into at most, if they are.
+      splits: splits of the keys that there is room for, if they may be cut.
     """
     pages = KEYS // page_size
     cache_dtype, scales = cache or (dtype, None)
@@ -136,7 +137,7 @@ def paged(
 
     with looking_up(sizes):
         cache_bytes = jnp.dtype(cache_dtype).itemsize
-        key = paged_config.MosaicKey(
+        key = paged_config.PagedPrefillKey(
             head_dim,
             page_size,
             cache_bytes,
@@ -148,19 +149,19 @@ def paged(
     elements = chosen.tile_keys * head_dim
     tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
     arranged = terms * tokens * 8 * group * head_dim * 2 if cache else 0
-    arranged += partial_outputs(parts, tokens, 8 * group, head_dim)
+    arranged += partial_outputs(splits, tokens, 8 * group, head_dim)
     return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
 
 
 def mapped(case: Case) -> Case:
-    """Such calls for several batches, stacked."""
+    """A case of two batches, stacked and mapped over."""
     stacked = {name: shape(2, *a.shape, dtype=a.dtype) for name, a in case.arguments.items()}
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
     return replace(case, function=function, arguments=stacked, temporaries=2 * case.temporaries)
 
 
 def exported(case: Case) -> Case:
-    """Such a call after a round trip through jax.export."""
+    """A case after a round trip through jax.export."""
 
     def call(**arguments: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -171,7 +172,7 @@ def exported(case: Case) -> Case:
 
 
 VARIED: dict[str, dict[str, Any]] = {
-    "few": {"tokens": 96, "parts": 33},
+    "few": {"tokens": 96, "splits": 33},
     "f16": {"dtype": jnp.float16},
     "full": {"causal": False},
     "f32-out": {"out_dtype": jnp.float32},
@@ -190,8 +191,8 @@ ALL_FEATURES: dict[str, Any] = {
     "out_dtype": jnp.float32,
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
-FEW: dict[str, Any] = {"tokens": 96, "parts": 11}
-"""Queries, in so few blocks that keys are cut."""
+FEW: dict[str, Any] = {"tokens": 96, "splits": 11}
+"""Queries in so few blocks that keys are cut."""
 PREFILL: dict[str, Case] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
@@ -215,7 +216,7 @@ PREFILL: dict[str, Case] = {
     "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **BUT_CAP),
     "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),
 }
-"""Every width, and kinds of calls."""
+"""Every width, and each kind of call."""
 
 PREFILL_MORE: dict[str, Case] = {
     **{
@@ -257,4 +258,4 @@ PREFILL_MORE: dict[str, Case] = {
         for c in tried
     },
 }
-"""Their combinations, and the sizes that tuning tries."""
+"""Combinations of caches, widths and features, and the sizes that tuning tries."""

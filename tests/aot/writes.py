@@ -20,7 +20,7 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
-from pallas_attn.ops.write_kv.config import MosaicKey
+from pallas_attn.ops.write_kv.config import WriteKVKey
 from tests.aot.case import Case, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
@@ -35,9 +35,9 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "fp8-by-1": (jnp.float8_e4m3fn, PAGE_SIZE),
     "fp8-by-16": (jnp.float8_e4m3fn, PAGE_SIZE // 16),
 }
-"""Dtype and scales; for groups of so many tokens, or for what is said."""
+"""Dtype and scales: a number of tokens that share a scale, or the kind of static scales."""
 FEW, MANY = 64, 8192
-"""Tokens of a step of decode and of one of prefill, from which other layouts follow."""
+"""Tokens of a step of decode and of one of prefill: their number decides between layouts."""
 
 write_kv = functools.partial(pallas_attn.write_kv, implementation="mosaic")
 
@@ -69,7 +69,7 @@ def write(
     device: str = "untuned",
     **more: Any,
 ) -> Case:
-    """A call with the layouts that are packaged for a device, or those of one that nothing was measured on.
+    """A call with the layouts that are packaged for a device, or those for a device without measurements.
 
     Where groups of tokens have scales, notes of who writes a slot take 4 bytes a slot.
     """
@@ -87,7 +87,7 @@ def write(
 
 
 def in_scan(case: Case) -> Case:
-    """Some such calls in a loop, over the cache that it carries."""
+    """A case in a loop that carries the cache."""
 
     def steps(kv: PagedKV, **arguments: Any) -> Any:
         return lax.scan(lambda kv, step: (case.function(kv=kv, **step), None), kv, arguments)[0]
@@ -97,7 +97,7 @@ def in_scan(case: Case) -> Case:
 
 
 def exported(case: Case) -> Case:
-    """Such a call after a round trip through jax.export."""
+    """A case after a round trip through jax.export."""
 
     def call(kv: PagedKV, **arguments: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (kv, arguments))
@@ -109,20 +109,20 @@ def exported(case: Case) -> Case:
 
 
 def mapped(case: Case) -> Case:
-    """Such calls for several caches, stacked."""
+    """A case of two caches, stacked and mapped over."""
     arguments = jax.tree.map(lambda a: shape(2, *a.shape, dtype=a.dtype), dict(case.arguments))
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
     return replace(case, function=function, arguments=arguments, temporaries=2 * case.temporaries)
 
 
 def tuned() -> Iterator[tuple[str, Case]]:
-    """What devices have layouts of their own for."""
+    """Keys for which devices have layouts of their own."""
     by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
     folder = resources.files(pallas_attn) / "tuned"
     for file in folder.iterdir() if folder.is_dir() else ():
         device, _, kind = file.name.partition(".")
         for entry in json.loads(file.read_text()).get("kv_write/mosaic", ()) if kind == "json" else ():
-            key = MosaicKey(**entry["key"])
+            key = WriteKVKey(**entry["key"])
             tokens, style = key.entries // KV_HEADS, key.rotation
             options = {} if style == "none" else rope(tokens, key.head_dim, key.rotary_half, style=style)
             case = write(by_group[key.group_tokens], tokens, key.head_dim, device=device, **options)
@@ -147,7 +147,7 @@ WRITES = {
     "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
     **dict(tuned()),
 }
-"""Every kind of cache, of rotation, of slots and of call."""
+"""Every kind of cache, rotation, slots and call."""
 
 WRITES_MORE = {
     f"write-kv-{cache}-d{head_dim}-{num_tokens}": write(
@@ -156,4 +156,4 @@ WRITES_MORE = {
     for cache, head_dim, num_tokens in itertools.product(CACHES, (64, 128, 256), (FEW, 512, MANY))
     if (cache, head_dim) != ("int8-by-64", 256)  # too many values for a thread
 }
-"""Their combinations, and every width of a row in threads."""
+"""Combinations of these, and every number of threads that share a row."""

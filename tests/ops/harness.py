@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90.flash import split
-from pallas_attn.mosaic.sm90.flash.split import Cuts
+from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.portable.online_softmax import XlaConfig
 from pallas_attn.portable.page_tiles import PageTiles
 
@@ -341,22 +341,22 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 
 @contextlib.contextmanager
-def keys_cut(multiprocessors: int = 64) -> Iterator[list[Cuts]]:
+def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
     """Within it kernels of `sm90.flash.kernel` are traced for so many multiprocessors, as if cutting keys cost nothing.
 
     Fills a list with how they are cut; calls that were traced before, with the same settings, are not among them.
     """
-    cut: list[Cuts] = []
-    choose = Cuts.of
+    cut: list[KvSplits] = []
+    choose = KvSplits.of
 
-    def recording(*args: Any, **kwargs: Any) -> Cuts:
+    def recording(*args: Any, **kwargs: Any) -> KvSplits:
         cut.append(choose(*args, **kwargs))
         return cut[-1]
 
     with (
-        mock.patch.multiple(split, PIECE_TILES=0, MERGE_TILES=0),
+        mock.patch.multiple(split, WORK_TILE_OVERHEAD=0, MERGE_OVERHEAD=0),
         mock.patch.object(basics, "multiprocessors", return_value=multiprocessors),
-        mock.patch.object(Cuts, "of", recording),
+        mock.patch.object(KvSplits, "of", recording),
     ):
         yield cut
 

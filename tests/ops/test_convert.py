@@ -12,7 +12,7 @@ import pytest
 from pallas_attn.convert import from_nhd, join_kv, split_kv, to_nhd
 from pallas_attn.types import PagedKV
 from tests.ops.harness import assert_same_bits, fresh_rng
-from tests.ops.kv_write_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, stale_cache
+from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, stale_cache
 
 LAYOUTS = pytest.mark.parametrize(
     ("dtype", "scales"),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import FULL, paged_prefill
-from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.ops.paged_prefill import config
 from tests.ops import harness
 from tests.ops import test_paged_prefill as contract
@@ -27,8 +27,8 @@ from tests.ops.paged_case import Inputs, PagedCase
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
-TWO_CONSUMERS = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2))
+MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
+TWO_CONSUMERS = Variant("mosaic", FlashConfig(tile_keys=128, stages=2, consumers=2))
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -108,11 +108,11 @@ def test_parts_of_pages_int_window_soft_cap() -> None:
 def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
     """One, one for each consumer, some with a place left over, and a part of a group."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
-    with mock.patch.object(config, "packing", return_value=config.Packing(*packing)):
+    with mock.patch.object(config, "packing", return_value=config.HeadPacking(*packing)):
         check(replace(case, sinks="mixed", padding=5), TWO_CONSUMERS)
 
 
-CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1))
+CUT = Variant("mosaic", FlashConfig(tile_keys=64, stages=4, consumers=1))
 CUT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), padding=3),
@@ -174,7 +174,7 @@ def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
 
 
 def test_tiles_that_cut_pages_are_refused() -> None:
-    variant = replace(MOSAIC, config=MosaicConfig(tile_keys=192, stages=2, consumers=2))
+    variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
     with pytest.raises(NotImplementedError, match="got 192 keys of pages of 128"):
         call(variant, WIDE, Inputs.draw(WIDE, harness.fresh_rng()).prefill())
 

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_attn.portable.quantise import amax_scale, dequantise, divide, held_scale, quantise
 from tests.ops.harness import assert_same_bits, fresh_rng
-from tests.ops.kv_write_case import QMAX, numpy_quantise
+from tests.ops.write_kv_case import QMAX, numpy_quantise
 
 each_dtype = pytest.mark.parametrize("dtype", list(QMAX))
 eager_and_jitted = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jitted"])

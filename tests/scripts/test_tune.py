@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pallas_attn import tuning
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.flash.config import MosaicConfig as FlashConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, mosaic_config
 from pallas_attn.ops.paged_prefill import config as paged_config
@@ -208,14 +208,14 @@ def test_pairs_and_clusters_are_configurations(widths):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64), (256, 256)], ids=str)
 def test_tiles_of_packed_keys_are_configurations(widths, long):
-    key = ragged_config.MosaicKey(*widths, long=long)
+    key = ragged_config.RaggedAttentionKey(*widths, long=long)
     check_tiles(dataclasses.asdict(key), ragged_config.mosaic_config(key))
 
 
 @pytest.mark.parametrize("key", [(64, 64, 2, False), (128, 64, 2, False), (256, 64, 1, True)], ids=str)
 @pytest.mark.parametrize("capped", [False, True])
 def test_tiles_of_pages_are_configurations(key, capped):
-    key = paged_config.MosaicKey(*key, terms=1, capped=capped)
+    key = paged_config.PagedPrefillKey(*key, terms=1, capped=capped)
     check_tiles(dataclasses.asdict(key), paged_config.mosaic_config(key))
 
 

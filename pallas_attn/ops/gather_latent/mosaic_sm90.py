@@ -1,14 +1,13 @@
 """`gather_latent` on Hopper (H100, H200).
 
 A program is one warpgroup and takes as many rows of the result as it has groups of threads that share a row, 16 bytes
-an access. It finds where they come from in one go over the lengths of all sequences, which is cheaper than another
-kernel that sums them up, and then copies twice, cached rows and new ones:
+an access. It finds the sources of its rows in one pass over the lengths of all sequences, which is cheaper than another
+kernel that sums them up, and then copies twice, cached rows and new rows:
 
     row of the result -> sequence and position -> entry of its table -> row of the pool -> registers -> result
                                                -> row of the new latents                -> registers -> result
 
-Where a program has rows of one kind only, as most have, the other copy moves nothing. Nothing waits for another
-program.
+Most programs have rows of one kind only; then the other copy moves nothing. No program waits for another.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
-"""Going over the lengths of more takes a program longer than its copies."""
+"""With more sequences, the pass over their lengths takes a program longer than its copies."""
 
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
@@ -40,7 +39,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     if call.kv_lens.shape[0] > MAX_SEQUENCES:
         raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.kv_lens.shape[0]}")
     layout = copy_layout(width, call.cache.pages.dtype)
-    inputs = Inputs(
+    inputs = GatherLatentInputs(
         rows=call.cache.pages.reshape(-1, width),
         new=call.latent_new if call.latent_new.shape[0] else None,
         block_tables=call.block_tables.reshape(-1),
@@ -56,11 +55,11 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     )(basics.materialize(inputs))
 
 
-class Inputs(NamedTuple):
-    """Arrays, or in the kernel references to them.
+class GatherLatentInputs(NamedTuple):
+    """Operands of the kernel: arrays, or in the kernel references to them.
 
     Attributes:
-      rows: of the pool, [N·ps, L + R].
+      rows: rows of the pool, [N·ps, L + R].
       new: [T, L + R]; None where there are none.
       block_tables: [S·P].
       cu_q_lens, kv_lens: as the operation takes them.
@@ -73,14 +72,14 @@ class Inputs(NamedTuple):
     kv_lens: Array | Ref
 
 
-class Place(NamedTuple):
-    """Where rows of the result belong; each an int32 [rows].
+class RowSource(NamedTuple):
+    """Sources of rows of the result; each an int32 [rows].
 
     Attributes:
-      sequence: S where there is none.
+      sequence: index of the sequence; S for rows of none.
       start: row of the result at which the sequence starts.
-      cached: tokens that it has in its pages.
-      first_new: its first one among the new latents.
+      cached: tokens of the sequence in its pages.
+      first_new: its first token among the new latents.
     """
 
     sequence: jax.Array
@@ -89,34 +88,34 @@ class Place(NamedTuple):
     first_new: jax.Array
 
 
-def _kernel(layout: RowLayout, page_size: int, x: Inputs, out: Ref) -> None:
+def _kernel(layout: RowLayout, page_size: int, x: GatherLatentInputs, out: Ref) -> None:
     row = lax.axis_index("program") * layout.rows + layout.iota(layout.rows)
-    place = _place(x, row)
-    position = row - place.start
-    there, held = row < out.shape[0], place.sequence < x.kv_lens.shape[0]
-    cached, new = held & (position < place.cached), held & (position >= place.cached)
+    source = _row_source(x, row)
+    position = row - source.start
+    there, held = row < out.shape[0], source.sequence < x.kv_lens.shape[0]
+    cached, new = held & (position < source.cached), held & (position >= source.cached)
 
     table_width = x.block_tables.shape[0] // x.kv_lens.shape[0]
-    entry = place.sequence * table_width + lax.div(position, like(row, page_size))
+    entry = source.sequence * table_width + lax.div(position, like(row, page_size))
     page = layout.take(x.block_tables, jnp.where(cached, entry, 0))
     pool_row = page * page_size + lax.rem(position, like(row, page_size))
     out_row = jnp.where(there, row, -1)
     copy_rows(layout, x.rows, jnp.where(cached, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
     if x.new is not None:
-        new_row = jnp.where(new, place.first_new + position - place.cached, -1)
+        new_row = jnp.where(new, source.first_new + position - source.cached, -1)
         copy_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))
 
 
-def _place(x: Inputs, row: jax.Array) -> Place:
-    """The last sequence that starts at or before each row, of those that are not empty, if it does not end there."""
+def _row_source(x: GatherLatentInputs, row: jax.Array) -> RowSource:
+    """Find the sequence that each row lies in."""
 
-    def visit(s: jax.Array, carry: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
-        start, place = carry
+    def visit(s: jax.Array, carry: tuple[jax.Array, RowSource]) -> tuple[jax.Array, RowSource]:
+        start, source = carry
         kv_len, first_new = x.kv_lens[s], x.cu_q_lens[s]
         within = (row >= start) & (row < start + kv_len)
-        here = Place(s, start, kv_len - (x.cu_q_lens[s + 1] - first_new), first_new)
-        place = Place(*(jnp.where(within, new, old) for new, old in zip(here, place, strict=True)))
-        return start + kv_len, place
+        here = RowSource(s, start, kv_len - (x.cu_q_lens[s + 1] - first_new), first_new)
+        source = RowSource(*(jnp.where(within, new, old) for new, old in zip(here, source, strict=True)))
+        return start + kv_len, source
 
-    nowhere = Place(like(row, x.kv_lens.shape[0]), *(like(row, 0) for _ in range(3)))
+    nowhere = RowSource(like(row, x.kv_lens.shape[0]), *(like(row, 0) for _ in range(3)))
     return lax.fori_loop(0, x.kv_lens.shape[0], visit, (jnp.int32(0), nowhere))[1]

@@ -1,4 +1,4 @@
-"""What can be turned in `paged_prefill`."""
+"""Settings of `paged_prefill`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
@@ -29,16 +29,16 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKey:
-    """What the best sizes of the Mosaic kernel depend on.
+class PagedPrefillKey:
+    """Facts of a call that the best sizes of the Mosaic kernel depend on.
 
     Attributes:
       head_dim: D.
       page_size: ps.
       cache_bytes: bytes of a cached value.
       token_scales: whether scales come with the tokens.
-      terms: 16-bit numbers a query is made of.
-      capped: whether scores are.
+      terms: 16-bit numbers whose sum a query is.
+      capped: whether there is a soft cap.
     """
 
     head_dim: int
@@ -49,53 +49,54 @@ class MosaicKey:
     capped: bool
 
 
-def mosaic_config(key: MosaicKey) -> MosaicConfig:
+def mosaic_config(key: PagedPrefillKey) -> FlashConfig:
     """Sizes of the Mosaic kernel."""
-    return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _heuristic(key))
+    return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _heuristic(key))
 
 
-def _heuristic(key: MosaicKey) -> MosaicConfig:
+def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer. Only one consumer where heads are widest and what is widened leaves no shared memory, or a
-    soft cap no registers, for two.
+    those of the producer. One consumer for the widest heads of 8-bit caches, where staging buffers leave too little
+    shared memory for two, or a soft cap too few registers.
     """
     tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     demanding = key.cache_bytes == 1 and (key.token_scales or key.terms > 1 or key.capped)
-    return MosaicConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
+    return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
 
 
-class Packing(NamedTuple):
-    """How heads of a group share a block.
+class HeadPacking(NamedTuple):
+    """Heads of a group that share a block.
 
     Attributes:
-      heads: that do.
-      places: for them, a power of two; those left over repeat the last head.
+      heads: number of heads in a block.
+      slots: slots for them in the block, a power of two; those left over repeat the last head.
     """
 
     heads: int
-    places: int
+    slots: int
 
 
-MOST_PLACES = QUERIES // ALIGNMENT
-"""For heads in a block, so that one of the smallest blocks has as many queries of each as copies begin at multiples
-of.
-"""
+MOST_SLOTS = QUERIES // ALIGNMENT
+"""Slots at most: then the smallest block has at least as many queries of each head as copies begin at multiples of."""
 
 
-def packing(group: int, queries: int, block: int) -> Packing:
-    """That with the fewest rows of blocks, as many heads as possible if there are several. The more heads share a
-    block, the fewer queries of each it has, and the less of a sequence's last one is empty.
+def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
+    """The packing with the fewest rows of blocks; among equals that with the most heads. The more heads share a block,
+    the fewer queries of each it has, and the less of a sequence's last block is empty.
 
     Args:
-      group: heads of one.
-      queries: of a sequence, on average.
-      block: rows of a block.
+      group: query heads of a KV head.
+      queries: queries of a sequence, on average.
+      block_rows: rows of a block.
     """
 
-    def rows(some: Packing) -> float:
-        """Expected of a head: queries begin anywhere, the rows before them that copies bring, and a last block's."""
-        return some.places / some.heads * (queries + (ALIGNMENT - 1) / 2 + block // some.places - 1)
+    def rows(packing: HeadPacking) -> float:
+        """Rows that a head is expected to take: its queries begin anywhere, so some rows before them and some after, in
+        the last block, are empty.
+        """
+        empty = (ALIGNMENT - 1) / 2 + block_rows // packing.slots - 1
+        return packing.slots / packing.heads * (queries + empty)
 
-    heads = [heads for heads in range(min(group, MOST_PLACES), 0, -1) if group % heads == 0]
-    return min((Packing(several, 1 << (several - 1).bit_length()) for several in heads), key=rows)
+    divisors = [heads for heads in range(min(group, MOST_SLOTS), 0, -1) if group % heads == 0]
+    return min((HeadPacking(heads, 1 << (heads - 1).bit_length()) for heads in divisors), key=rows)

@@ -1,16 +1,16 @@
-"""What can be turned in `ragged_attention`."""
+"""Settings of `ragged_attention`."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 
 
 def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation, for this many packed queries and sequences."""
+    """Tile and group sizes of the portable implementation, by the number of packed queries and of sequences."""
 
     def heuristic() -> XlaConfig:
         tile = tile_queries(num_tokens, num_sequences)
@@ -21,8 +21,8 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKey:
-    """What the best sizes of the Mosaic kernel depend on.
+class RaggedAttentionKey:
+    """Facts of a call that the best sizes of the Mosaic kernel depend on.
 
     Attributes:
       key_dim, value_dim: Dk and Dv.
@@ -35,31 +35,31 @@ class MosaicKey:
 
 
 LONG = 512
-"""Queries, of which a block of three consumers leaves few places empty."""
+"""Queries of a sequence from which on blocks of three consumers leave few rows empty."""
 
 
-def mosaic_config(key: MosaicKey) -> MosaicConfig:
+def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
     """Sizes of the Mosaic kernel."""
-    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _heuristic(key))
+    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _heuristic(key))
 
 
-def _heuristic(key: MosaicKey) -> MosaicConfig:
-    """The largest tile whose scores, probabilities and output fit the registers of two consumers; a third one where
-    heads are narrow.
+def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
+    """The largest tile whose scores, probabilities and output fit the registers of two consumers, or of three if heads
+    are narrow.
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
-    return MosaicConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
+    return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 
 
 CACHE_BYTES = 32 * 2**20
-"""Of keys and values, at most, that programs which run at a time are meant to share in an L2 cache of 50 MB."""
+"""Bytes of keys and values that programs which run at the same time share, at most, in an L2 cache of 50 MB."""
 
 
-def heads_together(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
-    """Query heads whose blocks alternate: all of so many KV heads that keys and values fit the L2 cache.
+def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
+    """Number of query heads whose blocks alternate: those of as many KV heads as fit the L2 cache.
 
     Args:
-      kv_bytes: of the keys and values of one KV head.
+      kv_bytes: bytes of the keys and values of one KV head.
     """
     most = max(1, CACHE_BYTES // kv_bytes)
     kv_heads = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= most)

@@ -1,4 +1,4 @@
-"""What can be turned in `write_kv`."""
+"""Settings of `write_kv`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ type Rotation = Literal["none", "neox", "interleaved"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a program of the Mosaic kernel takes its part of the work.
+class WriteKVConfig:
+    """Shares of the Mosaic kernel's work that threads and programs take.
 
     Attributes:
-      row_threads: threads that share a token of a head, or as many as its columns let.
-      scan_tokens: tokens among which a program looks for those that lead a group, where groups of tokens have a scale.
+      row_threads: threads that share a token of a head, if it has columns for so many.
+      scan_tokens: tokens among which a program looks for leaders of groups, where groups of tokens share a scale.
     """
 
     row_threads: int
@@ -31,12 +31,12 @@ class MosaicConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKey:
-    """What the best configuration depends on.
+class WriteKVKey:
+    """Facts of a call that the best configuration depends on.
 
     Attributes:
       head_dim: D.
-      rotary_half: pairs of columns that are rotated.
+      rotary_half: number of pairs of columns that are rotated.
       rotation: which columns make a pair.
       entries: T·Hkv, rounded up to a power of two.
       group_tokens: tokens that share a dynamic scale; 0 without one.
@@ -50,33 +50,33 @@ class MosaicKey:
 
     @property
     def unit(self) -> int:
-        """The largest power of two that divides every stretch of columns that is treated alike."""
+        """The largest power of two that divides every segment of columns that are treated alike."""
         rotated = self.rotary_half if self.rotation == "neox" else 2 * self.rotary_half
         common = math.gcd(rotated, self.head_dim - 2 * self.rotary_half) if rotated else self.head_dim
         return common & -common
 
-    def threads_and_vector(self, config: MosaicConfig) -> tuple[int, int]:
+    def threads_and_vector(self, config: WriteKVConfig) -> tuple[int, int]:
         """Threads that share a row, and the neighbouring columns that each takes at a time."""
         threads = min(config.row_threads, self.unit // (2 if self.rotation == "interleaved" else 1), 32)
         return threads, min(8, self.unit // threads)
 
 
-def mosaic_config(key: MosaicKey) -> MosaicConfig:
+def mosaic_config(key: WriteKVKey) -> WriteKVConfig:
     """The configuration of the Mosaic kernel."""
-    return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _mosaic_heuristic(key))
+    return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), WriteKVConfig, lambda: _mosaic_heuristic(key))
 
 
 PROGRAMS = 264
-"""Two a multiprocessor: with fewer, some wait for memory and do nothing else."""
+"""Two programs for each multiprocessor: with fewer, some of them only wait for memory."""
 
 
-def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
+def _mosaic_heuristic(key: WriteKVKey) -> WriteKVConfig:
     """16 columns a thread; fewer where a program would have rows to spare, tokens or those of a group being few."""
     row_threads = 1
     while row_threads < 32 and (key.head_dim > 16 * row_threads or _rows_to_spare(key, 128 // row_threads)):
         row_threads *= 2
-    return MosaicConfig(row_threads, scan_tokens=min(16, max(1, key.entries // 4096)))
+    return WriteKVConfig(row_threads, scan_tokens=min(16, max(1, key.entries // 4096)))
 
 
-def _rows_to_spare(key: MosaicKey, rows: int) -> bool:
+def _rows_to_spare(key: WriteKVKey, rows: int) -> bool:
     return rows > key.group_tokens if key.group_tokens > 1 else key.entries < PROGRAMS * rows

@@ -1,7 +1,7 @@
-"""Quotients in Mosaic GPU kernels that are the same float32 everywhere, and quantising with them.
+"""Correctly rounded quotients of float32 in Mosaic GPU kernels, and quantisation with them.
 
-`pallas_attn.portable.quantise` says what is computed. There a quotient goes through float64, of which a GPU has too
-little; here it is made of float32 alone.
+`portable.quantise` defines the arithmetic. It divides in float64, of which a GPU does too little; here a quotient is
+made of float32 operations alone, and is the same to the bit.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pallas_attn.portable import quantise
 from pallas_attn.types import QMAX
 
 EXPONENT = 0x7F800000
-"""The bits of a float32 that say its power of two."""
+"""The exponent bits of a float32."""
 
 SMALLEST_RECIPROCAL = 0.5 + 2.0**-24
-"""Of a float32 below 2."""
+"""The smallest reciprocal of a float32 below 2."""
 
 
 def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
-    """x / y of float32, correctly rounded. For a few values: it takes dozens of instructions."""
+    """x / y of float32, correctly rounded. Dozens of instructions: for a few values only."""
     if interpreted():
         return quantise.divide(x, y)
     return _elementwise(_instruction("div.rn.f32"), layout, x, y)
 
 
 class Divisor(NamedTuple):
-    """Scales below 2**127 that many values are quantised by.
+    """Scales below 2**127, prepared for the quantisation of many values.
 
     Attributes:
-      power: of two.
+      power: a power of two.
       normal: power · scale, from 1 to 2.
       reciprocal: of `normal`, correctly rounded.
       bound: what values times `power` are clipped to, qmax · power · scale. This is rounded, so the quotient is about
@@ -57,7 +57,7 @@ class Divisor(NamedTuple):
 
     @staticmethod
     def of(scale: jax.Array, dtype: Any, layout: Any) -> Divisor:
-        """From float32 scales of a cache of this dtype, in registers of this layout."""
+        """Prepare float32 scales of a cache of this dtype, in registers of this layout."""
         if interpreted():
             return Divisor(*[scale] * 5)
         exponent = lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT
@@ -70,11 +70,11 @@ class Divisor(NamedTuple):
         return Divisor(scale, power, normal, reciprocal, normal * QMAX[jnp.dtype(dtype)])
 
     def spread(self, layout: RowLayout, columns: int) -> Divisor:
-        """From a divisor of each row to one of each of its columns."""
+        """Spread a divisor for each row over the row's columns."""
         return Divisor(*(layout.spread(each, columns) for each in self))
 
     def quantise(self, x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
-        """`quantise.quantise` of float32 x by these scales."""
+        """Apply `quantise.quantise` to float32 x with these scales."""
         if interpreted():
             return quantise.quantise(x, self.scale, dtype)
         x = jnp.clip(x * self.power, -self.bound, self.bound)
@@ -87,7 +87,7 @@ class Divisor(NamedTuple):
 
 
 class Arithmetic[T](NamedTuple):
-    """What quotients are made of: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
+    """Operations that a quotient takes: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
 
     multiply: Callable[[T, T], T]
     fma: Callable[[T, T, T], T]
@@ -98,7 +98,7 @@ MLIR = Arithmetic(arith.mulf, mlir_math.fma, arith.negf)
 
 
 def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> T:
-    """1 / y of float32, from a guess that is off by two units in the last place at most.
+    """1 / y of float32, from a guess that errs by two units in the last place at most.
 
     The first correction leaves less than one, from where the second rounds correctly (Markstein, IBM Journal of
     Research and Development 34, 1990) but where y has all bits set: there it is a tie, and may leave a power of two.
@@ -112,9 +112,9 @@ def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> 
 def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) -> T:
     """x / y of float32, correctly rounded, from `refined_reciprocal`.
 
-    What the product is off by, the first correction brings below a unit in the last place. Then the remainder is exact,
-    and the second one rounds as division does (Markstein again). The instruction does the same where nothing can
-    overflow, but also has to find out whether it can. Signs are such that -0 stays -0.
+    The first correction brings the error of the product below a unit in the last place. Then the remainder is exact,
+    and the second correction rounds as division does (Markstein again). The division instruction does the same where
+    nothing can overflow, but first has to check that. Signs are such that -0 stays -0.
     """
     multiply, fma, negate = arithmetic
     quotient, step = multiply(x, reciprocal), negate(reciprocal)
@@ -126,7 +126,7 @@ def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) ->
 def _elementwise(
     function: Callable[..., ir.Value], layout: Any, *operands: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """A function of registers, which hold vectors of float32, for all those of arrays; of vectors of `dtype`."""
+    """Apply a function of registers, vectors of float32 that it maps to vectors of `dtype`, to all those of arrays."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * len(operands),
@@ -139,7 +139,7 @@ def _elementwise(
 
 
 def _instruction(name: str) -> Callable[..., ir.Value]:
-    """An instruction of PTX, of float32 operands, for vectors of them; its first type is that of the result."""
+    """A PTX instruction of float32 operands as a function of vectors; the first type in its name is the result's."""
     rounds_to_integer = ".s32." in name
 
     def apply(*vectors: ir.Value) -> ir.Value:

@@ -1,24 +1,24 @@
 """`write_kv` on Hopper (H100, H200).
 
-An entry is one token of one KV head: a row of k, one of v, and a row of the pool for each. A program is one warpgroup
-and takes some entries; the threads that share one hold its columns in registers, where it is normed, rotated and
-quantised, and move them from and to memory themselves (`mosaic.row_layout`):
+An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A program is one warpgroup
+and takes some entries. The threads that share an entry hold its columns in registers, where it is normed, rotated and
+quantised, and load and store them without shared memory (`mosaic.row_layout`):
 
     slots of 16 entries -> rows of the pool
     k, v of 16 entries  -> registers -> norm, rotate -> quantise -> rows of the pool          queries likewise
 
-Neox style rotates columns that are half a head apart, so the halves are loaded apart and the same thread has both.
+Neox style rotates columns that are half a head apart, so the halves are loaded separately and one thread has both.
 
-Where groups of tokens share a scale, what decides is which tokens of a call lie in one group, and these may be
-anywhere in it. A first kernel therefore notes at every slot who writes it. Nobody clears these notes: one counts if the
-token it names does have that slot. So a program can tell which of its tokens lead their groups, being the first
-that the call writes, and for each of these it takes all of the group, tokens of the call and earlier ones alike:
+Where groups of tokens share a scale, the tokens of a group may be anywhere in the call. A first kernel therefore
+records for every slot which token writes it. These records are never cleared: one counts if the token that it names
+does have that slot. So a program can tell which of its tokens lead their groups, that is, are the first of their group
+that the call writes. For each leader it takes the whole group, tokens of the call and earlier ones alike:
 
     token t leads     ->  its group, n rows:  0 1 2 | 3 4 5 6 | 7 ...
                                               cached  from k    left as they are
                           largest of both -> scale; all of them quantised with it and written
 
-Nothing waits, and no two programs touch the same bytes: groups have one leader, and slots are distinct.
+No program waits for another, and no two touch the same bytes: a group has one leader, and slots are distinct.
 """
 
 from __future__ import annotations
@@ -38,29 +38,28 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.row_copy import like
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.sm90.dequantise import scale_layout
 from pallas_attn.ops.write_kv.call import WriteKVCall
-from pallas_attn.ops.write_kv.config import MosaicKey, mosaic_config
+from pallas_attn.ops.write_kv.config import WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile
 from pallas_attn.ops.write_kv.mosaic_rounding import Divisor, divide
 from pallas_attn.portable.quantise import amax_scale, held_scale
-from pallas_attn.types import PagedKV, Rope, ScaleLayout
+from pallas_attn.types import PagedKV, ScaleLayout
 
 FEW_VALUES = 32
-"""How many values of k, of a row or of a group's rows, leave a thread registers for as many of v."""
+"""Values of k in a thread, of a row or of a group's rows, up to which there are registers for as many of v."""
 
 MANY_VALUES = 64
-"""How many leave none for v, which then has to come after k, nor for addresses of less than 8 values each."""
+"""Values of k in a thread, up to which v is taken after k; accesses have to be of 8 values then, to save addresses."""
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
     basics.require_capability((9, 0))
-    kv, q = call.kv, call.q
-    static = Static.of(kv, call.slots, call.rope, 0 if q is None else q.shape[0] * q.shape[1])
-    x, arrays = Inputs.of(kv, call.k, call.v, call.slots, call.rope, q), Pool.of(kv)
-    writers = _note_writers(static, x.slots) if static.grouped else None
-    pool = Pool(
+    static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
+    writers = _record_writers(static, x.slots) if static.grouped else None
+    pool = KVPool(
         k=basics.alias_in_place(flat(arrays.k)),
         v=basics.alias_in_place(flat(arrays.v)),
         k_scale=None if arrays.k_scale is None else basics.alias_in_place(arrays.k_scale.reshape(-1)),
@@ -79,16 +78,16 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
         for name, ref in pool._asdict().items()
         if ref is not None
     }
-    return dataclasses.replace(kv, **written), None if q is None else rotated[0].reshape(q.shape)
+    return dataclasses.replace(call.kv, **written), None if call.q is None else rotated[0].reshape(call.q.shape)
 
 
 def flat(a: Array) -> Array:
-    """Rows, whatever they are counted by."""
+    """[rows, columns] of an array whose leading axes count rows."""
     return a.reshape(-1, a.shape[-1])
 
 
-class Inputs(NamedTuple):
-    """Arrays, or in the kernel references to them.
+class WriteKVInputs(NamedTuple):
+    """Operands of the kernel: arrays, or in the kernel references to them.
 
     Attributes:
       q: [T·Hq, D] or None.
@@ -111,13 +110,14 @@ class Inputs(NamedTuple):
     v_scale: Any
 
     @staticmethod
-    def of(kv: PagedKV, k: Array, v: Array, slots: Array, rope: Rope | None, q: Array | None) -> Inputs:
+    def of(call: WriteKVCall) -> WriteKVInputs:
+        kv, rope = call.kv, call.rope
         static = scale_layout(kv) in ("head", "channel")
-        return Inputs(
-            q=None if q is None else flat(q),
-            k=flat(k),
-            v=flat(v),
-            slots=slots.reshape(-1),
+        return WriteKVInputs(
+            q=None if call.q is None else flat(call.q),
+            k=flat(call.k),
+            v=flat(call.v),
+            slots=call.slots.reshape(-1),
             cos=None if rope is None else rope.cos,
             sin=None if rope is None else rope.sin,
             q_norm=None if rope is None or rope.q_norm is None else rope.q_norm[None],
@@ -127,9 +127,9 @@ class Inputs(NamedTuple):
         )
 
 
-class Pool(NamedTuple):
-    """What is written: k, v [N, Hkv, ps, D] and dynamic scales [N, Hkv, g] or None; in the kernel references to their
-    rows, [N·Hkv·ps, D], and [N·Hkv·g].
+class KVPool(NamedTuple):
+    """Arrays that are written: k, v [N, Hkv, ps, D] and dynamic scales [N, Hkv, g] or None; in the kernel references to
+    their rows, [N·Hkv·ps, D], and [N·Hkv·g].
     """
 
     k: Any
@@ -138,25 +138,25 @@ class Pool(NamedTuple):
     v_scale: Any
 
     @staticmethod
-    def of(kv: PagedKV) -> Pool:
+    def of(kv: PagedKV) -> KVPool:
         dynamic = isinstance(scale_layout(kv), int)
-        return Pool(kv.k, kv.v, kv.k_scale if dynamic else None, kv.v_scale if dynamic else None)
+        return KVPool(kv.k, kv.v, kv.k_scale if dynamic else None, kv.v_scale if dynamic else None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What a kernel is compiled for, beside shapes and dtypes.
+class WriteKVStatic:
+    """Compile-time facts of a kernel, beside shapes and dtypes.
 
     Attributes:
       few_values: whether there are registers for k and v at once.
-      num_tokens, num_kv_heads, page_size: of the call and its cache.
-      num_slots: slots from 0 to here are in the pool.
+      num_tokens, num_kv_heads, page_size: T, Hkv and ps.
+      num_slots: number of slots in the pool.
       head_slots: whether every head has slots of its own, in rows.
       q_rows: T·Hq, 0 without queries.
-      scales: of the cache.
+      scales: scales of the cache.
       norm_after: whether norms come after the rotation.
       norm_eps: epsilon of the norms.
-      scan_tokens: see `MosaicConfig`.
+      scan_tokens: see `WriteKVConfig`.
     """
 
     tile: HeadTile
@@ -173,7 +173,8 @@ class Static:
     scan_tokens: int
 
     @staticmethod
-    def of(kv: PagedKV, slots: Array, rope: Rope | None, q_rows: int) -> Static:
+    def of(call: WriteKVCall) -> WriteKVStatic:
+        kv, slots, rope, q = call.kv, call.slots, call.rope, call.q
         num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
         rows = num_pages * num_kv_heads * page_size
         refusals.require_int32_rows(rows)
@@ -182,7 +183,7 @@ class Static:
         if rotation == "neox" and half == 1:
             raise NotImplementedError("takes two pairs of columns or more that are rotated in neox style, got one")
         group = page_size // scales if isinstance(scales, int) else 0
-        key = MosaicKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
+        key = WriteKVKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
         config = mosaic_config(key)
         layout = RowLayout(*key.threads_and_vector(config))
         values = head_dim // layout.threads * max(1, -(-group // layout.rows))
@@ -192,7 +193,7 @@ class Static:
                 f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in "
                 f"stretches of {key.unit}, are {values}"
             )
-        return Static(
+        return WriteKVStatic(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
             few_values=values <= FEW_VALUES,
             num_tokens=slots.shape[0],
@@ -200,7 +201,7 @@ class Static:
             page_size=page_size,
             num_slots=rows if slots.ndim == 2 else num_pages * page_size,
             head_slots=slots.ndim == 2,
-            q_rows=q_rows,
+            q_rows=0 if q is None else q.shape[0] * q.shape[1],
             scales=scales,
             norm_after=rope is not None and rope.norm_order == "after_rope",
             norm_eps=0.0 if rope is None else rope.norm_eps,
@@ -214,12 +215,12 @@ class Static:
 
     @property
     def grouped(self) -> bool:
-        """Whether groups have more tokens than one."""
+        """True if groups have more than one token."""
         return self.group_tokens > 1
 
     @property
     def scan(self) -> RowLayout:
-        """Tokens and the slots of their groups, one row a token."""
+        """Layout of tokens [rows] and the slots of their groups [rows, group_tokens]."""
         return RowLayout(math.gcd(self.group_tokens, 8), 1)
 
     @property
@@ -227,8 +228,8 @@ class Static:
         return self.num_tokens * self.num_kv_heads
 
     @property
-    def num_noted(self) -> int:
-        """Slots of the call."""
+    def num_slots_given(self) -> int:
+        """Number of slots that the call gives."""
         return self.entries if self.head_slots else self.num_tokens
 
     @property
@@ -248,9 +249,11 @@ class Static:
         page, offset = lax.div(slot, like(slot, self.page_size)), lax.rem(slot, like(slot, self.page_size))
         return (page * self.num_kv_heads + head) * self.page_size + offset
 
-    def turn(self, values: list[jax.Array], x: Inputs, norm: Ref | None, token: jax.Array) -> list[jax.Array]:
-        """`portable.rope.apply_rope`, of rows that belong to these tokens."""
-        values = [stretch.astype(jnp.float32) for stretch in values]
+    def norm_and_rotate(
+        self, values: list[jax.Array], x: WriteKVInputs, norm: Ref | None, token: jax.Array
+    ) -> list[jax.Array]:
+        """Apply `portable.rope.apply_rope` to rows that belong to these tokens."""
+        values = [segment.astype(jnp.float32) for segment in values]
         if norm is not None and not self.norm_after:
             values = self.tile.norm(values, norm, self.norm_eps)
         values = self.tile.rotate(values, x.cos, x.sin, token)
@@ -259,13 +262,8 @@ class Static:
         return values
 
 
-def like(x: Any, value: int) -> Any:
-    """Integers of one value, in the shape and the layout of others."""
-    return jnp.full_like(x, value)
-
-
-def _kernel(static: Static, x: Inputs, pool: Pool, writers: Ref | None, *memory: Ref) -> None:
-    """The programs of k and v, then those of q. `memory` is for the rotated q, if any, and for leaders of groups."""
+def _kernel(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref | None, *memory: Ref) -> None:
+    """Run a program for k and v, or for q. `memory` holds the rotated q, if there is one, and the leaders of groups."""
     program = lax.axis_index("program")
 
     @pl.when(program < static.kv_programs)
@@ -279,44 +277,45 @@ def _kernel(static: Static, x: Inputs, pool: Pool, writers: Ref | None, *memory:
 
         @pl.when(program >= static.kv_programs)
         def _queries() -> None:
-            _turn_queries(static, x, memory[0], program - static.kv_programs)
+            _norm_and_rotate_queries(static, x, memory[0], program - static.kv_programs)
 
 
-def _turn_queries(static: Static, x: Inputs, rotated: Ref, program: Any) -> None:
+def _norm_and_rotate_queries(static: WriteKVStatic, x: WriteKVInputs, rotated: Ref, program: Any) -> None:
     tile = static.tile
     row = program * tile.layout.rows + tile.layout.iota(tile.layout.rows)
     row = jnp.where(row < static.q_rows, row, -1)
-    token = _or_none(row >= 0, lax.div(row, like(row, static.q_rows // static.num_tokens)))
-    values = static.turn(tile.load(x.q, row), x, x.q_norm, token)
-    tile.store(rotated, row, [stretch.astype(rotated.dtype) for stretch in values])
+    token = _index_or_none(row >= 0, lax.div(row, like(row, static.q_rows // static.num_tokens)))
+    values = static.norm_and_rotate(tile.load(x.q, row), x, x.q_norm, token)
+    tile.store(rotated, row, [segment.astype(rotated.dtype) for segment in values])
 
 
-def _or_none(there: jax.Array, index: jax.Array) -> jax.Array:
+def _index_or_none(there: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(there, index, -1)
 
 
 # --- entries on their own
 
 
-def _write_entries(static: Static, x: Inputs, pool: Pool, program: Any) -> None:
+def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, program: Any) -> None:
     tile, layout = static.tile, static.tile.layout
     entry = program * layout.rows + layout.iota(layout.rows)
     token, head = (f(entry, like(entry, static.num_kv_heads)) for f in (lax.div, lax.rem))
-    slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_noted - 1))
+    slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_slots_given - 1))
     exists = entry < static.entries
-    row = _or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
-    entry, token = _or_none(exists, entry), _or_none(exists, token)  # whether or not they have a slot: no need to wait
+    row = _index_or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
+    # Tokens without a slot are loaded, too: so loads need not wait for slots.
+    entry, token = _index_or_none(exists, entry), _index_or_none(exists, token)
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
-        k = static.turn(k, x, x.k_norm, token)
+        k = static.norm_and_rotate(k, x, x.k_norm, token)
     for values, pages, static_scale, scales in (
         (k, pool.k, x.k_scale, pool.k_scale),
         (v, pool.v, x.v_scale, pool.v_scale),
     ):
         if static.scales is None:
-            tile.store(pages, row, [stretch.astype(pages.dtype) for stretch in values])
+            tile.store(pages, row, [segment.astype(pages.dtype) for segment in values])
             continue
-        values = [stretch.astype(jnp.float32) for stretch in values]
+        values = [segment.astype(jnp.float32) for segment in values]
         if scales is None:
             divisors = _static_divisors(static, static_scale, head, pages.dtype)
         else:
@@ -331,24 +330,24 @@ def _divide_rows(layout: RowLayout) -> Callable[[jax.Array, jax.Array], jax.Arra
 
 
 def _row_divisors(tile: HeadTile, scale: jax.Array, dtype: Any) -> list[Divisor]:
-    """Of one scale a row."""
+    """Divisors of one scale a row, for each segment of columns."""
     divisor = Divisor.of(scale, dtype, tile.layout.per_row)
-    return [divisor.spread(tile.layout, columns) for _, columns in tile.stretches]
+    return [divisor.spread(tile.layout, columns) for _, columns in tile.segments]
 
 
-def _static_divisors(static: Static, scale: Ref, head: jax.Array, dtype: Any) -> list[Divisor]:
-    """Of the scales that entries of these heads have."""
+def _static_divisors(static: WriteKVStatic, scale: Ref, head: jax.Array, dtype: Any) -> list[Divisor]:
+    """Divisors of the static scales that entries of these heads have."""
     if static.scales == "head":
         return _row_divisors(static.tile, static.tile.layout.take(scale, head), dtype)
-    return [Divisor.of(stretch, dtype, static.tile.layout.tile) for stretch in static.tile.load(scale, head)]
+    return [Divisor.of(segment, dtype, static.tile.layout.tile) for segment in static.tile.load(scale, head)]
 
 
 def _store_quantised(
     tile: HeadTile, pages: Ref, row: jax.Array, values: Sequence[jax.Array], divisors: Sequence[Divisor]
 ) -> None:
     quantised = [
-        divisor.quantise(stretch, pages.dtype, tile.layout.tile)
-        for stretch, divisor in zip(values, divisors, strict=True)
+        divisor.quantise(segment, pages.dtype, tile.layout.tile)
+        for segment, divisor in zip(values, divisors, strict=True)
     ]
     tile.store(pages, row, quantised)
 
@@ -356,34 +355,38 @@ def _store_quantised(
 # --- groups
 
 
-def _note_writers(static: Static, slots: Int32[Array, "n"]) -> Int32[Array, "slots"]:
-    """For each slot that a call writes, where in `slots` it stands; anything for the others."""
+def _record_writers(static: WriteKVStatic, slots: Int32[Array, "n"]) -> Int32[Array, "slots"]:
+    """Index in `slots` of each slot that the call writes; arbitrary for other slots."""
     return plgpu.kernel(
-        functools.partial(_note_kernel, static),
+        functools.partial(_record_kernel, static),
         out_type=jax.ShapeDtypeStruct((static.num_slots,), jnp.int32),
-        grid=(pl.cdiv(static.num_noted, THREADS),),
+        grid=(pl.cdiv(static.num_slots_given, THREADS),),
         grid_names=("program",),
         kernel_name="note_writers",
     )(basics.materialize(slots))
 
 
-def _note_kernel(static: Static, slots: Ref, writers: Ref) -> None:
+def _record_kernel(static: WriteKVStatic, slots: Ref, writers: Ref) -> None:
     layout = RowLayout(1, 1)
     place = lax.axis_index("program") * layout.rows + layout.iota(layout.rows)
-    slot = layout.take(slots, jnp.minimum(place, static.num_noted - 1))
-    there = (place < static.num_noted) & (slot >= 0) & (slot < static.num_slots)
-    layout.put(writers, _or_none(there, slot), place)
+    slot = layout.take(slots, jnp.minimum(place, static.num_slots_given - 1))
+    there = (place < static.num_slots_given) & (slot >= 0) & (slot < static.num_slots)
+    layout.put(writers, _index_or_none(there, slot), place)
 
 
-def _writer(static: Static, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any) -> jax.Array:
-    """Where in `slots` these slots stand, each of which is in the pool; -1 if nowhere."""
+def _writer(
+    static: WriteKVStatic, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any
+) -> jax.Array:
+    """Index in the call's `slots` of each given slot, all in the pool; -1 if the call does not write it."""
     place = layout.take(writers, slot, registers)
-    inside = jnp.clip(place, 0, static.num_noted - 1)
-    return _or_none((place == inside) & (layout.take(slots, inside, registers) == slot), place)
+    inside = jnp.clip(place, 0, static.num_slots_given - 1)
+    return _index_or_none((place == inside) & (layout.take(slots, inside, registers) == slot), place)
 
 
-def _write_groups(static: Static, x: Inputs, pool: Pool, writers: Ref, leaders: Ref, program: Any) -> None:
-    """Some tokens of one head: writes the groups that they lead."""
+def _write_groups(
+    static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leaders: Ref, program: Any
+) -> None:
+    """Write the groups that some tokens of one head lead."""
     head = lax.rem(program, static.num_kv_heads)
     first_token = lax.div(program, static.num_kv_heads) * static.scan_tokens
     leaders[...] = _leading_slots(static, x.slots, writers, first_token, head)
@@ -396,13 +399,13 @@ def _write_groups(static: Static, x: Inputs, pool: Pool, writers: Ref, leaders: 
     lax.fori_loop(0, static.scan_tokens, visit, None)
 
 
-def _leading_slots(static: Static, slots: Ref, writers: Ref, first_token: Any, head: Any) -> jax.Array:
-    """int32 [scan.rows]: slots of tokens that lead their groups; -1 for the other tokens."""
+def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token: Any, head: Any) -> jax.Array:
+    """Slots of tokens that lead their groups, int32 [scan.rows]; -1 for the other tokens."""
     scan, group = static.scan, static.group_tokens
     number = scan.iota(scan.rows)
     token = first_token + number
     place = token * static.num_kv_heads + head if static.head_slots else token
-    slot = scan.take(slots, jnp.minimum(place, static.num_noted - 1))
+    slot = scan.take(slots, jnp.minimum(place, static.num_slots_given - 1))
     there = (number < static.scan_tokens) & (token < static.num_tokens) & (slot >= 0) & (slot < static.num_slots)
     slot = jnp.where(there, slot, 0)  # of which nothing comes before
     offset = scan.spread(lax.rem(slot, like(slot, group)), group)
@@ -410,18 +413,18 @@ def _leading_slots(static: Static, slots: Ref, writers: Ref, first_token: Any, h
     before = jnp.where(other < offset, scan.spread(slot, group) - offset + other, 0)
     written = (other < offset) & (_writer(static, slots, writers, before, scan, scan.tile) >= 0)
     led = jnp.max(jnp.where(written, 1, 0), axis=1) == 0
-    return _or_none(there & led, slot)
+    return _index_or_none(there & led, slot)
 
 
-class Group(NamedTuple):
+class ScaleGroup(NamedTuple):
     """Tokens that share a scale, as rows of a tile.
 
     Attributes:
-      index: of its scale.
-      before: how many come before those of the call.
-      row: [rows], in the pool, of those that are written; -1 for others.
-      new: [rows], whether the call brings it.
-      earlier: [rows], in the pool, of those that come before; -1 for others.
+      index: index of the scale.
+      before: number of tokens that come before the call's.
+      row: [rows], row of the pool for each token that is written; -1 for others.
+      new: [rows], whether the call brings the token.
+      earlier: [rows], row of the pool for each token that comes before the call's; -1 for others.
     """
 
     index: Any
@@ -431,41 +434,43 @@ class Group(NamedTuple):
     earlier: Any
 
 
-def _write_group(static: Static, x: Inputs, pool: Pool, writers: Ref, leader: Any, head: Any) -> None:
-    """The group that the token at slot `leader` leads, in rows of its own head."""
+def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leader: Any, head: Any) -> None:
+    """Write the group that the token at slot `leader` leads, in rows of its own head."""
     tile, layout, size = static.tile, static.tile.layout, static.group_tokens
     offset = layout.iota(pl.cdiv(size, layout.rows) * layout.rows)
     before = lax.rem(leader, size)  # so many tokens come before those of this call
     slot = leader - before + jnp.minimum(offset, size - 1)
     place = _writer(static, x.slots, writers, slot, layout, layout.per_row)
     new = (place >= 0) & (offset < size)
-    entry = _or_none(new, place if static.head_slots else place * static.num_kv_heads + head)
+    entry = _index_or_none(new, place if static.head_slots else place * static.num_kv_heads + head)
     first_row = static.row(leader - before, head)
-    earlier = _or_none(offset < before, first_row + offset)
+    earlier = _index_or_none(offset < before, first_row + offset)
     load_v = functools.partial(tile.load, x.v, entry)
     k, early_v = tile.load(x.k, entry), load_v() if static.few_values else None
     if x.cos is not None:
-        k = static.turn(k, x, x.k_norm, _or_none(new, lax.div(entry, like(entry, static.num_kv_heads))))
-    group = Group(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
-    _join_group(tile, group, pool.k, pool.k_scale, k)
-    _join_group(tile, group, pool.v, pool.v_scale, early_v or load_v())
+        k = static.norm_and_rotate(
+            k, x, x.k_norm, _index_or_none(new, lax.div(entry, like(entry, static.num_kv_heads)))
+        )
+    group = ScaleGroup(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
+    _requantise_group(tile, group, pool.k, pool.k_scale, k)
+    _requantise_group(tile, group, pool.v, pool.v_scale, early_v or load_v())
 
 
-def _join_group(tile: HeadTile, group: Group, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
-    """Quantises a group's new tokens, 0 in other rows, together with those it holds from before."""
+def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
+    """Quantise a group's new tokens (0 in other rows) together with those that it holds from before."""
     layout, rows, divide_rows = tile.layout, group.row.shape[0], _divide_rows(tile.layout)
-    new = [stretch.astype(jnp.float32) for stretch in new]
+    new = [segment.astype(jnp.float32) for segment in new]
 
     def earlier() -> tuple[list[jax.Array], jax.Array]:
-        """Their values, and the scale they call for."""
-        held = [stretch.astype(jnp.float32) for stretch in tile.load(pages, group.earlier)]
+        """Values of the earlier tokens, and the scale that they need."""
+        held = [segment.astype(jnp.float32) for segment in tile.load(pages, group.earlier)]
         scale = layout.filled(scales[group.index], rows)
         amax = layout.filled(jnp.max(tile.largest(held)), rows)
         values = [a * b for a, b in zip(held, tile.spread(scale), strict=True)]
         return values, held_scale(amax, scale, pages.dtype, divide_rows)
 
     def none() -> tuple[list[jax.Array], jax.Array]:
-        return [plgpu.layout_cast(jnp.zeros_like(stretch), layout.tile) for stretch in new], layout.filled(
+        return [plgpu.layout_cast(jnp.zeros_like(segment), layout.tile) for segment in new], layout.filled(
             jnp.float32(0), rows
         )
 
@@ -474,4 +479,4 @@ def _join_group(tile: HeadTile, group: Group, pages: Ref, scales: Ref, new: Sequ
     scale = amax_scale(amax, pages.dtype, at_least, divide_rows)
     values = [jnp.where(is_new, a, b) for is_new, a, b in zip(tile.spread(group.new), new, old, strict=True)]
     _store_quantised(tile, pages, group.row, values, _row_divisors(tile, scale, pages.dtype))
-    layout.put(scales, _or_none(layout.iota(rows) == 0, layout.filled(group.index, rows)), scale)
+    layout.put(scales, _index_or_none(layout.iota(rows) == 0, layout.filled(group.index, rows)), scale)

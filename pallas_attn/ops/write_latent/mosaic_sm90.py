@@ -1,12 +1,12 @@
 """`write_latent` on Hopper (H100, H200).
 
 A slot is a row of the pool. A program is one warpgroup and takes as many tokens as it has groups of threads that share
-a row; these look up its slot, take the latent into registers and put it there, 16 bytes an access:
+a row. They look up the token's slot, load its latent to registers and store it there, 16 bytes an access:
 
     slots of 16 tokens -> rows of the pool          latents of 16 tokens -> registers -> these rows
 
-Tokens without a slot are not read. Nothing waits for another program, and no two write the same bytes, because slots
-are distinct. What hides the way to memory and back is that programs are many: five and more fit a multiprocessor.
+Tokens without a slot are not read. No program waits for another, and no two write the same bytes, because slots are
+distinct. The latency of memory is hidden by the number of programs: five and more fit a multiprocessor.
 """
 
 from __future__ import annotations

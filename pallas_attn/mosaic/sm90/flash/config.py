@@ -1,22 +1,22 @@
-"""What can be turned in the kernels of `sm90.flash.kernel`, and what that depends on."""
+"""Settings of the prefill kernel (`sm90.flash.kernel`), and the sizes that blocks and copies are multiples of."""
 
 from __future__ import annotations
 
 import dataclasses
 
 QUERIES = 64
-"""Rows of a consumer: wgmma's M."""
+"""Query rows of a consumer: wgmma's M."""
 
 ALIGNMENT = 8
-"""Copies of rows begin at multiples of it, which is how many rows a swizzled tile repeats after."""
+"""Rows that a swizzled tile repeats after: copies of rows begin at multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a program works.
+class FlashConfig:
+    """Sizes that a program works with.
 
     Attributes:
-      tile_keys: keys it takes at once.
+      tile_keys: keys of a tile.
       stages: tiles of keys, and as many of values, in shared memory.
       consumers: warpgroups that compute, `QUERIES` rows each.
     """

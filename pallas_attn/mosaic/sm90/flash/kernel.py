@@ -1,65 +1,76 @@
-"""Flash attention on Hopper where queries are many: one warpgroup copies, the others compute.
+"""The prefill kernel on Hopper: attention of many queries, one warpgroup that copies and up to three that compute.
 
-After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes a block of neighbouring queries of one head, 64
-for each of its consumers, and walks the keys that the block sees, tile by tile. The producer copies keys and values
-into rings of `stages` slots. A consumer has its scores S, probabilities P and output O in registers, and starts two
-products at once: S of a tile, and O += P V of the one before, during which it finds the maxima of S. Its exponentials
-wait for both, as their 16-bit results take the registers of the P that is multiplied.
-Consumers take turns at starting products, so that one's softmax falls into the others' products:
+After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes work tiles (`sm90.flash.schedule`): a block of
+neighbouring queries of one head, 64 rows for each consumer, against the keys that the block sees, tile by tile. The
+producer copies keys and values into rings of `stages` slots. A consumer holds its scores S, probabilities P and output
+O in registers, and starts two products at once: S of a tile, and O += P V of the tile before, during which it finds the
+maxima of S. Its exponentials wait for both products, because the 16-bit P that they make takes the registers of the P
+that is multiplied. Consumers start their products in turn, so that the softmax of one overlaps the products of the
+others:
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
-    producer     Q K0 K1 V0 K2 V1 ······ as slots are freed; of the next block K0 K1 V0 Q K2 V1 ······
+    producer     Q K0 K1 V0 K2 V1 ······ as slots become free; of the next block K0 K1 V0 Q K2 V1 ······
 
-Barriers (n is the number of consumers):
+`ragged_attention` and `paged_prefill` are front ends of this one kernel. A `FrontEnd` turns a work tile into a
+`FrontTile`, which knows where the queries, keys and values are and what each row sees. This file is read downward:
+launch and roles, producer, consumer, output.
 
-    q_landed        the copies     consumers, before the first product of a block
-    q_free          n consumers    producer, before the queries of its next block, for which there is one place
-    k_landed[slot]  the copies     consumers, before S
-    k_free[slot]    n consumers    producer, before the slot is filled again
-    v_landed, v_free               the same for values
-    v_landed[-1]    the copies     producer, where values that nobody may see are to be cleared before they count
-    turn[consumer]  the one before it, once it has started its products
+Barriers, for n consumers:
 
-(and two of `sm90.flash.work.Queue`, where programs draw what they do.)
+    barrier                    arrivals           who waits
+    q_landed                   the copies         consumers, before the first product of a block
+    q_free                     n consumers        producer, before the queries of its next block go to the same buffer
+    k_landed[slot]             the copies         consumers, before S
+    k_free[slot]               n consumers        producer, before it fills the slot again
+    v_landed, v_free           as for keys        as for keys
+    v_landed[-1]               the copies         producer, where masked values are to be zeroed before they count
+    schedule_barrier[consumer] the consumer       consumer, before it starts its products
+                               before it
+    next_tile_landed[slot]     the producer       consumers, before their next work tile (`TileQueue`)
 
-No wait can last: all warpgroups go through the same blocks and tiles. The producer waits for slots that every consumer
-frees one product after it used them, and for queries to be given up after the last product of the block before, for
-which it has brought everything; and a consumer for tiles that the producer brings in the order in which they are
-used, keys of a tile before values of the one before. Who has its turn waits for nothing before it passes it on, and
-passes it on once a tile, as all do; the last consumer starts the round, and the first sees its end.
+The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
+slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
+the last product of the block before, for which it has brought everything. A consumer waits for tiles that the producer
+brings in the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it
+is waits for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the
+last consumer begins the round, and the first one ends it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, shared_memory
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import tiles, wgmma
-from pallas_attn.mosaic.sm90.flash.config import QUERIES
+from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
+from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles
+from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
-WIDENING_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
-"""Of a thread of a consumer and of the producer, by the number of consumers: together no more than all threads begin
-with, the most that are a multiple of 8 and fit a multiprocessor. A producer that widens what it copies takes more;
-beside one consumer there are enough for both.
+DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
+"""Registers of a consumer's thread and of one of the producer, by the number of consumers: together no more than all
+threads begin with, the most that are a multiple of 8 and fit a multiprocessor. A producer that dequantizes what it
+copies takes more; beside one consumer there are enough for both.
 """
 
 
 class ResultRows(RowLayout):
-    """Rows as wgmma leaves its results."""
+    """The rows of wgmma's results."""
 
     @property
     def tile(self) -> Any:
@@ -70,17 +81,17 @@ ROWS = ResultRows(threads=4, vector=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What a kernel is compiled for, beside dtypes.
+class FlashStatic:
+    """Compile-time facts of the kernel, beside dtypes and the front end.
 
     Attributes:
-      tile_keys: keys taken at once.
+      tile_keys: keys of a tile.
       stages: tiles of keys, and as many of values, in shared memory.
-      copies: that bring a tile of keys, and one of values.
+      copies: number of copies that bring a tile of keys, or one of values.
       score_scale: multiplies q kᵀ.
-      query_terms: numbers of 16 bits whose sum a query is.
-      query_copies: that bring a term of a consumer's queries.
-      widens: keys and values come as 8 bits, and the producer makes 16 of them.
+      query_terms: 16-bit numbers whose sum a query is.
+      query_copies: number of copies that bring a term of a consumer's queries.
+      dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
     """
 
     key_dim: int
@@ -93,11 +104,10 @@ class Static:
     soft_cap: float | None = None
     query_terms: int = 1
     query_copies: int = 1
-    widens: bool = False
+    dequantizes: bool = False
 
     @property
-    def queries(self) -> int:
-        """Rows of a block."""
+    def block_rows(self) -> int:
         return QUERIES * self.consumers
 
     @property
@@ -106,15 +116,15 @@ class Static:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's thread, and of one of the producer."""
-        return (WIDENING_REGISTERS if self.widens else REGISTERS)[self.consumers]
+        """Registers of a consumer's thread, and of one of the producer."""
+        return (DEQUANTIZE_REGISTERS if self.dequantizes else REGISTERS)[self.consumers]
 
 
-class Memory(NamedTuple):
-    """Shared memory and barriers of a program; see the module's docstring.
+class FlashScratch(NamedTuple):
+    """Shared memory and barriers of a program; the module's docstring lists the barriers.
 
     Attributes:
-      q: [consumers · terms of a query, 64, Dk].
+      q: [consumers · query_terms, 64, Dk].
       k, v: [stages, tile_keys, Dk or Dv].
     """
 
@@ -127,14 +137,14 @@ class Memory(NamedTuple):
     k_free: Any
     v_landed: Any
     v_free: Any
-    turn: Any
+    schedule_barrier: Any
 
     @staticmethod
-    def types(static: Static, dtype: Any) -> Memory:
+    def types(static: FlashStatic, dtype: Any) -> FlashScratch:
         stages, keys, consumers = static.stages, static.tile_keys, static.consumers
-        queries, copies = consumers * static.query_terms, 1 if static.widens else static.copies
+        queries, copies = consumers * static.query_terms, 1 if static.dequantizes else static.copies
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
-        return Memory(
+        return FlashScratch(
             q=tiles.operand((queries, QUERIES, static.key_dim), dtype),
             k=tiles.operand((stages, keys, static.key_dim), dtype),
             v=tiles.operand((stages, keys, static.value_dim), dtype),
@@ -144,13 +154,164 @@ class Memory(NamedTuple):
             k_free=free,
             v_landed=plgpu.Barrier(num_barriers=stages + 1, num_arrivals=copies),
             v_free=free,
-            turn=plgpu.Barrier(num_barriers=consumers),
+            schedule_barrier=plgpu.Barrier(num_barriers=consumers),
         )
 
 
-def turn_of(number: Any, places: int) -> Any:
-    """The remainder of a number that is not negative, which the compiler does not know."""
-    return number & (places - 1) if places & (places - 1) == 0 else lax.rem(number, places)
+# --- launch and roles
+
+
+class FrontTile(Protocol):
+    """A work tile as an operation sees it."""
+
+    @property
+    def kv_tiles(self) -> Any:
+        """Number of tiles of keys, at least 1."""
+
+    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
+        """Brings the queries, and the keys and values to the rings from tile number `kv_tile` on.
+
+        Args:
+          again: whether the program had a work tile before.
+        """
+
+    def attend(self, consumer: Consumer, kv_tile: Any, out: Ref, lse: Ref) -> None:
+        """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, and its output."""
+
+
+class FrontEnd(Protocol):
+    """Part of the kernel that is an operation's own.
+
+    Attributes:
+      static: compile-time facts of the kernel.
+      kernel_name: shown by profilers.
+      num_heads: heads, or groups of heads that share a block, that blocks are done for.
+      l2_head_group: see `WorkTiles`.
+      compiler_params: of the kernel.
+    """
+
+    @property
+    def static(self) -> FlashStatic: ...
+    @property
+    def kernel_name(self) -> str: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def l2_head_group(self) -> int: ...
+    @property
+    def compiler_params(self) -> plgpu.CompilerParams: ...
+
+    def scratch_types(self) -> Any:
+        """Shared memory and barriers of its own; None for none."""
+
+    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> FrontTile:
+        """Turn a work tile into the operation's, given references to the operands and to its own scratch."""
+
+
+def flash_attention(
+    front: FrontEnd,
+    inputs: Any,
+    work: WorkList,
+    splits: KvSplits,
+    *,
+    shape: tuple[int, int],
+    sinks: Float[Array, "Hq"] | None,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Output and LSE of `shape` [T, Hq] queries.
+
+    Args:
+      inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
+      sinks: learned logits that enter when splits are merged; where nothing is cut they are among the inputs instead.
+    """
+    static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
+    programs = min(work_tiles, basics.multiprocessors())
+    tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
+    scratch_types = (
+        FlashScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype),
+        *TileQueue.scratch_types(tile_counter),
+        front.scratch_types(),
+    )
+    _require_shared_memory(front, scratch_types)
+    rows = splits.most * math.prod(shape)
+    out, lse = plgpu.kernel(
+        functools.partial(_kernel, front, programs),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, static.value_dim), out_dtype if splits.most == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=static.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+        compiler_params=front.compiler_params,
+        kernel_name=front.kernel_name,
+    )(basics.materialize(inputs), tile_counter)
+    return splits.merge(out, lse, work.counts, shape, sinks, out_dtype)
+
+
+def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
+    """Raises NotImplementedError if a multiprocessor has too little shared memory for a program."""
+    static, reductions = front.static, front.compiler_params.reduction_scratch_bytes
+    if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
+        needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
+        raise NotImplementedError(
+            f"{static.stages} stages of {static.tile_keys} keys for {static.consumers} consumers take {needed} bytes "
+            f"of shared memory, expected at most {shared_memory.MULTIPROCESSOR_BYTES - shared_memory.SYSTEM_BYTES}"
+        )
+
+
+def _kernel(
+    front: FrontEnd,
+    programs: int,
+    x: Any,
+    tile_counter: Ref | None,
+    out: Ref,
+    lse: Ref,
+    scratch: FlashScratch,
+    next_tile: Ref | None,
+    next_tile_landed: Ref | None,
+    front_scratch: Any,
+) -> None:
+    static, warpgroup = front.static, lax.axis_index("warpgroup")
+
+    def work_tiles() -> WorkTiles:
+        queue = None if tile_counter is None else TileQueue(programs, tile_counter, next_tile, next_tile_landed)
+        return WorkTiles.of(x.blocks, x.counts, front.num_heads, front.l2_head_group, queue)
+
+    def produce() -> None:
+        plgpu.set_max_registers(static.registers[1], action="decrease")
+        producer = Producer(static, scratch)
+
+        def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
+            tile = front.tile(x, front_scratch, work)
+            tile.load(producer, again, kv_tile)
+            return tile.kv_tiles
+
+        count, kv_tiles = work_tiles().produce(load)
+        producer.drain(kv_tiles, count > 0)
+
+    def consume() -> None:
+        plgpu.set_max_registers(static.registers[0], action="increase")
+        consumer = Consumer(static, scratch, warpgroup)
+
+        def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
+            tile = front.tile(x, front_scratch, work)
+            tile.attend(consumer, kv_tile, out, lse)
+            return tile.kv_tiles
+
+        consumer.begin_round()
+        work_tiles().consume(attend)
+        consumer.end_round()
+
+    # One branch, not a `pl.when` for each role: values of one role would stay alive through the other.
+    lax.cond(warpgroup < static.consumers, consume, produce)
+
+
+def ring_slot(number: Any, slots: int) -> Any:
+    """`number` modulo `slots`, for a number that is not negative, which the compiler does not know."""
+    return number & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, slots)
 
 
 def wait_if(condition: Any, barrier: Ref) -> None:
@@ -162,76 +323,75 @@ def wait_if(condition: Any, barrier: Ref) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Fills the rings. Tiles are counted from a program's first to its last, whatever blocks they are for."""
+    """Fills the rings. Tiles are counted from a program's first to its last, over all of its work tiles."""
 
-    static: Static
-    mem: Memory
+    static: FlashStatic
+    scratch: FlashScratch
 
-    def load_keys(self, tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
-        """copy(slot, barrier) starts the copies of a tile."""
-        slot = turn_of(tile, self.static.stages)
-        wait_if(tile >= self.static.stages, self.mem.k_free.at[slot])
-        copy(self.mem.k.at[slot], self.mem.k_landed.at[slot])
+    def load_keys(self, kv_tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
+        """Brings a tile of keys; copy(slot, barrier) starts its copies."""
+        slot = ring_slot(kv_tile, self.static.stages)
+        wait_if(kv_tile >= self.static.stages, self.scratch.k_free.at[slot])
+        copy(self.scratch.k.at[slot], self.scratch.k_landed.at[slot])
 
     def load_values(
-        self, tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, alive: Callable[[jax.Array], jax.Array]
+        self, kv_tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, live_mask: Callable[[jax.Array], jax.Array]
     ) -> None:
-        """The same for values. Unless the tile is whole, those of rows that are not alive become 0: they may be NaN,
-        and probabilities of 0 would not keep them out of the output.
+        """Brings a tile of values. Unless `whole`, rows outside live_mask(row numbers) are zeroed: they may hold NaN,
+        which a probability of 0 would not keep out of the output.
         """
-        mem, stages = self.mem, self.static.stages
-        slot = turn_of(tile, stages)
-        wait_if(tile >= stages, mem.v_free.at[slot])
-        copy(mem.v.at[slot], mem.v_landed.at[jnp.where(whole, slot, stages)])
+        scratch, stages = self.scratch, self.static.stages
+        slot = ring_slot(kv_tile, stages)
+        wait_if(kv_tile >= stages, scratch.v_free.at[slot])
+        copy(scratch.v.at[slot], scratch.v_landed.at[jnp.where(whole, slot, stages)])
 
         @pl.when(~whole)
         def _clear() -> None:
-            plgpu.barrier_wait(mem.v_landed.at[stages])
-            self._clear(slot, alive)
+            plgpu.barrier_wait(scratch.v_landed.at[stages])
+            for first in range(0, self.static.tile_keys, 64):
+                clear_rows(scratch.v.at[slot, pl.ds(first, 64)], live_mask(tiles.token_iota(64) + first))
             plgpu.commit_smem()
             for _ in range(self.static.copies):
-                plgpu.barrier_arrive(mem.v_landed.at[slot])
-
-    def _clear(self, slot: Any, alive: Callable[[jax.Array], jax.Array]) -> None:
-        for first in range(0, self.static.tile_keys, 64):
-            clear_rows(self.mem.v.at[slot, pl.ds(first, 64)], alive(tiles.token_iota(64) + first))
+                plgpu.barrier_arrive(scratch.v_landed.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries at once, if it is the first one. Else they come when those before are
-        no longer needed, which is later than the first tiles may come: returns what to call after each value tile's
-        copies with its number in the block.
+        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
+        queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+
+        Returns:
+          a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
 
         def load() -> None:
-            plgpu.barrier_wait(self.mem.q_free)
+            plgpu.barrier_wait(self.scratch.q_free)
             copy()
 
         pl.when(~again)(copy)
         return lambda i: pl.when(again & (i == 0))(load)
 
-    def drain(self, tiles: Any, any_block: Any) -> None:
-        """After the last of so many tiles: sees the ends of all phases."""
+    def drain(self, kv_tiles: Any, any_work: Any) -> None:
+        """Waits for the last phases of all barriers, after this number of tiles."""
 
         def wait(i: Any, _: None) -> None:
-            slot = turn_of(tiles - 1 - i, self.static.stages)
-            plgpu.barrier_wait(self.mem.k_free.at[slot])
-            plgpu.barrier_wait(self.mem.v_free.at[slot])
+            slot = ring_slot(kv_tiles - 1 - i, self.static.stages)
+            plgpu.barrier_wait(self.scratch.k_free.at[slot])
+            plgpu.barrier_wait(self.scratch.v_free.at[slot])
 
-        lax.fori_loop(0, jnp.minimum(tiles, self.static.stages), wait, None)
-        wait_if(any_block, self.mem.q_free)
-
-
-# --- consumers
+        lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
+        wait_if(any_work, self.scratch.q_free)
 
 
-class State(NamedTuple):
+# --- a consumer
+
+
+class SoftmaxState(NamedTuple):
     """Attention of a consumer's rows over the tiles before the last one that was scored, and that tile's probabilities.
 
     Attributes:
       o: [64, Dv] float32, values weighted with 2**(score - m).
-      m: [64] float32, what scores are relative to, times log2 e: at most `RESCALE_THRESHOLD_LOG2` below the largest of
-        all tiles.
-      l: [64, 8] float32, sums of 2**(score - m) of columns that are a multiple of 8 apart.
+      m: [64] float32, what scores are relative to, times log2 e: the largest score of all tiles, or less than that by
+        at most the threshold below which nothing is rescaled.
+      l: [64, 8] float32, sums of 2**(score - m) over columns that are a multiple of 8 apart.
       p: [64, tile_keys], 2**(score - m) of the last tile, which is not in o yet.
     """
 
@@ -241,25 +401,25 @@ class State(NamedTuple):
     p: Any
 
 
-class Weights(NamedTuple):
-    """Of the values of a tile, where each token has its own scale: [tile_keys], log2 of them and their inverses."""
+class ValueScales(NamedTuple):
+    """Scales of a tile's values by token: [tile_keys], their log2 and their inverses."""
 
     log2: Any
     inverse: Any
 
 
-class View(NamedTuple):
-    """What the rows of a block make of the i-th of its tiles.
+class ScoreTransform(NamedTuple):
+    """Mask and scales for the scores of a block's i-th tile.
 
     Attributes:
       mask: mask(i, scores) puts -inf where a row does not see a key.
-      scaled: scaled(i, products) are those of queries with keys as they are meant; None where they already are.
-      weights: weights(i), or None.
+      dequantize: dequantize(i, q kᵀ) multiplies products with the scales of the keys; None if there are none.
+      value_scales: value_scales(i), or None.
     """
 
     mask: Callable[[Any, jax.Array], jax.Array]
-    scaled: Callable[[Any, jax.Array], jax.Array] | None = None
-    weights: Callable[[Any], Weights] | None = None
+    dequantize: Callable[[Any, jax.Array], jax.Array] | None = None
+    value_scales: Callable[[Any], ValueScales] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,158 +427,164 @@ class Consumer:
     """Attention of 64 rows over the tiles of a block.
 
     Attributes:
-      number: which consumer this is.
-      dtype: of probabilities, as they are multiplied.
+      number: index among the consumers.
     """
 
-    static: Static
-    mem: Memory
+    static: FlashStatic
+    scratch: FlashScratch
     number: Any
-    dtype: Any
 
-    def _terms(self) -> list[Ref]:
-        """Terms of the queries. If there are several, the compiler is not to know which: what is the same for every
-        tile it computes ahead, such as their addresses, which take many registers.
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+
+        Returns:
+          o and m of `SoftmaxState` and l [64], over all tiles.
+        """
+
+        def step(i: Any, state: SoftmaxState) -> SoftmaxState:
+            return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
+
+        plgpu.barrier_wait(self.scratch.q_landed)
+        state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
+        state = lax.fori_loop(1, kv_tiles, step, state)
+        return self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1)
+
+    def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
+        """Takes the first tile, and waits for the keys of the one after it."""
+        scratch, slot = self.scratch, ring_slot(kv_tile, self.static.stages)
+        plgpu.barrier_wait(scratch.k_landed.at[slot])
+        self._await_turn()
+        s = wgmma.multiply(self._query_terms(), scratch.k.at[slot], self._pass_turn)
+        self._release_keys(slot, more)
+        scores = scores_of(s)
+        m = scores.update_max(tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
+        p, l = scores.probabilities(m)  # noqa: E741
+        self._await_keys(kv_tile + 1, more)
+        o = tiles.filled(0.0, (QUERIES, self.static.value_dim), TILE)
+        return SoftmaxState(o, m, l, p.astype(scratch.q.dtype))
+
+    def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
+        """Takes a tile whose keys have landed, and meanwhile adds the values of the tile before to the output."""
+        scratch = self.scratch
+        slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
+        k, v = scratch.k.at[slot], scratch.v.at[previous]
+        plgpu.barrier_wait(scratch.v_landed.at[previous])
+        self._await_turn()
+        s, o = wgmma.start(self._query_terms(), k, state.p, v, state.o)
+        self._pass_turn()
+        s = wgmma.finish(s, under_way=1)
+        self._release_keys(slot, more)
+        scores = scores_of(s)
+        m = scores.update_max(state.m)
+        o, l = wgmma.rescale_accumulator((o, state.l), state.m, m, finished=False)  # noqa: E741
+        plgpu.barrier_arrive(scratch.v_free.at[previous])
+        # Only now: the product that is finished read the registers of the last probabilities.
+        p, more_l = scores.probabilities(m)
+        p, l = lax.optimization_barrier((p.astype(scratch.q.dtype), l + more_l))  # noqa: E741
+        self._await_keys(kv_tile + 1, more)
+        return SoftmaxState(o, m, l, p)
+
+    def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
+        """Adds the values of the last tile to the output."""
+        slot = ring_slot(kv_tile, self.static.stages)
+        plgpu.barrier_wait(self.scratch.v_landed.at[slot])
+        o = wgmma.accumulate(state.p, self.scratch.v.at[slot], state.o)
+        plgpu.barrier_arrive(self.scratch.v_free.at[slot])
+        return o
+
+    def _query_terms(self) -> list[Ref]:
+        """The terms of the queries. The compiler is kept from knowing where they are if there are several: what is the
+        same for every tile it computes ahead, such as their addresses, which take many registers.
         """
         terms = self.static.query_terms
         unknown = basics.unknown_zero() if terms > 1 else 0
-        return [self.mem.q.at[self.number * terms + unknown + i] for i in range(terms)]
+        return [self.scratch.q.at[self.number * terms + unknown + i] for i in range(terms)]
 
-    def attend(self, begin: Any, tiles: Any, view: View) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Attention over some tiles, at least one, from number `begin` of the program's on.
+    def _release_keys(self, slot: Any, more: Any) -> None:
+        """Frees keys after their products; the queries, too, if these were the block's last."""
+        plgpu.barrier_arrive(self.scratch.k_free.at[slot])
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self.scratch.q_free))
 
-        Returns:
-          o and m of `State`, and l [64], over all tiles.
-        """
+    def _await_keys(self, kv_tile: Any, more: Any) -> None:
+        wait_if(more, self.scratch.k_landed.at[ring_slot(kv_tile, self.static.stages)])
 
-        def step(i: Any, state: State) -> State:
-            return self._step(begin + i, state, i + 1 < tiles, functools.partial(self._scores, view, i))
+    # Turns
 
-        plgpu.barrier_wait(self.mem.q_landed)
-        state = self._first(begin, tiles > 1, functools.partial(self._scores, view, jnp.int32(0)))
-        state = lax.fori_loop(1, tiles, step, state)
-        return self._last(begin + tiles - 1, state), state.m, state.l.sum(axis=1)
-
-    def start_round(self) -> None:
-        """Before the first block."""
+    def begin_round(self) -> None:
+        """Gives the first consumer its turn, before the first work tile."""
         if self.static.consumers > 1:
             pl.when(self.number == self.static.consumers - 1)(self._pass_turn)
 
     def end_round(self) -> None:
-        """After the last block."""
+        """Takes back the turn, after the last work tile."""
         if self.static.consumers > 1:
             pl.when(self.number == 0)(self._await_turn)
 
     def _await_turn(self) -> None:
         if self.static.consumers > 1:
-            plgpu.barrier_wait(self.mem.turn.at[self.number])
+            plgpu.barrier_wait(self.scratch.schedule_barrier.at[self.number])
 
     def _pass_turn(self) -> None:
         if self.static.consumers > 1:
-            plgpu.barrier_arrive(self.mem.turn.at[turn_of(self.number + 1, self.static.consumers)])
+            following = ring_slot(self.number + 1, self.static.consumers)
+            plgpu.barrier_arrive(self.scratch.schedule_barrier.at[following])
 
-    def _first(self, tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> State:
-        """Takes the first tile, and waits for the keys of the one after it."""
-        mem, slot = self.mem, turn_of(tile, self.static.stages)
-        plgpu.barrier_wait(mem.k_landed.at[slot])
-        self._await_turn()
-        s = wgmma.multiply(self._terms(), mem.k.at[slot], self._pass_turn)
-        self._release_keys(slot, more)
-        scores = scores_of(s)
-        m = scores.outgrow(tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
-        p, l = scores.weights(m)  # noqa: E741
-        self._await_keys(tile + 1, more)
-        return State(tiles.filled(0.0, (QUERIES, self.static.value_dim), TILE), m, l, p.astype(self.dtype))
+    # Scores
 
-    def _step(self, tile: Any, state: State, more: Any, scores_of: Callable[[Any], Scores]) -> State:
-        """Takes a tile whose keys are there: adds up the values of the one before meanwhile."""
-        mem = self.mem
-        slot, previous = turn_of(tile, self.static.stages), turn_of(tile - 1, self.static.stages)
-        k, v = mem.k.at[slot], mem.v.at[previous]
-        plgpu.barrier_wait(mem.v_landed.at[previous])
-        self._await_turn()
-        s, o = wgmma.start(self._terms(), k, state.p, v, state.o)
-        self._pass_turn()
-        s = wgmma.finish(s, under_way=1)
-        self._release_keys(slot, more)
-        scores = scores_of(s)
-        m = scores.outgrow(state.m)
-        o, l = wgmma.rescale_accumulator((o, state.l), state.m, m, finished=False)  # noqa: E741
-        plgpu.barrier_arrive(mem.v_free.at[previous])
-        # Only now: the product that is finished read the registers of the last probabilities.
-        p, more_l = scores.weights(m)
-        p, l = lax.optimization_barrier((p.astype(self.dtype), l + more_l))  # noqa: E741
-        self._await_keys(tile + 1, more)
-        return State(o, m, l, p)
-
-    def _last(self, tile: Any, state: State) -> jax.Array:
-        slot = turn_of(tile, self.static.stages)
-        plgpu.barrier_wait(self.mem.v_landed.at[slot])
-        o = wgmma.accumulate(state.p, self.mem.v.at[slot], state.o)
-        plgpu.barrier_arrive(self.mem.v_free.at[slot])
-        return o
-
-    def _release_keys(self, slot: Any, more: Any) -> None:
-        """After their products; the queries, too, if these were the block's last."""
-        plgpu.barrier_arrive(self.mem.k_free.at[slot])
-        pl.when(~more)(lambda: plgpu.barrier_arrive(self.mem.q_free))
-
-    def _await_keys(self, tile: Any, more: Any) -> None:
-        wait_if(more, self.mem.k_landed.at[turn_of(tile, self.static.stages)])
-
-    def _capped(self, s: Any) -> Any:
-        """Products, or the scores that a soft cap makes of them."""
+    def _scores(self, transform: ScoreTransform, i: Any, s: Any) -> Scores:
+        """Scores of the i-th tile, from its products q kᵀ."""
         static = self.static
-        return s if static.soft_cap is None else wgmma.capped(s, static.score_scale, static.soft_cap)
-
-    def _scores(self, view: View, i: Any, s: Any) -> Scores:
-        """What products of the i-th tile are."""
-        s = view.mask(i, self._capped(s if view.scaled is None else view.scaled(i, s)))
-        scale = self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
-        if view.weights is None:
+        s = s if transform.dequantize is None else transform.dequantize(i, s)
+        s = s if static.soft_cap is None else wgmma.capped(s, static.score_scale, static.soft_cap)
+        s = transform.mask(i, s)
+        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
+        if transform.value_scales is None:
             return Scores(s, scale)
-        weights = view.weights(i)
-        return Scores(s * scale + over_columns(weights.log2, s.shape), 1.0, weights.inverse)
+        scales = transform.value_scales(i)
+        return Scores(s * scale + over_columns(scales.log2, s.shape), 1.0, scales.inverse)
 
 
 class Scores(NamedTuple):
-    """Of a tile.
+    """Masked scores of a tile.
 
     Attributes:
       s: [64, tile_keys].
       scale: makes them exponents of 2.
-      inverse: [tile_keys], of scales that values have by token, or None. The scales are in the probabilities, which
-        become 16 bits, and by way of the exponent: so they are no larger then either.
+      inverse: [tile_keys], inverses of the scales that values have by token, or None. The scales themselves are in the
+        probabilities, by way of the exponent: so these are no larger with them when they become 16 bits.
     """
 
     s: Any
     scale: float
     inverse: Any = None
 
-    def outgrow(self, m: Any) -> Any:
-        """What they are relative to, after m for earlier ones."""
+    def update_max(self, m: Any) -> Any:
+        """The m of `SoftmaxState` from this tile on, given that of earlier tiles."""
         highest = self.s.max(axis=1) * self.scale
         return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 
-    def weights(self, m: Any) -> tuple[Any, Any]:
-        """Probabilities, and their sums as in `State`."""
+    def probabilities(self, m: Any) -> tuple[Any, Any]:
+        """2**(score - m), and their sums as in `SoftmaxState`."""
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(self.s * self.scale - over_tokens(shift, self.s.shape))
-        meant = p if self.inverse is None else p * over_columns(self.inverse, p.shape)
-        return p, wgmma.partial_sums(meant)
+        unscaled = p if self.inverse is None else p * over_columns(self.inverse, p.shape)
+        return p, wgmma.partial_sums(unscaled)
 
 
-def write_rows(
+# --- output
+
+
+def store_rows(
     out: Ref,
     lse: Ref,
-    place: jax.Array,
+    row: jax.Array,
     result: tuple[jax.Array, jax.Array, jax.Array],
     sink: jax.Array | None = None,
 ) -> None:
-    """Writes output and LSE of 64 rows to rows `place` of out [n, Dv] and lse [n] where that is not negative.
+    """Writes output and LSE of 64 rows to rows `row` of out [n, Dv] and lse [n] where that is not negative.
 
     Args:
-      result: o, m and l, see `State`.
+      result: o, m and l of `Consumer.attend`.
       sink: [64] learned logits of the rows.
     """
     o, m, l = result  # noqa: E741
@@ -428,6 +594,12 @@ def write_rows(
     inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
     # Rows that see nothing may hold 0 times an infinite value.
     normalised = jnp.where(over_tokens(seen, o.shape), o * over_tokens(inverse, o.shape), 0.0)
-    ROWS.store(out, place, 0, normalised.astype(out.dtype))
+    ROWS.store(out, row, 0, normalised.astype(out.dtype))
     log2 = shift + jnp.log2(jnp.where(seen, l, 1.0))
-    ROWS.put(lse, place, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))
+    ROWS.put(lse, row, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))
+
+
+def pad_rows(x: Float[Array, "n H D"], least: int) -> Float[Array, "m H D"]:
+    """x with rows appended: a multiple of 8, and at least as many as one copy brings."""
+    more = max(-(-x.shape[0] // ALIGNMENT) * ALIGNMENT, least) - x.shape[0]
+    return jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x

@@ -1,51 +1,115 @@
-"""The blocks of queries that `sm90.flash.kernel` works off, listed on the device by one short kernel before attention.
+"""Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
 
-A sequence's queries are cut into blocks; rows after the last sequence are a sequence more, which sees no keys. Blocks
-of the most tiles of keys come first: the last ones to run are short, and what runs at a time finds its keys and values
-in the L2 cache. Where XLA would start up to eight kernels for that, this one has a thread for each sequence, and then
-for each block:
+A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence form one segment more, which
+sees no keys. A work tile is a block for one head (or for a few heads that share the block), against all keys that the
+block sees or against one of several splits of them (`sm90.flash.split`).
 
-    sequences   blocks             -> ends: of their blocks      (prefix sums)
-    blocks      sequence, tiles    -> keys
-    blocks      rank among keys    -> what is listed
-    parts       time               -> how many parts keys are cut into, if they are
+1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
+   last ones to run are short, and those that run at a time find their keys and values in the L2 cache. XLA would start
+   up to eight kernels for that. This one gives a thread to each segment, and then to each block:
 
-Calls with the same lengths, such as the layers of a step make, share one: it is traced once for all of them, so that
-XLA finds the same kernel given the same arrays.
+       segments   number of blocks    -> where the blocks of each end (prefix sums)
+       blocks     segment, tiles      -> sort key
+       blocks     rank of sort key    -> row of the list
+       splits     time that they take -> number of splits, where keys may be cut
+
+   Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
+   so that XLA finds the same kernel given the same arrays.
+
+2. In the prefill kernel there is a program for each multiprocessor. `WorkTiles` numbers the work tiles, and each
+   program takes them from a `TileQueue` until none is left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxtyping import Array, Int32
 
 from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT
-from pallas_attn.mosaic.sm90.flash.split import Cuts
-from pallas_attn.mosaic.sm90.flash.work import Block
+from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
 
 MOST_LISTED = 48 * 1024
-"""Sequences and blocks together, as shared memory has room for."""
+"""Largest number of sequences and blocks together: 4 bytes of shared memory for each."""
 
 
-class Lengths(NamedTuple):
-    """Of sequences, as attention is given them.
+class QueryBlock(NamedTuple):
+    """A row of the list: neighbouring query rows of one sequence, and the keys of that sequence.
+
+    Attributes:
+      sequence: index of the sequence; the last one for rows that follow it.
+      start: first row of the block, a multiple of 8.
+      first_row, end_row: rows of the sequence.
+      first_key, end_key: keys of the sequence; none for rows after the last sequence.
+      kv_tiles: tiles of keys that the block sees at most, counted from the row where copies of `first_key` begin; at
+        least 1.
+    """
+
+    sequence: Any
+    start: Any
+    first_row: Any
+    end_row: Any
+    first_key: Any
+    end_key: Any
+    kv_tiles: Any
+
+
+class FlashWorkTile(NamedTuple):
+    """A block for one head, against all keys that it sees or one split of them.
+
+    Attributes:
+      head: index among the heads, or groups of heads, that blocks are done for.
+      split, num_splits: which split of the keys, of how many; None if keys are not cut.
+    """
+
+    block: QueryBlock
+    head: Any
+    split: Any = None
+    num_splits: Any = None
+
+    def kv_range(self, kv_tiles: Any) -> tuple[Any, Any]:
+        """First one and number of the tiles of keys that are this work tile's, out of all that its block sees.
+
+        The number is at least 1: a split without a tile gets the one after the last, of which nothing is seen.
+        """
+        if self.num_splits is None:
+            return 0, kv_tiles
+        first, end = (lax.div(kv_tiles * split, self.num_splits) for split in (self.split, self.split + 1))
+        return jnp.where(first < end, first, kv_tiles), jnp.maximum(end - first, 1)
+
+    def output_row(self, row: Any, num_rows: int) -> Any:
+        """Row of the output for a query row: the outputs of all splits, `num_rows` each, follow one another."""
+        return row if self.split is None else self.split * num_rows + row
+
+
+# --- before the prefill kernel: the list of blocks
+
+
+class SequenceLengths(NamedTuple):
+    """Lengths of the sequences, as the operation is given them.
 
     Attributes:
       cu_q_lens: int32 [S + 1].
-      cu_kv_lens: int32 [S + 1], for keys that follow one another; or None, and
-      kv_lens: int32 [S], for those of pages.
-      window: of the heads, which limits what a block sees where keys are cut; or None.
+      cu_kv_lens: int32 [S + 1] for packed keys, or None and
+      kv_lens: int32 [S] for keys in pages.
+      window: windows of the heads, which limit what a block sees where keys may be cut; or None.
     """
 
     cu_q_lens: Any
@@ -59,93 +123,93 @@ class Lengths(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Listing:
-    """What blocks are to be.
+class Blocking:
+    """Sizes of the blocks that query rows are cut into.
 
     Attributes:
-      rows: of all queries.
-      block_rows: of a block.
-      tile_keys: of a tile.
-      causal: the keys of a block end with its last query's.
+      num_rows: number of query rows.
+      block_rows: rows of a block.
+      tile_keys: keys of a tile.
+      causal: whether the keys of a block end with its last query's.
     """
 
-    rows: int
+    num_rows: int
     block_rows: int
     tile_keys: int
     causal: bool
 
-    def num_blocks(self, lengths: Lengths) -> tuple[int, int]:
-        """The least and the most that there can be of these rows. What follows the last sequence may have some, too,
-        and rows before a block's first may fill up to 7 places.
+    def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
+        """The least and the largest number of blocks, whatever the lengths. Rows after the last sequence may need
+        blocks of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
         """
-        stretches = lengths.sequences + 1
-        most = (self.rows + (ALIGNMENT - 1) * stretches) // self.block_rows + stretches
-        return pl.cdiv(self.rows, self.block_rows), min(self.rows, most)
+        segments = lengths.sequences + 1
+        most = (self.num_rows + (ALIGNMENT - 1) * segments) // self.block_rows + segments
+        return pl.cdiv(self.num_rows, self.block_rows), min(self.num_rows, most)
 
 
-class Listed(NamedTuple):
-    """Arrays, or in a kernel references to them.
+class WorkList(NamedTuple):
+    """The listed blocks; arrays, or in a kernel references to them.
 
     Attributes:
-      blocks: int32 [most, fields of a `Block`], those that exist first.
-      count: int32 [1 or 2], how many of them there are, and parts of a block where keys may be cut.
-      zero: int32 [1], for a `Queue`.
+      blocks: int32 [most, fields of a `QueryBlock`]; the first `counts[0]` rows are set.
+      counts: int32 [1 or 2], the number of blocks and, where keys may be cut, of splits of each.
+      zero: int32 [1], for a `TileQueue`.
     """
 
     blocks: Any
-    count: Any
+    counts: Any
     zero: Any
 
 
-class Memory(NamedTuple):
-    """Shared memory.
+class ListScratch(NamedTuple):
+    """Shared memory of the listing kernel.
 
     Attributes:
-      ends: int32, where each sequence's blocks end (prefix sums); what follows the last sequence's rows adds nothing.
-      keys: float32, by which blocks are put in order.
+      ends: int32, number of blocks up to the end of each segment; entries after the last segment repeat its.
+      sort_keys: float32, by which blocks are put in order.
       lanes: the threads.
     """
 
     ends: Any
-    keys: Any
+    sort_keys: Any
     lanes: Any
 
 
-def list_blocks(listing: Listing, lengths: Lengths, cuts: Cuts) -> Listed:
-    """All blocks, those of the most tiles first, and how many there are.
+def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits) -> WorkList:
+    """All blocks, those of the most tiles of keys first, and how many there are.
 
     Raises:
       NotImplementedError: there can be too many.
     """
-    _, most = listing.num_blocks(lengths)
+    _, most = blocking.num_blocks(lengths)
     if lengths.sequences + most > MOST_LISTED:
         raise NotImplementedError(
-            f"takes at most {MOST_LISTED} sequences and blocks of {listing.block_rows} rows together, got "
-            f"{lengths.sequences} sequences of {listing.rows} rows, which may have {most} blocks"
+            f"takes at most {MOST_LISTED} sequences and blocks of {blocking.block_rows} rows together, got "
+            f"{lengths.sequences} sequences of {blocking.num_rows} rows, which may have {most} blocks"
         )
-    return _listed(listing, cuts, lengths if cuts.most > 1 else lengths._replace(window=None))
+    return _listed(blocking, splits, lengths if splits.most > 1 else lengths._replace(window=None))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _listed(listing: Listing, cuts: Cuts, lengths: Lengths) -> Listed:
-    stretches, (_, most) = lengths.sequences + 1, listing.num_blocks(lengths)
-    warpgroups = min(MOST_WARPGROUPS, pl.cdiv(max(stretches, most, cuts.most), THREADS))
+def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> WorkList:
+    segments, (_, most) = lengths.sequences + 1, blocking.num_blocks(lengths)
+    warpgroups = min(MOST_WARPGROUPS, pl.cdiv(max(segments, most, splits.most), THREADS))
     chunk = warpgroups * THREADS
-    memory = Memory(
-        ends=plgpu.SMEM((pl.cdiv(stretches, chunk) * chunk,), jnp.int32),
-        keys=plgpu.SMEM((pl.cdiv(most, COMPARED) * COMPARED,), jnp.float32),
+    scratch = ListScratch(
+        ends=plgpu.SMEM((pl.cdiv(segments, chunk) * chunk,), jnp.int32),
+        sort_keys=plgpu.SMEM((pl.cdiv(most, COMPARED) * COMPARED,), jnp.float32),
         lanes=Lanes.types(warpgroups),
     )
     (listed,) = plgpu.kernel(
-        functools.partial(_kernel, listing, cuts),
+        functools.partial(_list_kernel, blocking, splits),
         out_type=(
-            Listed(
-                jax.ShapeDtypeStruct((most * len(Block._fields),), jnp.int32),
-                jax.ShapeDtypeStruct((1 if cuts.most == 1 else 2,), jnp.int32),
+            WorkList(
+                jax.ShapeDtypeStruct((most * len(QueryBlock._fields),), jnp.int32),
+                jax.ShapeDtypeStruct((1 if splits.most == 1 else 2,), jnp.int32),
                 jax.ShapeDtypeStruct((1,), jnp.int32),
             ),
         ),
-        scratch_types=(memory,),
+        scratch_types=(scratch,),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="list_blocks",
@@ -153,99 +217,247 @@ def _listed(listing: Listing, cuts: Cuts, lengths: Lengths) -> Listed:
     return listed._replace(blocks=listed.blocks.reshape(most, -1))
 
 
-def _kernel(listing: Listing, cuts: Cuts, x: Lengths, listed: Listed, mem: Memory) -> None:
-    lanes, (_, most), nothing = mem.lanes, listing.num_blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
-    there = lanes.each_chunk(x.sequences + 1, functools.partial(_lay_out, listing, x, mem), nothing)
-    here = lanes.number()
-    first = _described(listing, x, mem, here, there)
+def _list_kernel(
+    blocking: Blocking, splits: KvSplits, x: SequenceLengths, listed: WorkList, scratch: ListScratch
+) -> None:
+    lanes, (_, most), zeros = scratch.lanes, blocking.num_blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
+    count = lanes.each_chunk(x.sequences + 1, functools.partial(_count_blocks, blocking, x, scratch), zeros)
+    lane = lanes.number()
+    first = _describe(blocking, x, scratch, lane, count)
 
-    def described(number: Any) -> tuple[Block, Any]:
-        return first if most <= lanes.threads else _described(listing, x, mem, number, there)
+    def describe(number: Any) -> tuple[QueryBlock, Any]:
+        return first if most <= lanes.threads else _describe(blocking, x, scratch, number, count)
 
-    def note(number: Any, tiles: Any) -> Any:
-        block, key = described(number)
-        PER_THREAD.put(mem.keys, jnp.where(number < mem.keys.shape[0], number, -1), key)
-        return jnp.maximum(tiles, jnp.where(number < there, block.tiles, 0))
+    def store_sort_keys(number: Any, most_tiles: Any) -> Any:
+        block, sort_key = describe(number)
+        PER_THREAD.put(scratch.sort_keys, jnp.where(number < scratch.sort_keys.shape[0], number, -1), sort_key)
+        return jnp.maximum(most_tiles, jnp.where(number < count, block.kv_tiles, 0))
 
     def write(number: Any, _: None) -> None:
-        block, key = described(number)
-        rank = lanes.count_larger(mem.keys, key)
+        block, sort_key = describe(number)
+        rank = lanes.count_larger(scratch.sort_keys, sort_key)
         for i, field in enumerate(block):
-            PER_THREAD.put(listed.blocks, jnp.where(number < there, rank * len(block) + i, -1), field)
+            PER_THREAD.put(listed.blocks, jnp.where(number < count, rank * len(block) + i, -1), field)
 
-    tiles = lanes.each_chunk(mem.keys.shape[0], note, nothing)
+    most_tiles = lanes.each_chunk(scratch.sort_keys.shape[0], store_sort_keys, zeros)
     lanes.barrier()
     lanes.each_chunk(most, write)
-    PER_THREAD.put(listed.zero, jnp.where(here == 0, 0, -1), nothing)
-    PER_THREAD.put(listed.count, jnp.where(here == 0, 0, -1), there)
-    if cuts.most > 1:
-        parts = _parts(listing, cuts, x, lanes, there, lanes.max(tiles))
-        PER_THREAD.put(listed.count, jnp.where(here == 0, 1, -1), PER_THREAD.filled(parts, THREADS))
+    PER_THREAD.put(listed.zero, jnp.where(lane == 0, 0, -1), zeros)
+    PER_THREAD.put(listed.counts, jnp.where(lane == 0, 0, -1), count)
+    if splits.most > 1:
+        kv_tiles = _limit_by_windows(blocking, x, lanes, lanes.max(most_tiles))
+        num_splits = splits.choose(lanes, count, kv_tiles)
+        PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), PER_THREAD.filled(num_splits, THREADS))
 
 
-def _lay_out(listing: Listing, x: Lengths, mem: Memory, sequence: Any, before: Any) -> Any:
-    """Sums up the blocks of sequences."""
-    first_row, end_row = _rows(listing, x, jnp.minimum(sequence, x.sequences))
-    blocks = ratio(end_row - _aligned(first_row) + (listing.block_rows - 1), listing.block_rows)
-    blocks = jnp.where((sequence <= x.sequences) & (end_row > first_row), blocks, 0)
-    return mem.lanes.append(mem.ends, sequence, blocks, before)
+def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
+    """Writes where the blocks of each segment end, on top of the number `before`; returns that of all so far."""
+    first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.sequences))
+    blocks = ratio(end_row - _align_each_down(first_row) + (blocking.block_rows - 1), blocking.block_rows)
+    blocks = jnp.where((segment <= x.sequences) & (end_row > first_row), blocks, 0)
+    return scratch.lanes.append(scratch.ends, segment, blocks, before)
 
 
-def _described(listing: Listing, x: Lengths, mem: Memory, number: Any, there: Any) -> tuple[Block, Any]:
-    """What blocks are, and by what they are put in order, the largest first; of those that are not there, anything,
-    and -1.
+def _describe(
+    blocking: Blocking, x: SequenceLengths, scratch: ListScratch, number: Any, count: Any
+) -> tuple[QueryBlock, Any]:
+    """The blocks of these numbers and their sort keys, the largest first; -1 for numbers from `count` on, whose blocks
+    are arbitrary.
     """
-    sequence = jnp.minimum(find(mem.ends, x.sequences + 1, number), x.sequences)
-    first_row, end_row = _rows(listing, x, sequence)
-    first_key, end_key = _keys(x, sequence)
-    start = _aligned(first_row) + (number - sum_before(mem.ends, sequence)) * listing.block_rows
-    seen = end_key - _aligned(first_key)
-    if listing.causal:
-        seen -= jnp.maximum(end_row - (start + listing.block_rows), 0)  # those of queries that the block does not have
-    tiles = ratio(jnp.maximum(seen, 1) + (listing.tile_keys - 1), listing.tile_keys)
-    block = Block(jnp.minimum(sequence, x.sequences - 1), start, first_row, end_row, first_key, end_key, tiles)
-    key = order_key(tiles, number, 1 << listing.num_blocks(x)[1].bit_length())
-    return block, jnp.where(number < there, key, -1).astype(jnp.float32)
+    segment = jnp.minimum(find(scratch.ends, x.sequences + 1, number), x.sequences)
+    first_row, end_row = _query_rows(blocking, x, segment)
+    first_key, end_key = _key_rows(x, segment)
+    start = _align_each_down(first_row) + (number - sum_before(scratch.ends, segment)) * blocking.block_rows
+    seen = end_key - _align_each_down(first_key)
+    if blocking.causal:
+        seen -= jnp.maximum(end_row - (start + blocking.block_rows), 0)  # keys of the queries that follow the block's
+    kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
+    sequence = jnp.minimum(segment, x.sequences - 1)
+    block = QueryBlock(sequence, start, first_row, end_row, first_key, end_key, kv_tiles)
+    sort_key = order_key(kv_tiles, number, 1 << blocking.num_blocks(x)[1].bit_length())
+    return block, jnp.where(number < count, sort_key, -1).astype(jnp.float32)
 
 
-def _rows(listing: Listing, x: Lengths, sequence: Any) -> tuple[Any, Any]:
-    """Of the queries of sequences; number S is what follows the last one."""
-    next_one = PER_THREAD.take(x.cu_q_lens, jnp.minimum(sequence + 1, x.sequences))
-    end_row = jnp.where(sequence < x.sequences, next_one, listing.rows)
-    return PER_THREAD.take(x.cu_q_lens, sequence), end_row
+def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
+    """First and end row of the queries of segments; segment S is what follows the last sequence."""
+    next_one = PER_THREAD.take(x.cu_q_lens, jnp.minimum(segment + 1, x.sequences))
+    end_row = jnp.where(segment < x.sequences, next_one, blocking.num_rows)
+    return PER_THREAD.take(x.cu_q_lens, segment), end_row
 
 
-def _keys(x: Lengths, sequence: Any) -> tuple[Any, Any]:
-    """Of sequences: where they begin and end."""
+def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
+    """First and end key of segments."""
     if x.cu_kv_lens is not None:
-        next_one = jnp.minimum(sequence + 1, x.sequences)
-        return PER_THREAD.take(x.cu_kv_lens, sequence), PER_THREAD.take(x.cu_kv_lens, next_one)
-    kv_len = PER_THREAD.take(x.kv_lens, jnp.minimum(sequence, x.sequences - 1))
-    return PER_THREAD.filled(jnp.int32(0), THREADS), jnp.where(sequence < x.sequences, kv_len, 0)
+        next_one = jnp.minimum(segment + 1, x.sequences)
+        return PER_THREAD.take(x.cu_kv_lens, segment), PER_THREAD.take(x.cu_kv_lens, next_one)
+    kv_len = PER_THREAD.take(x.kv_lens, jnp.minimum(segment, x.sequences - 1))
+    return PER_THREAD.filled(jnp.int32(0), THREADS), jnp.where(segment < x.sequences, kv_len, 0)
 
 
-def _aligned(row: Any) -> Any:
-    """`sm90.flash.work.aligned`, of each of several."""
+def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_tiles: Any) -> Any:
+    """At most so many tiles of keys, and no more than the widest window of a head shows to a block."""
+    if x.window is None:
+        return kv_tiles
+    window, sink_tokens = x.window.window, x.window.sink_tokens
+    num_heads = window.shape[0]
+
+    def widest(head: Any, most: Any) -> Any:
+        real, head = head < num_heads, jnp.minimum(head, num_heads - 1)
+        shown = (PER_THREAD.take(ref, head) for ref in (window, sink_tokens))
+        keys = functools.reduce(jnp.add, (jnp.minimum(n, kv_tiles * blocking.tile_keys) for n in shown))
+        return jnp.maximum(most, jnp.where(real, keys, 0))
+
+    keys = lanes.max(lanes.each_chunk(num_heads, widest, PER_THREAD.filled(jnp.int32(0), THREADS)))
+    return jnp.minimum(kv_tiles, pl.cdiv(keys + blocking.block_rows, blocking.tile_keys))
+
+
+# --- in the prefill kernel: work tiles, one after the other
+
+
+class WorkTiles(NamedTuple):
+    """The work tiles of all programs, numbered so that those which share keys run at about the same time.
+
+    A group of `l2_head_group` heads takes its turn on all blocks before the next group does; within it heads alternate.
+
+    Attributes:
+      blocks: int32 [n, fields of a `QueryBlock`] in global memory.
+      num_blocks: number of them.
+      num_splits: of the keys of each block, where they may be cut; else None.
+      num_heads: heads, or groups of heads that share a block.
+      l2_head_group: heads whose keys and values are meant to be in the L2 cache at a time.
+      queue: hands out numbers of work tiles; None if each program does the one of its own number.
+    """
+
+    blocks: Ref
+    num_blocks: Any
+    num_splits: Any
+    num_heads: int
+    l2_head_group: int
+    queue: TileQueue | None
+
+    @staticmethod
+    def of(blocks: Ref, counts: Ref, num_heads: int, l2_head_group: int, queue: TileQueue | None) -> WorkTiles:
+        num_blocks, num_splits = counts[0], counts[1] if counts.shape[0] > 1 else None
+        return WorkTiles(blocks, num_blocks, num_splits, num_heads, l2_head_group, queue)
+
+    def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
+        """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
+        for each, which returns how many tiles of keys it took.
+
+        Returns:
+          the number of work tiles, and of tiles of keys.
+        """
+        return self._each(work, TileQueue.fetch)
+
+    def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
+        """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
+        self._each(work, TileQueue.receive)
+
+    def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
+        queue, of_head = self.queue, self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
+        work_tiles = of_head * self.num_heads
+
+        def do(number: Any, again: Any, kv_tile: Any) -> Any:
+            group, rest = divide(number, of_head * self.l2_head_group)
+            row, head = divide(rest, self.l2_head_group)
+            row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
+            block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
+            return work(again, kv_tile, FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits))
+
+        def number(i: Any, before: Any) -> Any:
+            """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
+            if queue is not None:
+                return number_of(queue, i, before)
+            return lax.axis_index("program") if before is None else work_tiles
+
+        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            i, work_tile, kv_tile = state
+            kv_tile += do(work_tile, i > 0, kv_tile)
+            return i + 1, number(i + 1, work_tile), kv_tile
+
+        first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
+        i, _, kv_tiles = lax.while_loop(lambda state: state[1] < work_tiles, step, first)
+        return i, kv_tiles
+
+
+class TileQueue(NamedTuple):
+    """A counter in global memory that hands out the numbers of work tiles to programs as they become free.
+
+    A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
+    the current work tile are under way, so that no warpgroup waits for it, and passes it on to the consumers in shared
+    memory. That has two slots: one is overwritten when the queries of the work tile after it have been copied, which
+    was no sooner than all consumers had begun with it.
+
+    Attributes:
+      programs: number of programs.
+      tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
+      next_tile: int32 [2, 1] in shared memory.
+      landed: a barrier for each slot.
+    """
+
+    programs: int
+    tile_counter: Ref
+    next_tile: Ref
+    landed: Ref
+
+    @staticmethod
+    def counter(zero: Int32[Array, "1"], programs: int, work_tiles: int) -> Ref | None:
+        """`tile_counter` made of the list's `zero`, or None if no work tile is left after the first ones."""
+        return basics.alias_in_place(zero) if programs < work_tiles else None
+
+    @staticmethod
+    def scratch_types(tile_counter: Ref | None) -> tuple[Any, Any]:
+        """Scratch for `next_tile` and `landed`."""
+        return (None, None) if tile_counter is None else (plgpu.SMEM((2, 1), jnp.int32), plgpu.Barrier(num_barriers=2))
+
+    def fetch(self, i: Any, before: Any) -> Any:
+        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left."""
+        slot = i & 1
+        if before is None:
+            self.next_tile[slot, 0] = lax.axis_index("program")
+        elif interpreted():
+            self.next_tile[slot, 0] = before + self.programs
+        else:
+            self._increment(slot)
+        plgpu.barrier_arrive(self.landed.at[slot])
+        return self.receive(i, before)
+
+    def _increment(self, slot: Any) -> None:
+        """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
+        programs = self.programs
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
+            with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
+                one = mgpu.c(1, ir.IntegerType.get_signless(32))
+                ordering, add = llvm.AtomicOrdering.monotonic, llvm.AtomicBinOp.add
+                pointer = mgpu.utils.memref_ptr(tile_counter)
+                number = llvm.atomicrmw(add, pointer, one, ordering, syncscope="device")
+                first: Any = mgpu.c(0, ir.IndexType.get())
+                memref.store(arith.addi(number, mgpu.c(programs, one.type)), next_tile, [first])
+
+        increment(self.tile_counter, self.next_tile.at[slot])
+
+    def receive(self, i: Any, _: Any) -> Any:
+        """Number of a consumer's i-th work tile."""
+        slot = i & 1
+        plgpu.barrier_wait(self.landed.at[slot])
+        return self.next_tile[slot, 0]
+
+
+# --- arithmetic
+
+
+def divide(x: Any, y: Any) -> tuple[Any, Any]:
+    """Quotient and remainder of numbers that are not negative."""
+    return lax.div(x, y), lax.rem(x, y)
+
+
+def align_down(row: Any) -> Any:
+    """The last row up to this one where copies may begin."""
+    return pl.multiple_of(lax.div(row, ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+
+
+def _align_each_down(row: Any) -> Any:
+    """`align_down` of each of several rows."""
     return row & -ALIGNMENT
-
-
-def _parts(listing: Listing, cuts: Cuts, x: Lengths, lanes: Lanes, blocks: Any, tiles: Any) -> Any:
-    """How many parts take the least time, if a block sees so many tiles at most; every thread reckons one number."""
-    if x.window is not None:
-
-        def seen(head: Any, most: Any) -> Any:
-            real, head = head < x.window.window.shape[0], jnp.minimum(head, x.window.window.shape[0] - 1)
-            some = (PER_THREAD.take(ref, head) for ref in (x.window.window, x.window.sink_tokens))
-            keys = functools.reduce(jnp.add, (jnp.minimum(n, tiles * listing.tile_keys) for n in some))
-            return jnp.maximum(most, jnp.where(real, keys, 0))
-
-        keys = lanes.max(lanes.each_chunk(x.window.window.shape[0], seen, PER_THREAD.filled(jnp.int32(0), THREADS)))
-        tiles = jnp.minimum(tiles, pl.cdiv(keys + listing.block_rows, listing.tile_keys))
-    # The least time is found together with who reckoned it: both are one number, a time above and a thread below.
-    power = 1 << cuts.most.bit_length()
-    longest = (1 << 31) // power - 1
-    parts = lanes.number() + 1
-    time = jnp.minimum(cuts.time(blocks, parts, tiles), longest)
-    time = jnp.where(parts <= cuts.most, time, longest)
-    least = -lanes.max(-(time * power + lanes.number() % power))
-    return least % power + 1

@@ -22,7 +22,7 @@ QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
 PLAIN = ["bfloat16", "float16", "float32"]
 
 MOSAIC = Variant("mosaic")
-"""Its kernels, which need a GPU; test_kv_write_mosaic.py has them interpreted."""
+"""Its kernels, which need a GPU; test_write_kv_mosaic.py has them interpreted."""
 PORTABLE = [VARIANTS[name] for name in dispatch.implementations("write_kv") if name != "mosaic"]
 RUNNABLE = PORTABLE + ([MOSAIC] if jax.default_backend() == "gpu" else [])
 

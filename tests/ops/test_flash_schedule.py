@@ -1,5 +1,5 @@
-"""How kernels of `sm90.flash.kernel` share out their work: blocks that hold every row once, the most work first. (That
-every piece is done shows in their results, of which the interpreter fills what nobody writes with NaN.)
+"""Scheduling of the prefill kernel: blocks hold every query row once, the most work first, and splits every tile once.
+(That every work tile is done shows in the kernels' results: the interpreter fills rows that are not written with NaN.)
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ import pytest
 from pallas_attn import FULL, HeadWindow, ragged_attention
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90.flash import kernel, schedule
-from pallas_attn.mosaic.sm90.flash.schedule import Lengths, Listed, Listing, list_blocks
-from pallas_attn.mosaic.sm90.flash.split import Cuts
-from pallas_attn.mosaic.sm90.flash.work import Block, Piece
+from pallas_attn.mosaic.sm90.flash.schedule import (
+    Blocking,
+    FlashWorkTile,
+    QueryBlock,
+    SequenceLengths,
+    WorkList,
+    list_blocks,
+)
+from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.ops.paged_prefill import config as paged_config
-from pallas_attn.ops.ragged_attention.config import heads_together
+from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
 from tests.ops import harness
 
-UNCUT = Cuts(most=1, heads=1, limit=1, programs=1)
-RAGGED = Listing(rows=300, block_rows=64, tile_keys=64, causal=True)
+UNCUT = KvSplits(most=1, heads=1, most_tiles=1, programs=1)
+RAGGED = Blocking(num_rows=300, block_rows=64, tile_keys=64, causal=True)
 compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 
 
@@ -39,10 +45,10 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.WIDENING_REGISTERS], ids=["same", "widened"])
+@pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
-    """All of its threads begin with as many, a multiple of 8. A consumer waits for ever for what nobody gives back."""
+    """All threads of a program begin with equally many, a multiple of 8. A consumer that asks for more hangs."""
     of_consumer, of_producer = registers[consumers]
     warpgroups = consumers + 1
     at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
@@ -52,7 +58,7 @@ def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(regist
 
 
 class Case(NamedTuple):
-    """Lengths of sequences, and where keys are not in pages."""
+    """Lengths of sequences, and whether their keys are packed or in pages."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -60,57 +66,57 @@ class Case(NamedTuple):
 
     @staticmethod
     def draw(rng: np.random.Generator, tokens: int, sequences: int, *, packed_keys: bool = True) -> Case:
-        """Some sequences have no queries, and some no keys; rows may follow the last one."""
+        """Draw lengths: some sequences have no queries, some no keys, and rows may follow the last sequence."""
         q_lens = rng.multinomial(rng.integers(tokens + 1), rng.dirichlet([0.5] * sequences))
         kv_lens = rng.integers(0, 1000, sequences) * (rng.random(sequences) < 0.8)
         return Case(q_lens, kv_lens, packed_keys)
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> SequenceLengths:
         cu_q_lens, cu_kv_lens = (np.cumsum((0, *lens)).astype(np.int32) for lens in (self.q_lens, self.kv_lens))
         if self.packed_keys:
-            return Lengths(jnp.asarray(cu_q_lens), jnp.asarray(cu_kv_lens))
-        return Lengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
+            return SequenceLengths(jnp.asarray(cu_q_lens), jnp.asarray(cu_kv_lens))
+        return SequenceLengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
 
-    def blocks(self, listing: Listing) -> list[Block]:
-        """What is to be listed, worked out one by one."""
+    def blocks(self, blocking: Blocking) -> list[QueryBlock]:
+        """The blocks that should be listed, worked out one by one."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
-            for start in range(begin // 8 * 8, end if q_len else 0, listing.block_rows):
-                unseen = max(end - (start + listing.block_rows), 0) if listing.causal else 0
-                tiles = max(1, -(-(end_key - unseen - first_key // 8 * 8) // listing.tile_keys))
-                found.append(Block(sequence, start, begin, end, first_key, end_key, tiles))
+            for start in range(begin // 8 * 8, end if q_len else 0, blocking.block_rows):
+                unseen = max(end - (start + blocking.block_rows), 0) if blocking.causal else 0
+                tiles = max(1, -(-(end_key - unseen - first_key // 8 * 8) // blocking.tile_keys))
+                found.append(QueryBlock(sequence, start, begin, end, first_key, end_key, tiles))
             begin, first_key = end, end_key if self.packed_keys else 0
         last = len(self.q_lens) - 1
-        starts = range(begin // 8 * 8, listing.rows if begin < listing.rows else 0, listing.block_rows)
-        found += [Block(last, start, begin, listing.rows, first_key, first_key, 1) for start in starts]
-        return sorted(found, key=lambda block: -block.tiles)
+        starts = range(begin // 8 * 8, blocking.num_rows if begin < blocking.num_rows else 0, blocking.block_rows)
+        found += [QueryBlock(last, start, begin, blocking.num_rows, first_key, first_key, 1) for start in starts]
+        return sorted(found, key=lambda block: -block.kv_tiles)
 
 
-def check(case: Case, listing: Listing, cuts: Cuts = UNCUT) -> Listed:
-    listed = jax.tree.map(np.asarray, jax.jit(lambda lengths: list_blocks(listing, lengths, cuts))(case.lengths))
-    want = case.blocks(listing)
-    assert listed.count[0] == len(want)
-    np.testing.assert_array_equal(listed.blocks[: len(want)], np.asarray(want).reshape(-1, len(Block._fields)))
+def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
+    listed = jax.tree.map(np.asarray, jax.jit(lambda lengths: list_blocks(blocking, lengths, splits))(case.lengths))
+    want = case.blocks(blocking)
+    assert listed.counts[0] == len(want)
+    np.testing.assert_array_equal(listed.blocks[: len(want)], np.asarray(want).reshape(-1, len(QueryBlock._fields)))
     np.testing.assert_array_equal(listed.zero, [0])
     rows: list[int] = []
-    for block in (Block(*fields) for fields in listed.blocks[: len(want)]):
+    for block in (QueryBlock(*fields) for fields in listed.blocks[: len(want)]):
         assert block.start % 8 == 0, "where no copy may begin"
-        rows += range(max(block.start, block.first_row), min(block.start + listing.block_rows, block.end_row))
-    assert sorted(rows) == list(range(listing.rows)), "each of them once"
+        rows += range(max(block.start, block.first_row), min(block.start + blocking.block_rows, block.end_row))
+    assert sorted(rows) == list(range(blocking.num_rows)), "each of them once"
     return listed
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of keys that follow one another, and of pages, for the few queries of many heads that fill a block."""
-    rng, listing = harness.fresh_rng(), replace(RAGGED, causal=causal)
+    """Check packed keys, and pages with blocks of few queries, as many heads in a block have."""
+    rng, blocking = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
-            check(Case.draw(rng, 300, 5), listing)
-        check(Case.draw(rng, 300, 5, packed_keys=False), replace(listing, block_rows=8))
+            check(Case.draw(rng, 300, 5), blocking)
+        check(Case.draw(rng, 300, 5, packed_keys=False), replace(blocking, block_rows=8))
 
 
 EDGES = {
@@ -134,17 +140,17 @@ def test_blocks_in_chunks(mode: str, capsys: pytest.CaptureFixture[str]) -> None
     rng = harness.fresh_rng()
     case = Case(rng.integers(0, 30, 130), rng.integers(0, 300, 130))
     with running(mode, capsys), mock.patch.object(schedule, "MOST_WARPGROUPS", 1):
-        check(case, replace(RAGGED, rows=4000, block_rows=24))
+        check(case, replace(RAGGED, num_rows=4000, block_rows=24))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "sequences"), [(70_000, 8), (70_000, 900), (300_000, 1), (8192, 64)])
 def test_many_blocks(tokens: int, sequences: int) -> None:
-    check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, rows=tokens, block_rows=128))
+    check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, num_rows=tokens, block_rows=128))
 
 
 def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """As layers of a step make them: only then XLA sees that they list the same blocks. Not so for other lengths."""
+    """Layers of a step share one list, as XLA sees if it is traced once. Calls of other lengths have another."""
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
@@ -162,21 +168,21 @@ def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture
 def test_more_blocks_than_there_is_room_for_are_refused() -> None:
     case = Case(np.zeros(1, int), np.zeros(1, int))
     with pytest.raises(NotImplementedError, match=r"takes at most 49152 sequences and blocks .* got 1 sequences of"):
-        list_blocks(replace(RAGGED, rows=2**22), case.lengths, UNCUT)
+        list_blocks(replace(RAGGED, num_rows=2**22), case.lengths, UNCUT)
 
 
-# --- keys in parts
+# --- keys in splits
 
 
 def choose(*, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None) -> tuple[int, int]:
-    """Room for parts, and how many are chosen by a kernel, for a sequence of so many blocks of so many tiles."""
-    listing = replace(RAGGED, rows=64 * blocks, causal=False)
+    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles."""
+    blocking = replace(RAGGED, num_rows=64 * blocks, causal=False)
     with mock.patch.object(basics, "multiprocessors", return_value=132):
-        cuts = Cuts.of(heads=heads, blocks=(blocks, most_blocks or blocks), limit=limit)
-        if cuts.most == 1:
+        splits = KvSplits.of(heads=heads, num_blocks=(blocks, most_blocks or blocks), most_tiles=limit)
+        if splits.most == 1:
             return 1, 1
-        listed = check(Case(np.asarray([64 * blocks]), np.asarray([64 * tiles])), listing, cuts)
-    return cuts.most, int(listed.count[1])
+        listed = check(Case(np.asarray([64 * blocks]), np.asarray([64 * tiles])), blocking, splits)
+    return splits.most, int(listed.counts[1])
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
@@ -192,34 +198,34 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the head which sees most."""
+    """The widest window of all heads decides."""
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
-    cuts = Cuts(most=16, heads=8, limit=260, programs=132)
+    splits = KvSplits(most=16, heads=8, most_tiles=260, programs=132)
     with running(mode, capsys):
-        for width, sink_tokens, parts in ((100, 0, 1), (100, 16_000, 16), (FULL, 0, 16)):
+        for width, sink_tokens, num_splits in ((100, 0, 1), (100, 16_000, 16), (FULL, 0, 16)):
             head_window = HeadWindow(jnp.asarray([5, width], jnp.int32), jnp.asarray([0, sink_tokens], jnp.int32))
             lengths = case.lengths._replace(window=head_window)
-            listed = list_blocks(replace(RAGGED, rows=64), lengths, cuts)
-            assert int(listed.count[1]) == parts
+            listed = list_blocks(replace(RAGGED, num_rows=64), lengths, splits)
+            assert int(listed.counts[1]) == num_splits
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5, 16])
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
 @pytest.mark.parametrize("tiles", [1, 4, 5, 33])
-def test_parts_have_every_tile_once(tiles: int, parts: int) -> None:
-    taken = []
-    for part in range(parts):
-        piece = Piece(Block(*[0] * 7), head=0, part=jnp.int32(part), parts=jnp.int32(parts))
-        first, count = map(int, piece.share(jnp.int32(tiles)))
+def test_splits_have_every_tile_once(tiles: int, splits: int) -> None:
+    walked = []
+    for split in range(splits):
+        work = FlashWorkTile(QueryBlock(*[0] * 7), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
+        first, count = map(int, work.kv_range(jnp.int32(tiles)))
         assert count >= 1
-        taken += range(first, first + count)
-    assert [tile for tile in taken if tile < tiles] == list(range(tiles))
-    assert taken.count(tiles) == max(0, parts - tiles), "parts without a tile have the one after the last"
+        walked += range(first, first + count)
+    assert [tile for tile in walked if tile < tiles] == list(range(tiles))
+    assert walked.count(tiles) == max(0, splits - tiles), "splits without a tile have the one after the last"
 
 
 def test_heads_that_run_together_fit_the_cache() -> None:
-    assert heads_together(32, 8, kv_bytes=4 * 2**20) == 32
-    assert heads_together(32, 8, kv_bytes=5 * 2**20) == 16
-    assert heads_together(128, 128, kv_bytes=2**30) == 1
+    assert l2_head_group(32, 8, kv_bytes=4 * 2**20) == 32
+    assert l2_head_group(32, 8, kv_bytes=5 * 2**20) == 16
+    assert l2_head_group(128, 128, kv_bytes=2**30) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.ops.harness import (
     fresh_rng,
     scope_names,
 )
-from tests.ops.kv_write_case import (
+from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
     NUM_TOKENS,

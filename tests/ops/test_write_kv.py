@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
 from tests.ops.harness import VARIANTS, Variant, assert_same_bits, fresh_rng
-from tests.ops.kv_write_case import (
+from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
     NUM_TOKENS,

@@ -1,0 +1,127 @@
+"""Times the first call of each operation in a process that starts: nothing kept, then kernels and executables kept.
+
+    python -m scripts.tools.startup [--ops paged_decode mla_decode_16 ...] [--json OUT]
+
+Each operation runs in processes of its own, at a serving size: first with empty folders for what is kept (`cold`), then
+with what that left (`warm`), and, for comparison, without kernels kept and without the faster lowering (`plain`).
+Times are seconds of tracing and lowering, which are Python's, and of compiling or loading the executable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("plain", "cold", "warm")
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A function and the shapes of its arguments, by name."""
+    import jax
+    import jax.numpy as jnp
+
+    import pallas_attn as pa
+
+    def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def int32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def latent_call(heads: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        decode = functools.partial(pa.mla_decode, sm_scale=0.1)
+        return decode, (bf16(64, 1, heads, 512), bf16(64, 1, heads, 64), latents, int32(64, 128), int32(64))
+
+    kv = pa.PagedKV(bf16(8192, 8, 64, 128), bf16(8192, 8, 64, 128))
+    latents = pa.PagedLatent(bf16(8192, 64, 576))
+    prefill = (bf16(2048, 32, 128), kv, int32(4, 64), int32(5), int32(4))
+    ragged = (bf16(2048, 16, 192), bf16(2048, 16, 192), bf16(2048, 16, 128), int32(5), int32(5))
+    gather = functools.partial(pa.gather_latent, length=4096)
+    return {
+        "paged_decode": (pa.paged_decode, (bf16(64, 1, 32, 128), kv, int32(64, 128), int32(64))),
+        "mla_decode_16": latent_call(16),
+        "mla_decode_128": latent_call(128),
+        "paged_prefill": (pa.paged_prefill, prefill),
+        "ragged_attention": (pa.ragged_attention, ragged),
+        "write_kv": (pa.write_kv, (kv, bf16(64, 8, 128), bf16(64, 8, 128), int32(64))),
+        "write_latent": (pa.write_latent, (latents, bf16(64, 576), int32(64))),
+        "gather_latent": (gather, (latents, bf16(2048, 576), int32(4, 64), int32(5), int32(4))),
+    }
+
+
+OPS = (
+    "paged_decode",
+    "mla_decode_16",
+    "mla_decode_128",
+    "paged_prefill",
+    "ragged_attention",
+    "write_kv",
+    "write_latent",
+    "gather_latent",
+)
+
+
+def first_call(op: str) -> dict[str, float]:
+    """Seconds that the first call of an operation takes before it runs."""
+    import jax
+
+    function, arguments = calls()[op]
+    jax.devices()  # what the driver takes to start is no kernel's
+    began = time.perf_counter()
+    lowered = jax.jit(function).lower(*arguments)
+    traced = time.perf_counter()
+    lowered.compile()
+    return {"lower_s": traced - began, "compile_s": time.perf_counter() - traced}
+
+
+def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
+    """`first_call` in a process that starts."""
+    kept = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
+    plain = {"PALLAS_ATTN_KERNEL_CACHE": "0", "PALLAS_ATTN_PATCH_JAX": "0"}
+    more = {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+    }
+    environment = os.environ | more | (plain if mode == "plain" else kept)
+    command = [sys.executable, "-m", "scripts.tools.startup", "--first-call", op]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{op}, {mode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.tools.startup", description=__doc__)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--first-call", choices=OPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.first_call:
+        print(json.dumps(first_call(options.first_call)))
+        return
+    from scripts.bench.harness.device import description
+
+    report: dict[str, Any] = description() | {"seconds": {}}
+    for op in options.ops:
+        with tempfile.TemporaryDirectory() as folder:
+            times = {mode: in_a_process(op, mode, Path(folder)) for mode in options.modes}
+        report["seconds"][op] = times
+        columns = (f"{mode} {t['lower_s']:6.2f} + {t['compile_s']:5.2f} s" for mode, t in times.items())
+        print(f"{op:18}", "   ".join(columns), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
