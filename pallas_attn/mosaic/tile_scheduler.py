@@ -1,4 +1,4 @@
-"""A program's share of a plan: pieces of rows, one after the other; and of the rows that are merged then."""
+"""A program's share of a decode plan: the work tiles that it attends to, and later the rows whose splits it merges."""
 
 from __future__ import annotations
 
@@ -12,77 +12,82 @@ from jax.experimental import pallas as pl
 from pallas_attn.mosaic import basics
 from pallas_attn.types import DecodePlan
 
+ABSENT = 2**30
+"""Position of the tokens of an absent page: newer than every query."""
+
 MERGE_PROGRAMS = 3
-"""Programs of a merge on a multiprocessor; each has up to 64 KB of states on their way. Where outputs are so wide that
-fewer fit, the others wait.
+"""Programs of a merge per multiprocessor; each has up to 64 KB of partial states in flight. Where outputs are so wide
+that fewer fit, the others wait.
 """
 
 
-class Span(NamedTuple):
-    """Table entries `start` to `stop` of a row.
+class WorkTile(NamedTuple):
+    """Consecutive visible pages of a row, for one program.
 
     Attributes:
-      place: of the row in the plan.
-      number: of its state, where the row is in several pieces.
-      is_all: whether it is all of the row.
+      row: KV head of a sequence, b·Hkv + h.
+      plan_index: of the row in the plan's order.
+      start, stop: first page and one past the last, as the plan numbers the visible pages of the row.
+      split: index of the partial state, where the row is cut into several splits.
+      is_whole_row: whether no other program has pages of the row.
     """
 
     row: Any
-    place: Any
+    plan_index: Any
     start: Any
     stop: Any
-    number: Any
-    is_all: Any
+    split: Any
+    is_whole_row: Any
 
 
-def for_each_span(plan: DecodePlan, work: Callable[[Span, Any], Any], carry: Any = ()) -> None:
-    """Works off the spans of this program, the index of axis "program": carry = work(span, carry) for each."""
+def for_each_work_tile(plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = ()) -> None:
+    """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"."""
     program = lax.axis_index("program")
-    end_place, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
+    end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
 
     def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-        place, page, number, carry = at
-        row, num_pages = plan.row_order[place], plan.num_pages[place]
-        stop = jnp.where(place == end_place, end_page, num_pages)
+        index, page, split, carry = at
+        row, num_pages = plan.row_order[index], plan.num_pages[index]
+        stop = jnp.where(index == end_index, end_page, num_pages)
         if plan.split_pages:
             stop = jnp.minimum(stop, (lax.div(page, plan.split_pages) + 1) * plan.split_pages)
-        done = stop == num_pages
-        carry = work(Span(row, place, page, stop, number, (page == 0) & done), carry)
-        return jnp.where(done, plan.next_row[place], place), jnp.where(done, 0, stop), number + 1, carry
+        row_ends = stop == num_pages
+        carry = work(WorkTile(row, index, page, stop, split, (page == 0) & row_ends), carry)
+        return jnp.where(row_ends, plan.next_row[index], index), jnp.where(row_ends, 0, stop), split + 1, carry
 
-    def is_ours(at: tuple[Any, Any, Any, Any]) -> Any:
-        place, page, *_ = at
-        return (place < end_place) | ((place == end_place) & (page < end_page))
+    def has_more(at: tuple[Any, Any, Any, Any]) -> Any:
+        index, page, *_ = at
+        return (index < end_index) | ((index == end_index) & (page < end_page))
 
     begin = plan.cta_row[program], plan.cta_page[program], plan.cta_split[program]
-    lax.while_loop(is_ours, step, (*begin, carry))
+    lax.while_loop(has_more, step, (*begin, carry))
 
 
 def merge_programs(items: int) -> int:
-    """How many programs merge at most so many parts of rows: about as many as run at a time. Where nothing is to be
-    merged, more would only have to be started.
+    """Number of programs that merge up to this many slices of rows: about as many as run at a time, since each one more
+    costs a start even where nothing has to be merged.
     """
     return min(items, MERGE_PROGRAMS * basics.multiprocessors())
 
 
-def for_each_merged(plan: DecodePlan, parts: int, work: Callable[[Any, Any], None]) -> None:
-    """Calls work(place, part) for this program's share, by its index of axis "program", of the rows that are not in one
-    piece, so many parts of each.
+def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], None]) -> None:
+    """Call work(index, slice) for this program's share, by its index of axis "program", of the rows that are not in one
+    split. The output of each row is merged in so many slices.
     """
     rows, programs = plan.row_order.shape[0], lax.axis_size("program")
 
-    def place(item: Any) -> Any:
-        return plan.merged_rows[jnp.minimum(lax.div(item, parts), rows)]
+    def index_of(item: Any) -> Any:
+        return plan.merged_rows[jnp.minimum(lax.div(item, slices), rows)]
 
     def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
-        item, row_place = at
-        work(row_place, lax.rem(item, parts))
-        return item + programs, place(item + programs)
+        item, index = at
+        work(index, lax.rem(item, slices))
+        return item + programs, index_of(item + programs)
 
     program = lax.axis_index("program")
-    lax.while_loop(lambda at: at[1] < rows, step, (program, place(program)))
+    lax.while_loop(lambda at: at[1] < rows, step, (program, index_of(program)))
 
 
-def num_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
-    """How many states there can be of pieces, of rows with so many table entries."""
+def num_partial_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
+    """Largest number of splits that a plan makes of rows with so many table entries."""
     return rows + (rows * pl.cdiv(table_pages, plan.split_pages) if plan.split_pages else plan.cta_row.shape[0] - 1)

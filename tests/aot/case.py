@@ -36,6 +36,7 @@ class Case:
       kernels: there are Mosaic GPU kernels in it.
       tensor_cores: one of them uses the tensor cores.
       temporaries: bytes it may use beside arguments and results.
+      scratch_bytes: shared memory of its greediest kernel, computed from scratch types; 0 where that is not compared.
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: of its kernel that are meant to share a multiprocessor.
       options: of the compiler.
@@ -48,6 +49,7 @@ class Case:
     kernels: bool = True
     tensor_cores: bool = True
     temporaries: int = 0
+    scratch_bytes: int = 0
     tile: Tile | None = None
     blocks: int = 1
     options: dict[str, str | bool] | None = None

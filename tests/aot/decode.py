@@ -17,8 +17,11 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.sm90.query_packing import Columns
-from pallas_attn.ops.paged_decode.config import MosaicKey, max_columns, mosaic_config
+from pallas_attn.mosaic import shared_memory
+from pallas_attn.mosaic.sm90.decode import DecodeScratch, DecodeTile
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config, mosaic_tile
 from tests.aot.case import Case, Tile, shape
 from tests.aot.plans import fitted, plan_shapes
 
@@ -34,6 +37,11 @@ OPERATION = "paged_decode/mosaic"
 """What tunings are packaged under."""
 
 paged_decode = functools.partial(pallas_attn.paged_decode, return_lse=True, implementation="mosaic")
+
+
+def scratch_bytes(tile: DecodeTile, stages: int) -> int:
+    """Shared memory of the decode kernel."""
+    return shared_memory.block_bytes(DecodeScratch.types(tile, stages), reduction_bytes=tile.reduction_bytes)
 
 
 def ints(*dims: int) -> jax.ShapeDtypeStruct:
@@ -66,27 +74,32 @@ class Configuration:
         return jnp.dtype(CACHES[self.cache][0]).itemsize
 
     @property
+    def scales(self) -> Any:
+        """Layout of the cache's scales."""
+        scales = CACHES[self.cache][1]
+        return {"group": 4, "token": self.page_size}.get(scales, scales)
+
+    @property
     def terms(self) -> int:
         """16-bit numbers a query is made of."""
         return 2 if self.cache.endswith("-channel") else 1
 
     @property
-    def key(self) -> MosaicKey:
+    def key(self) -> PagedDecodeKey:
         """What its sizes are looked up by."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
-        return MosaicKey(*sizes, self.page_size)
+        return PagedDecodeKey(*sizes, self.page_size)
 
     def paged_kv(self, num_pages: int = BATCH * PAGES) -> PagedKV:
-        dtype, scales = CACHES[self.cache]
         spec = kv_cache_spec(
             num_pages=num_pages,
             page_size=self.page_size,
             num_kv_heads=KV_HEADS,
             head_dim=self.head_dim,
-            dtype=dtype,
-            scales={"group": 4, "token": self.page_size}.get(scales, scales),
+            dtype=CACHES[self.cache][0],
+            scales=self.scales,
         )
         return jax.eval_shape(lambda: PagedKV.allocate(spec))
 
@@ -111,6 +124,11 @@ class Configuration:
         elements = TOKENS * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
+    def scratch_bytes(self, sizes: DecodeConfig) -> int:
+        """Shared memory of the kernel of `arguments`, whose queries need no packing in it."""
+        tile = replace(mosaic_tile(self.key, sizes.tile_tokens), packs_queries=False, scales=self.scales)
+        return scratch_bytes(tile, sizes.stages)
+
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
         """A call with the sizes that are packaged for a device, or those of one that nothing was measured on."""
 
@@ -121,9 +139,16 @@ class Configuration:
                 return paged_decode(**arguments, out_dtype=self.out, **static)
 
         with on_device:
-            blocks = mosaic_config(self.key).programs_per_multiprocessor
-        arguments = fitted(arguments or self.arguments(), static.get("window"))
-        return Case(call, arguments, cache="kv", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
+            sizes = mosaic_config(self.key)
+        return Case(
+            call,
+            fitted(arguments or self.arguments(), static.get("window")),
+            cache="kv",
+            temporaries=64 * 2**20,
+            scratch_bytes=0 if arguments or static else self.scratch_bytes(sizes),
+            tile=self.tile,
+            blocks=sizes.programs_per_multiprocessor,
+        )
 
 
 # --- configurations
@@ -154,12 +179,12 @@ def configurations() -> list[Configuration]:
 CONFIGURATIONS = configurations()
 
 
-def tunings() -> dict[str, list[MosaicKey]]:
+def tunings() -> dict[str, list[PagedDecodeKey]]:
     """Of each device that has packaged tunings: what it has sizes for."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
-    return {device: [MosaicKey(**entry["key"]) for entry in found] for device, found in entries.items()}
+    return {device: [PagedDecodeKey(**entry["key"]) for entry in found] for device, found in entries.items()}
 
 
 def tuned() -> Iterator[tuple[str, Configuration]]:
@@ -189,7 +214,7 @@ def sinks(columns: int) -> dict[str, Any]:
 
 def blocks() -> Case:
     """12 heads of 8 queries take two programs."""
-    columns = Columns(group=12, queries=8, limit=max_columns(128, 2))
+    columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
 
@@ -209,9 +234,11 @@ def features() -> dict[str, Case]:
 
 
 def group_of_4(head_dim: int) -> Case:
-    """Half of the columns mean nothing, and the kernel itself makes columns of the queries."""
+    """Half of the columns are padding, and the kernel itself packs the queries."""
     few = replace(BF16, head_dim=head_dim)
-    return few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
+    case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
+    sizes = mosaic_config(few.key)
+    return replace(case, scratch_bytes=scratch_bytes(mosaic_tile(few.key, sizes.tile_tokens), sizes.stages))
 
 
 def one_sequence() -> Case:

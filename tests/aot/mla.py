@@ -12,9 +12,13 @@ from unittest import mock
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
 from pallas_attn import PagedLatent, tuning
+from pallas_attn.mosaic import shared_memory
+from pallas_attn.ops.mla_decode.config import seesaw_config
+from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
 from tests.aot import mla_columns
 from tests.aot.case import Case, Tile, shape
 from tests.aot.mla_columns import BATCH, TOKENS, WIDTHS
@@ -71,6 +75,24 @@ class Configuration:
         sharers = 2 if -(-self.heads // ROWS) % 2 == 0 else 1
         return Tile(keys * jnp.dtype(self.dtype).itemsize // sharers, (keys + values) * ROWS)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Shared memory of the kernel of `arguments`, without a tuning."""
+        sizes = seesaw_config(self.latent_dim, self.rope_dim, self.page_size)
+        static = SeesawStatic(
+            latent_dim=self.latent_dim,
+            rope_dim=self.rope_dim,
+            queries=1,
+            heads=self.heads,
+            page_size=self.page_size,
+            pairs=sizes.pairs,
+            cluster=sizes.cluster,
+            causal=True,
+            sm_scale=0.1,
+        )
+        reductions = plgpu.CompilerParams().reduction_scratch_bytes
+        return shared_memory.block_bytes(SeesawScratch.types(static, self.dtype), reduction_bytes=reductions)
+
     def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
         """A call with the sizes that are packaged for a device, or those of one that nothing was measured on. Partial
         states take more than anything else beside arguments and results: 128 KB for each piece of 64 rows.
@@ -80,7 +102,14 @@ class Configuration:
             with mock.patch.object(tuning, "device_name", return_value=device):
                 return mla_decode(**arguments, out_dtype=self.out)
 
-        return Case(call, fitted(arguments or self.arguments()), cache="cache", temporaries=160 * 2**20, tile=self.tile)
+        return Case(
+            call,
+            fitted(arguments or self.arguments()),
+            cache="cache",
+            temporaries=160 * 2**20,
+            scratch_bytes=0 if arguments or device != "untuned" else self.scratch_bytes,
+            tile=self.tile,
+        )
 
 
 # --- configurations
@@ -152,7 +181,7 @@ LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
 """A pool of more than 2**32 elements."""
 
 UNLIKE: dict[str, Case] = {
-    "20-heads": Configuration(heads=20).case(),  # few enough rows to be columns
+    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows to be columns
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),
     "128-heads-2-queries": DEEPSEEK.case(DEEPSEEK.arguments(queries=2)),

@@ -10,10 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatent, latent_cache_spec
+from pallas_attn.mosaic.sm90.decode import DecodeTile
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_columns import ColumnsKey, columns_config, decode, max_columns, num_programs
+from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config, swap_ab_tile
+from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
 from pallas_attn.ops.plan_decode import plan_of
 from tests.aot.case import Case, Tile, shape
+from tests.aot.decode import scratch_bytes
 from tests.aot.plans import fitted, plan_shapes
 
 BATCH, PAGES, TOKENS = 32, 256, 64
@@ -48,10 +53,10 @@ class Configuration:
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
 
     @property
-    def key(self) -> ColumnsKey:
+    def key(self) -> SwapAbKey:
         """What its sizes are looked up by."""
         out_bytes = jnp.dtype(self.out).itemsize
-        return ColumnsKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
+        return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132, batch: int = BATCH) -> Any:
         return plan_shapes(self.page_size, 1, num_programs, mode, batch)
@@ -83,14 +88,27 @@ class Configuration:
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         return Tile(keys * jnp.dtype(self.dtype).itemsize, (keys + values) * self.columns)
 
+    def kernel_tile(self, sizes: DecodeConfig) -> DecodeTile:
+        """What the kernel of `arguments` takes at once."""
+        packing = QueryPacking(group=self.columns, queries=1, limit=self.columns)
+        dims = self.latent_dim, self.rope_dim
+        return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, out_dtype=self.out)
+
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         def decode_columns(**arguments: Any) -> Any:
             call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
             return decode(call, plan_of(call, "mosaic_sm90", num_programs(call)))
 
-        blocks = columns_config(self.key).programs_per_multiprocessor
-        arguments = fitted(arguments or self.arguments())
-        return Case(decode_columns, arguments, cache="cache", temporaries=64 * 2**20, tile=self.tile, blocks=blocks)
+        sizes = swap_ab_config(self.key)
+        return Case(
+            decode_columns,
+            fitted(arguments or self.arguments()),
+            cache="cache",
+            temporaries=64 * 2**20,
+            scratch_bytes=0 if arguments else scratch_bytes(self.kernel_tile(sizes), sizes.stages),
+            tile=self.tile,
+            blocks=sizes.programs_per_multiprocessor,
+        )
 
 
 def configurations() -> Iterator[Configuration]:

@@ -106,6 +106,8 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield f"asks for {report.shared_memory} bytes of shared memory, of {device.MAX_SHARED_MEMORY}"
     elif (fitting := report.fitting_blocks) < case.blocks:
         yield f"is meant for {case.blocks} thread blocks a multiprocessor, of which {fitting} fit"
+    if case.scratch_bytes and report.shared_memory != case.scratch_bytes:
+        yield f"asks for {report.shared_memory} bytes of shared memory, its scratch types come to {case.scratch_bytes}"
     if report.temporaries > case.temporaries:
         yield f"has {report.temporaries} bytes of temporaries, may have {case.temporaries}"
     if report.aliased < case.donated_bytes:

@@ -129,6 +129,13 @@ def test_shared_memory_has_a_limit():
     assert "232456 bytes of shared memory" in complaint
 
 
+def test_shared_memory_is_what_the_scratch_types_come_to():
+    report = Report(kernels=(Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), ""),), shared_memory=4096)
+    assert not list(complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4096)))
+    (complaint,) = complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4104))
+    assert complaint == "asks for 4096 bytes of shared memory, its scratch types come to 4104"
+
+
 @pytest.mark.parametrize(
     ("registers", "shared_memory", "fit"), [(128, 1024, 4), (129, 1024, 3), (32, 57344, 4), (32, 57345, 3)]
 )

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from pallas_attn import PAGE_NONE, DecodePlan
-from pallas_attn.mosaic.sm90 import query_packing
-from pallas_attn.mosaic.sm90.decode_config import MosaicConfig
+from pallas_attn.mosaic.sm90 import split_states
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.ops import plan_decode as plan_module
-from pallas_attn.ops.mla_decode import mosaic_columns
+from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
 from tests.ops import harness
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5
 """Of plans; another number would be another compilation."""
 
@@ -98,7 +98,7 @@ def compiled(out_dtype: str) -> harness.Jitted:
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
             call = MlaDecodeCall(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
-            return mosaic_columns.decode(call, plan_of(call, "mosaic_sm90", mosaic_columns.num_programs(call)))
+            return mosaic_swap_ab.decode(call, plan_of(call, "mosaic_sm90", mosaic_swap_ab.num_programs(call)))
 
     return decode
 
@@ -167,7 +167,7 @@ def test_a_row_has_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a tile that does not hold a row's output at once."""
-    monkeypatch.setattr(query_packing, "OUTPUT_BYTES", 4096)
+    monkeypatch.setattr(split_states, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     plan = plan_for(inputs.case, inputs.case.kv_lens, PROGRAMS)
     got = call(inputs.case, inputs.arguments() | {"plan": plan}, "float32")

@@ -25,10 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import FULL, PAGE_NONE, PagedKV, device, explain, paged_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise
-from pallas_attn.mosaic.sm90.query_packing import Columns
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
-from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
+from pallas_attn.ops.paged_decode.config import max_columns
 from tests.ops import harness
 from tests.ops import test_paged_decode as contract
 from tests.ops.harness import Variant
@@ -40,7 +41,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 FP8 = "float8_e4m3fn"
 
 
@@ -148,9 +149,9 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
 ) -> None:
     """Each of 8 columns, where those that left the pieces had 16, or 64 of either query; with learned sinks."""
     monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
-    columns = Columns(group, queries, max_columns(64, 2))
-    assert columns.width == group
-    assert columns.narrowed(columns.blocks * 2).width == 8
+    packing = QueryPacking(group, queries, max_columns(64, 2))
+    assert packing.width == group
+    assert packing.split_width(packing.blocks * 2).width == 8
     monkeypatch.setattr(plan_module, "FIXED_PIECE_TOKENS", 32)
     case = replace(WINDOWED, kv_lens=(128,), q_heads=2 * group, queries=queries, head_windows=((FULL, 0), (40, 3)))
     inputs = draw(case)

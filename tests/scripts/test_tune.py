@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import tuning
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
-from pallas_attn.ops.paged_decode.config import MosaicConfig, MosaicKey, mosaic_config
+from pallas_attn.ops.paged_decode.config import PagedDecodeKey, mosaic_config
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
@@ -184,7 +185,7 @@ def test_what_is_printed_by_any_library_is_read(capfd):
 
 
 KEYS = [
-    MosaicKey(head_dim, cache_bytes, False, 8, 1, 2, 64) for head_dim in (64, 128, 256) for cache_bytes in (1, 2)
+    PagedDecodeKey(head_dim, cache_bytes, False, 8, 1, 2, 64) for head_dim in (64, 128, 256) for cache_bytes in (1, 2)
 ]  # fmt: skip
 
 
@@ -192,7 +193,7 @@ KEYS = [
 def test_candidates_are_configurations_and_among_them_is_what_is_in_use(key):
     candidates = list(tune.paged_decode_mosaic(dataclasses.asdict(key)))
     assert len(candidates) >= 2
-    assert all(MosaicConfig(**candidate) for candidate in candidates)
+    assert all(DecodeConfig(**candidate) for candidate in candidates)
     assert dataclasses.asdict(mosaic_config(key)) in candidates
 
 
@@ -200,8 +201,8 @@ def test_candidates_are_configurations_and_among_them_is_what_is_in_use(key):
 def test_pairs_and_clusters_are_configurations(widths):
     key = dict(zip(("latent_dim", "rope_dim", "page_size"), (*widths, 64), strict=True))
     candidates = list(tune.mla_decode_mosaic(key))
-    assert all(mla_config.MosaicConfig(**candidate) for candidate in candidates)
-    assert dataclasses.asdict(mla_config.mosaic_config(**key)) in candidates
+    assert all(mla_config.SeesawConfig(**candidate) for candidate in candidates)
+    assert dataclasses.asdict(mla_config.seesaw_config(**key)) in candidates
 
 
 @pytest.mark.parametrize("long", [False, True])

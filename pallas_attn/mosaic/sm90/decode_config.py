@@ -1,25 +1,21 @@
-"""What can be turned in kernels that attend over pages on Hopper, and the shared memory of a multiprocessor."""
+"""What can be tuned in the kernel of `sm90.decode`; a file that loads without a kernel language."""
 
 from __future__ import annotations
 
 import dataclasses
 
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a Hopper multiprocessor that programs can have."""
-
 MAX_STAGES = 4
-"""More than these are not used unless they were measured to help."""
+"""Heuristics choose no more stages; more have to be measured to help."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a program of the Mosaic kernel works.
+class DecodeConfig:
+    """Sizes of a program of the decode kernel.
 
     Attributes:
-      tile_tokens: keys it takes at once.
-      stages: tiles it holds in shared memory; all but one are on their way, and if it is the only one, those of the
-        programs beside it.
-      programs_per_multiprocessor: programs side by side on one, in plans made for this configuration.
+      tile_tokens: keys of a tile.
+      stages: tiles in shared memory. All but one are in flight; of one, the programs beside it hide the latency.
+      programs_per_multiprocessor: programs that plans made for this configuration let run side by side.
     """
 
     tile_tokens: int
@@ -33,8 +29,3 @@ class MosaicConfig:
             raise ValueError(f"{self.stages=} must be from 1 to 32")
         if not 1 <= self.programs_per_multiprocessor <= 16:
             raise ValueError(f"{self.programs_per_multiprocessor=} must be from 1 to 16")
-
-
-def reduction_bytes(columns: int) -> int:
-    """Shared memory for maxima and sums over the tokens of a tile; with 128 bytes a column one round is enough."""
-    return min(128 * columns, 4096)

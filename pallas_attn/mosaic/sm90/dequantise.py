@@ -31,20 +31,15 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.basics import Ref, interpreted
-from pallas_attn.mosaic.sm90 import mask, wgmma
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
-from pallas_attn.types import PagedKV, ScaleLayout
+from pallas_attn.mosaic.sm90 import tiles
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE
+from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
 QUERY_SCALE = 2.0**-4
 """bfloat16 queries are multiplied with this: float16 then holds those from 2**-13 to 2**20 exactly, and saturates."""
 
-ROW_BYTES = 128
-"""Of a row of a tile. Heads narrower than that have several tokens in a row: copies of 64 bytes at a time reach three
-quarters of the bandwidth.
-"""
-
-NARROW = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
-"""How `mosaic.operand` lays out a tile of 8-bit numbers: chunk c, 16 bytes, of row r is where c ^ (r % 8) would be."""
+QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
+"""Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r lies at chunk c ^ (r % 8) of that row."""
 
 E4M3_TO_F16 = """
 {{
@@ -122,9 +117,11 @@ def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Ar
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
-def tokens_per_smem_row(kv: PagedKV) -> int:
-    """Tokens that share one row of a tile in shared memory."""
-    return 1 if kv.k_scale is None else max(1, ROW_BYTES // kv.k.shape[-1])
+def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int:
+    """Number of tokens that share one row of a tile in shared memory: several where 8-bit heads are narrower than a
+    row, since copies of 64 bytes reach three quarters of the bandwidth only.
+    """
+    return max(1, ROW_BYTES // head_dim) if jnp.dtype(cache_dtype) in QMAX else 1
 
 
 # --- in the kernel
@@ -164,15 +161,15 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
     return _load_columns(tile, channels)
 
 
-def clear_tokens(tile: Ref, channels: int, alive: jax.Array) -> None:
-    """Makes an 8-bit tile of [tokens, channels] 0 where alive [tokens], in layout PER_TOKEN, is not true."""
+def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array) -> None:
+    """Makes an 8-bit tile of [tokens, channels] 0 where live_mask [tokens], in layout PER_TOKEN, is not true."""
     if interpreted():
-        numbers = jnp.where(alive[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
+        numbers = jnp.where(live_mask[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
         tile[...] = numbers.reshape(tile.shape)
         return
 
-    @plgpu.inline_mgpu(arg_types=(NARROW, PER_TOKEN))
-    def write_zeros(_: Any, tile: ir.Value, alive: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, PER_TOKEN))
+    def write_zeros(_: Any, tile: ir.Value, live_mask: Any) -> None:
         warp, lane = _warp_and_lane()
 
         def chunks(block: int, half: int) -> Iterator[ir.Value]:
@@ -180,9 +177,9 @@ def clear_tokens(tile: Ref, channels: int, alive: jax.Array) -> None:
             at = _Chunks(tile, channels, token, _masked(lane, 3))
             return (at.pointer(0, chunk) for chunk in range(0, channels // 16, 4))
 
-        mask.write_zeros_unless(alive, chunks)
+        tiles.store_zeros_unless(live_mask, chunks)
 
-    write_zeros(tile, jnp.where(alive, 1, 0))
+    write_zeros(tile, jnp.where(live_mask, 1, 0))
 
 
 def dequantise_tile(tile: Ref, wide: Ref) -> None:
@@ -196,7 +193,7 @@ def dequantise_tile(tile: Ref, wide: Ref) -> None:
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
-    @plgpu.inline_mgpu(arg_types=(NARROW, wgmma.operand()))
+    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, tiles.operand_ref()))
     def convert(_: Any, tile: ir.Value, wide: ir.Value) -> None:
         warp, lane = _warp_and_lane()
         token, chunk = _sum(_times(_masked(warp, 1), 32), lane), _shifted(warp, 1)
@@ -335,7 +332,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((tokens, count), jnp.float16, layout=TILE)
+        arg_types=(QUANTISED_REF,), return_type=plgpu.ShapeDtypeStruct((tokens, count), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = _warp_and_lane()
@@ -360,7 +357,7 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(NARROW,), return_type=plgpu.ShapeDtypeStruct((channels, tokens), jnp.float16, layout=TILE)
+        arg_types=(QUANTISED_REF,), return_type=plgpu.ShapeDtypeStruct((channels, tokens), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = _warp_and_lane()

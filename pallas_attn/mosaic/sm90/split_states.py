@@ -1,12 +1,12 @@
-"""Partial states of rows that were cut into pieces, on their way through global memory to those who merge them.
+"""Attention states: written as output, or stored as partial states of a split row and merged by a second kernel.
 
-States are not normalised: `m` is the largest score of a query row, `l` the sum of exp(score - m), `acc` the values
-weighted with exp(score - m), all float32. An LSE in place of m and l would be rounded by more than exp can take where
+States are not normalised: `m` is the largest score of a query row, `l` the sum of exp(score - m), `acc` the sum of
+values times exp(score - m), all float32. An LSE in place of m and l would lose more to rounding than exp can take where
 scores are large.
 
-Values lie as threads hold them, not row by row: of 64 x 8 of them, a block, each thread holds four. It moves them as 16
-bytes, and a warp as 512 that follow one another. Row by row, it would be 8 bytes in 8 rows at a time: 128 KB took a
-multiprocessor 9,000 clocks, with 15 others at work (benchmarks/NOTES.md).
+A partial state lies in global memory as threads hold it, block by block of 64 x 8 values, of which each thread holds
+four: a thread moves 16 bytes and a warp 512 consecutive ones. Row by row it would be 8 bytes in each of 8 rows, and
+128 KB took a multiprocessor 9,000 clocks with 15 others at work (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -24,45 +24,175 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.basics import Ref, interpreted
-from pallas_attn.mosaic.sm90.tiles import TILE
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.sm90 import tiles
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, TILE, over_columns
+from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
+from pallas_attn.types import DecodePlan
 
-BLOCK = (4, 128)
-"""How the 64 x 8 values of a block lie: those of each warp, four of each thread."""
+FRAGMENT = (4, 128)
+"""Shape in global memory of a fragment, 64 x 8 values: 128 of each warp, four of each thread."""
 
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 8
+FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
-AT_ONCE_BYTES = 32 * 1024
-"""Of states, at most, that a program reads while it waits for as many."""
+LOADER_BYTES = 32 * 1024
+"""Partial states that a program merges at a time take up to so many bytes, and the next ones in flight as many."""
+
+MERGE_VALUES = 64
+"""Output values of a query row that one program of the merge takes."""
+
+OUTPUT_BYTES = 32 * 1024
+"""Output that a program holds in shared memory while it is copied out takes up to so many bytes."""
 
 
-class Partials(NamedTuple):
-    """States in global memory: stats [states, 2, width] (m and l), acc [states, blocks, *BLOCK]."""
+class AttentionState(NamedTuple):
+    """Attention of the query rows of a block over some of the keys.
+
+    Attributes:
+      m, l: [width].
+      acc: [values, width].
+    """
+
+    m: Any
+    l: Any  # noqa: E741
+    acc: Any
+
+    @staticmethod
+    def empty(values: int, width: int) -> AttentionState:
+        """State over no keys."""
+        return AttentionState(
+            tiles.filled(-jnp.inf, (width,), PER_COLUMN),
+            tiles.filled(0.0, (width,), PER_COLUMN),
+            tiles.filled(0.0, (values, width), tiles.TILE),
+        )
+
+    def merge(
+        self, other: AttentionState, spread: Callable[[Any, tuple[int, ...]], Any] = over_columns
+    ) -> AttentionState:
+        """State over the keys of both.
+
+        Args:
+          spread: broadcasts a value of each query row over `acc`, whose columns are query rows unless given.
+        """
+        m = jnp.maximum(self.m, other.m)
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        weights = [jnp.exp2((state.m - shift) * LOG2E) for state in (self, other)]
+        mine, others = (spread(weight, self.acc.shape) for weight in weights)
+        return AttentionState(m, self.l * weights[0] + other.l * weights[1], self.acc * mine + other.acc * others)
+
+
+# --- output of a row that is done
+
+
+class OutputWriter(NamedTuple):
+    """Destination of a finished row: out [B, Q, Hq, D] by way of a tile in shared memory, and lse [width]."""
+
+    out: Ref
+    lse: Ref
+    tile: Ref
+
+    @staticmethod
+    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike) -> Any:
+        """Scratch type of the tile, [slices, width, values of a slice]. A copy takes an array of its own of up to 256
+        values; a row with more values than the tile holds is written in turns.
+        """
+        fitting = OUTPUT_BYTES // (width * jnp.dtype(dtype).itemsize)
+        slice_values = max(n for n in range(64, min(fitting, 256) + 1, 64) if values % n == 0)
+        return plgpu.SMEM((min(values, fitting) // slice_values, width, slice_values), dtype)
+
+    def write(
+        self,
+        packing: QueryPacking,
+        block: Any,
+        row: Any,
+        state: AttentionState,
+        sink: Any = None,
+        first_value: Any = 0,
+    ) -> None:
+        """Normalise a state and write it.
+
+        Args:
+          sink: learned logits [width], or None.
+          first_value: index of the state's first value in the output.
+        """
+        seen = state.l != 0
+        shift = jnp.where(state.m == -jnp.inf, 0.0, state.m)
+        denominator = state.l if sink is None else state.l + jnp.exp2((sink - shift) * LOG2E)
+        inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
+        tile_values = self.tile.shape[0] * self.tile.shape[2]
+        for i in range(0, state.acc.shape[0], tile_values):
+            out = state.acc[i : i + tile_values]
+            # A row that sees nothing may have added 0 times an infinite value.
+            out = jnp.where(over_columns(seen, out.shape), out * over_columns(inverse, out.shape), 0.0)
+            self._copy_out(packing, block, row, out, first_value + i)
+        lse = jnp.where(seen, shift + jnp.log2(jnp.where(seen, state.l, 1.0)) * (1 / LOG2E), -jnp.inf)
+
+        @pl.when(first_value == 0)
+        def _store_lse() -> None:
+            self.lse[...] = lse
+
+    def _copy_out(self, packing: QueryPacking, block: Any, row: Any, out: Any, first_value: Any) -> None:
+        """Start the copies of values that the tile holds at once."""
+        out = out.astype(self.tile.dtype)
+        if out.dtype == jnp.float32:  # only a tile of 16 bits can be transposed while it is stored
+            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        kv_heads, slice_values = self.out.shape[2] // packing.group, self.tile.shape[2]
+        batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
+        heads = pl.ds(packing.first_head(block, kv_head), packing.block_heads)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
+        for j in range(out.shape[0] // slice_values):
+            self.tile.at[j].transpose((1, 0))[...] = out[j * slice_values : (j + 1) * slice_values]
+        plgpu.commit_smem()
+        for i in range(packing.block_queries):
+            query = packing.query_block(block) * packing.block_queries + i
+
+            @pl.when(query < packing.queries)
+            def _store(i: int = i, query: Any = query) -> None:
+                rows = pl.ds(i * packing.block_heads, packing.block_heads)
+                for j in range(out.shape[0] // slice_values):
+                    place = self.out.at[batch, query, heads, pl.ds(first_value + j * slice_values, slice_values)]
+                    plgpu.copy_smem_to_gmem(self.tile.at[j, rows], place)
+
+
+# --- partial states of a split row
+
+
+class PartialStates(NamedTuple):
+    """Partial states in global memory: stats [states, 2, width] (m and l), acc [states, fragments, *FRAGMENT]."""
 
     stats: Any
     acc: Any
 
     @staticmethod
-    def types(states: int, width: int, values: int) -> Partials:
-        """Of so many states of `width` query rows, each with so many values."""
-        return Partials(
+    def types(states: int, width: int, values: int) -> PartialStates:
+        """Shapes of so many states of `width` query rows, each with so many values."""
+        return PartialStates(
             jax.ShapeDtypeStruct((states, 2, width), jnp.float32),
-            jax.ShapeDtypeStruct((states, blocks_of(width * values), *BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((states, num_fragments(width * values), *FRAGMENT), jnp.float32),
         )
 
-    def number(self, block: Any, blocks: int, piece: Any) -> Any:
-        """Of the state of a piece of a block of query rows, of so many blocks."""
-        return block * (self.acc.shape[0] // blocks) + piece
+    def state_index(self, block: Any, blocks: int, split: Any) -> Any:
+        """Index of the state of a split, for one of so many blocks of query rows."""
+        return block * (self.acc.shape[0] // blocks) + split
+
+    def store(self, index: Any, state: AttentionState) -> None:
+        """Write a state."""
+        self.stats[index, 0] = state.m
+        self.stats[index, 1] = state.l
+        store_fragments(state.acc, self.acc.at[index])
 
 
-class Arrivals(NamedTuple):
-    """Parts of states in shared memory: n to read and n on their way.
+class PartialLoader(NamedTuple):
+    """Ring of partial states in shared memory: n to read and n in flight.
 
     Attributes:
       stats: [2, n, 2, width].
-      acc: [2, n, blocks, *BLOCK].
-      landed: a barrier for each n.
+      acc: [2, n, fragments, *FRAGMENT].
+      landed: barrier of each n.
     """
 
     stats: Any
@@ -70,41 +200,43 @@ class Arrivals(NamedTuple):
     landed: Any
 
     @staticmethod
-    def types(partials: Partials, rows: int, width: int, blocks: int) -> Arrivals:
-        """For so many blocks, with `width` query rows, of the states that so many rows are cut into."""
-        pieces_of_a_row = -(-partials.acc.shape[0] // rows)  # on average, at most
-        at_once = max(1, min(AT_ONCE_BYTES // (blocks * 4 * BLOCK_ROWS * BLOCK_COLUMNS), pieces_of_a_row))
-        if at_once * width // 8 % 2:  # the stats of as many are a multiple of 128 bytes, where copies may begin
-            at_once = at_once - 1 or 2
-        return Arrivals(
-            plgpu.SMEM((2, at_once, 2, width), jnp.float32),
-            plgpu.SMEM((2, at_once, blocks, *BLOCK), jnp.float32),
+    def types(partials: PartialStates, rows: int, width: int, fragments: int) -> PartialLoader:
+        """Scratch types for slices of `width` query rows and so many fragments of the states of so many rows."""
+        splits_of_a_row = -(-partials.acc.shape[0] // rows)  # on average, at most
+        state_bytes = fragments * 4 * FRAGMENT_ROWS * FRAGMENT_COLUMNS
+        batch = max(1, min(LOADER_BYTES // state_bytes, splits_of_a_row))
+        if batch * width // 8 % 2:  # the stats of a batch are a multiple of 128 bytes, at which copies begin
+            batch = batch - 1 or 2
+        return PartialLoader(
+            plgpu.SMEM((2, batch, 2, width), jnp.float32),
+            plgpu.SMEM((2, batch, fragments, *FRAGMENT), jnp.float32),
             plgpu.Barrier(num_barriers=2, num_arrivals=2),
         )
 
     def for_each(
         self,
-        partials: Partials,
+        partials: PartialStates,
         first: Any,
         count: Any,
-        some: Any,
-        blocks: Any,
+        columns: Any,
+        fragments: Any,
         add: Callable[[Ref, Ref, Any], Any],
         carry: Any,
     ) -> Any:
-        """carry = add(stats [2, width], acc [blocks, *BLOCK], carry) for so many states from the first on, in order.
+        """Call carry = add(stats [2, width], acc [fragments, *FRAGMENT], carry) for `count` states in order.
 
         Args:
-          some: which of the query rows.
-          blocks: which of the blocks.
+          first: index of the first state.
+          columns: slice of the query rows.
+          fragments: slice of the fragments.
         """
-        at_once = self.acc.shape[1]
-        rounds = pl.cdiv(count, at_once)
+        batch = self.acc.shape[1]
+        rounds = pl.cdiv(count, batch)
 
         def fetch(i: Any) -> None:
-            slot, states = lax.rem(i, 2), pl.ds(first + i * at_once, at_once)
-            plgpu.copy_gmem_to_smem(partials.stats.at[states, :, some], self.stats.at[slot], self.landed.at[slot])
-            plgpu.copy_gmem_to_smem(partials.acc.at[states, blocks], self.acc.at[slot], self.landed.at[slot])
+            slot, states = lax.rem(i, 2), pl.ds(first + i * batch, batch)
+            plgpu.copy_gmem_to_smem(partials.stats.at[states, :, columns], self.stats.at[slot], self.landed.at[slot])
+            plgpu.copy_gmem_to_smem(partials.acc.at[states, fragments], self.acc.at[slot], self.landed.at[slot])
 
         def take(i: Any, carry: Any) -> Any:
             slot = lax.rem(i, 2)
@@ -113,8 +245,8 @@ class Arrivals(NamedTuple):
             def step(j: Any, carry: Any) -> Any:
                 return add(self.stats.at[slot, j], self.acc.at[slot, j], carry)
 
-            carry = lax.fori_loop(0, jnp.minimum(at_once, count - i * at_once), step, carry)
-            plgpu.commit_smem()  # they were read; only then may a copy overwrite them
+            carry = lax.fori_loop(0, jnp.minimum(batch, count - i * batch), step, carry)
+            plgpu.commit_smem()  # all threads have read the slot, which the next copy overwrites
             pl.when(i + 2 < rounds)(lambda: fetch(i + 2))
             return carry
 
@@ -123,17 +255,17 @@ class Arrivals(NamedTuple):
         return lax.fori_loop(0, rounds, take, carry)
 
 
-def blocks_of(values: int) -> int:
-    """Blocks that so many values make up."""
-    return values // (BLOCK_ROWS * BLOCK_COLUMNS)
+def num_fragments(values: int) -> int:
+    """Number of fragments that hold so many values."""
+    return values // (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
 
 
-def keep(tile: jax.Array, to: Ref) -> None:
-    """Writes a tile [M, N] in the registers of a warpgroup to blocks [M / 64 · N / 8, *BLOCK]."""
+def store_fragments(tile: jax.Array, to: Ref) -> None:
+    """Write a tile [M, N] from registers of a warpgroup to fragments [M / 64 · N / 8, *FRAGMENT]."""
     if interpreted():
         m, n = tile.shape
-        split = tile.reshape(m // BLOCK_ROWS, BLOCK_ROWS, n // BLOCK_COLUMNS, BLOCK_COLUMNS)
-        to[...] = split.swapaxes(1, 2).reshape(-1, *BLOCK)
+        split = tile.reshape(m // FRAGMENT_ROWS, FRAGMENT_ROWS, n // FRAGMENT_COLUMNS, FRAGMENT_COLUMNS)
+        to[...] = split.swapaxes(1, 2).reshape(-1, *FRAGMENT)
         return
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
@@ -147,35 +279,108 @@ def keep(tile: jax.Array, to: Ref) -> None:
     write(tile, to)
 
 
-def kept(blocks: Ref, shape: tuple[int, int]) -> jax.Array:
-    """The tile [M, N] that `keep` wrote."""
+def load_fragments(fragments: Ref, shape: tuple[int, int]) -> jax.Array:
+    """Read the tile [M, N] that `store_fragments` wrote."""
     m, n = shape
     if interpreted():
-        split = blocks[...].reshape(m // BLOCK_ROWS, n // BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
+        split = fragments[...].reshape(m // FRAGMENT_ROWS, n // FRAGMENT_COLUMNS, FRAGMENT_ROWS, FRAGMENT_COLUMNS)
         return split.swapaxes(1, 2).reshape(shape)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE)
     )
-    def read(_: Any, blocks: ir.Value) -> Any:
+    def read(_: Any, fragments: ir.Value) -> Any:
         layout, number = TILE.to_mgpu(), ir.F32Type.get()
         two, four = (ir.VectorType.get((n,), number) for n in (2, 4))
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         pairs = registers.reshape(-1, 2)
-        for pair, pointer in zip(pairs, _pointers(blocks, len(pairs), number), strict=True):
+        for pair, pointer in zip(pairs, _pointers(fragments, len(pairs), number), strict=True):
             numbers = llvm.load(four, pointer, alignment=16)
             for i in range(2):
-                some = [vector.extract(numbers, [], [2 * i + j]) for j in range(2)]
-                pair[i] = vector.from_elements(two, some)
+                halves = [vector.extract(numbers, [], [2 * i + j]) for j in range(2)]
+                pair[i] = vector.from_elements(two, halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return read(blocks)
+    return read(fragments)
 
 
-def _pointers(blocks: ir.Value, count: int, element: ir.Type) -> list[ir.Value]:
-    """To the four values of a thread in each of so many blocks."""
+def _pointers(fragments: ir.Value, count: int, element: ir.Type) -> list[ir.Value]:
+    """Pointers to a thread's four values in each of so many fragments."""
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, ir.IntegerType.get_signless(32)))
     own = arith.muli(arith.extui(i64, thread), mgpu.c(4, i64))
-    first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(blocks), [own], element)
-    return [mgpu.utils.getelementptr(first, [i * BLOCK_ROWS * BLOCK_COLUMNS], element) for i in range(count)]
+    first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(fragments), [own], element)
+    return [mgpu.utils.getelementptr(first, [i * FRAGMENT_ROWS * FRAGMENT_COLUMNS], element) for i in range(count)]
+
+
+# --- the merge
+
+
+def merge_splits(
+    out: Float[Array, "B Q Hq D"],
+    lse: Float[Array, "blocks rows width"],
+    partials: PartialStates,
+    plan: DecodePlan,
+    sinks: Float[Array, "head_blocks Hkv width"] | None,
+    packing: QueryPacking,
+) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "blocks rows width"]]:
+    """Finish, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
+
+    Splits are merged in their order, whichever programs they came from.
+    """
+    rows, head_dim = lse.shape[1], out.shape[3]
+    slices = head_dim // MERGE_VALUES
+    narrow = packing.split_width(slices * packing.blocks * rows)
+    width = narrow.width
+    refs = basics.alias_in_place(out), basics.alias_in_place(lse)
+    plgpu.kernel(
+        functools.partial(_merge_kernel, packing, narrow),
+        grid=(merge_programs(slices * narrow.blocks * rows),),
+        grid_names=("program",),
+        scratch_types=[
+            PartialLoader.types(partials, packing.blocks * rows, width, num_fragments(MERGE_VALUES * width)),
+            OutputWriter.tile_type(width, MERGE_VALUES, out.dtype),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_pieces",
+    )(*refs, *basics.materialize((partials, plan, sinks)))
+    return basics.read_back(refs[0]), basics.read_back(refs[1])
+
+
+def _merge_kernel(
+    packing: QueryPacking,
+    narrow: QueryPacking,
+    out: Ref,
+    lse: Ref,
+    partials: PartialStates,
+    plan: DecodePlan,
+    sinks: Ref | None,
+    loader: PartialLoader,
+    tile: Ref,
+) -> None:
+    """Merge `MERGE_VALUES` values of the columns of a narrow block of a row, one such slice after the other."""
+    width, narrow_per_block, slices = narrow.width, packing.width // narrow.width, out.shape[3] // MERGE_VALUES
+    slice_fragments = num_fragments(MERGE_VALUES * width)
+
+    def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
+        m, l = (basics.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
+        return merged.merge(AttentionState(m, l, load_fragments(acc, (MERGE_VALUES, width))))
+
+    def merge(index: Any, item: Any) -> None:
+        narrow_block, value_slice = lax.div(item, slices), lax.rem(item, slices)
+        block, narrow_of_block = lax.div(narrow_block, narrow_per_block), lax.rem(narrow_block, narrow_per_block)
+        row, first_split = plan.row_order[index], plan.split_indptr[index]
+        columns = pl.ds(narrow_of_block * width, width)
+        fragments = pl.ds((value_slice * narrow_per_block + narrow_of_block) * slice_fragments, slice_fragments)
+        first, count = (
+            partials.state_index(block, packing.blocks, first_split),
+            plan.split_indptr[index + 1] - first_split,
+        )
+        empty = AttentionState.empty(MERGE_VALUES, width)
+        merged = loader.for_each(partials, first, count, columns, fragments, add, empty)
+        sink = packing.load_sinks(sinks, block, lax.rem(row, out.shape[2] // packing.group), columns)
+        writer = OutputWriter(out, lse.at[block, row, columns], tile)
+        writer.write(narrow, narrow_block, row, merged, sink, value_slice * MERGE_VALUES)
+
+    for_each_merged(plan, slices * narrow.blocks, merge)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,8 +1,10 @@
-"""Products of Hopper's tensor cores that go on while the threads that started them do something else.
+"""Products of Hopper's tensor cores that run while the threads that started them do something else.
 
-Pallas makes sure of the registers of a left operand right before it is multiplied. Where another product is under way
-by then, the assembler takes that for a change of what this one reads, and has every product wait for the one before.
-Here all registers are made sure of before the first product starts. The interpreter knows no such products.
+Each `start` is a group of its own, and `finish` says how many of those started later may still be in flight.
+
+Pallas fences the registers of a left operand right before it is multiplied. If another product is in flight by then,
+the assembler takes the fence for a change of what that product reads, and makes every product wait for the one before.
+Here registers are fenced only while no product that uses them is in flight. The interpreter has no such products.
 """
 
 from __future__ import annotations
@@ -23,26 +25,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product, over_tokens
-
-ROW_BYTES = 128
-"""Of a row of a tile in shared memory, as `mosaic.operand` lays it out unless it is told otherwise."""
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE, add_product, operand_ref, over_tokens
 
 DEPTH = 16
-"""What one instruction sums over, of numbers of 16 bits."""
-
-
-def operand(row_bytes: int = ROW_BYTES) -> Any:
-    """How a reference to 16-bit numbers lies, in rows of so many bytes."""
-    return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
+"""Numbers of 16 bits that one instruction sums over."""
 
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-"""`TILE` with one number a register."""
+"""`TILE` with one number in each register."""
 
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Starts (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
+    """Start (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
     16 bits.
 
     Nothing may touch the results before `finish`, nor change p and o before that of the second.
@@ -53,7 +47,9 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
         plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
     )
 
-    @plgpu.inline_mgpu(arg_types=(operand(), TILE, operand(), TILE, *[operand()] * len(qs)), return_type=results)
+    @plgpu.inline_mgpu(
+        arg_types=(operand_ref(), TILE, operand_ref(), TILE, *[operand_ref()] * len(qs)), return_type=results
+    )
     def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
         p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()
@@ -64,7 +60,7 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
 
 
 def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """(qs[0] + ...) @ kᵀ in float32; calls `meanwhile` once it has been started."""
+    """Compute (qs[0] + ...) @ kᵀ in float32; calls `meanwhile` once the product is in flight."""
 
     def product(s: Ref) -> jax.Array:
         for q in qs:
@@ -76,15 +72,92 @@ def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Ar
 
 
 def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
-    """o + p @ v."""
+    """Compute o + p @ v."""
     o = add_product(o, p, v)
     if interpreted():
         plgpu.commit_smem()  # there, threads have read the values, which copies are about to overwrite
     return o
 
 
+def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax.Array:
+    """Start total + q @ kᵀ, for q [64, n] and k [N, n] in shared memory; a total of None is 0.
+
+    The total may itself be in flight. Nothing may touch the result before `finish`.
+    """
+    if interpreted():
+        product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        return product if total is None else total + product
+    refs, more = (operand_ref(row_bytes),) * 2, () if total is None else (total,)
+    shape = plgpu.ShapeDtypeStruct((q.shape[0], k.shape[0]), jnp.float32, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(*refs, *[TILE] * len(more)), return_type=shape)
+    def begin(_: Any, q: ir.Value, k: ir.Value, *total: Any) -> Any:
+        if not total:
+            nvvm.wgmma_fence_aligned()
+        sums = list(total[0].to_layout(ACCUMULATOR).registers.flat) if total else []
+        sums = add_scores(sums, q, k, row_bytes)
+        commit()
+        return fragments(sums, shape.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return begin(q, k, *more)
+
+
+def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
+    """Start total + p @ v, for p [64, N] in registers or shared memory and v [N, columns] in shared memory.
+
+    Nothing may touch the result, nor change p, before `finish`.
+    """
+    in_registers = isinstance(p, jax.Array)
+    if interpreted():
+        product = jnp.dot(p if in_registers else p[...], v[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return total + product
+    refs = operand_ref(row_bytes)
+    arg_types = TILE if in_registers else refs, refs, TILE
+
+    @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
+    def begin(_: Any, p: Any, v: ir.Value, total: Any) -> Any:
+        total = total.to_layout(ACCUMULATOR)
+        if in_registers:
+            p, total = fragmented_array.optimization_barrier(p, total)
+        else:
+            total = fragmented_array.optimization_barrier(total)
+        nvvm.wgmma_fence_aligned()
+        if in_registers:
+            lefts = words(p)
+        else:
+            (_, keys), _ = mma_utils.tiled_memref_shape(p)
+            lefts = ([a] for a in left_steps(p, keys, row_bytes))
+        sums = add_values(list(total.registers.flat), lefts, v, row_bytes)
+        commit()
+        return fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return begin(p, v, total)
+
+
+def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> None:
+    """Write p [64, N] and m [64] to shared memory, for tensor cores and for another warpgroup.
+
+    Pallas would have all threads wait for each other before and after each of the two stores. Nothing reads what was
+    there any more, so one wait is enough.
+    """
+    if interpreted():
+        to[...], stats[...] = p, m
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(row_bytes), PER_TOKEN, plgpu.RefType()))
+    def write(_: Any, p: Any, to: ir.Value, m: Any, stats: ir.Value) -> None:
+        p.store_tiled(to, swizzle=row_bytes)
+        m.store_untiled(stats, optimized=False)
+        mgpu.commit_shared()
+
+    write(p, to, m, stats)
+
+
 def finish(product: jax.Array, *, under_way: int) -> jax.Array:
-    """What a product has become, once at most so many are under way that were started after it."""
+    """Wait for a product, until at most `under_way` of those started after it are in flight."""
     if interpreted():
         return product
 

@@ -1,11 +1,20 @@
-"""What can be turned in `mla_decode`."""
+"""What can be tuned in `mla_decode`."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_attn import tuning
+from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
+
+if TYPE_CHECKING:
+    from pallas_attn.mosaic.sm90.decode import DecodeTile
+    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
@@ -14,12 +23,100 @@ def xla_config(rows: int, width: int) -> XlaConfig:
     return tuning.lookup("mla_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, width))
 
 
+# --- few query rows, columns of tiles (mosaic_swap_ab)
+
+TILE_TOKENS = 64
+
+
+def max_columns(out_dtype: jax.typing.DTypeLike) -> int:
+    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes.
+    With more, query rows are better off as rows of tiles.
+    """
+    return 32 if jnp.dtype(out_dtype).itemsize == 2 else 24
+
+
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How programs of the Mosaic kernel for many query rows work.
+class SwapAbKey:
+    """Facts of a call that the best sizes of the kernel for few query rows depend on.
 
     Attributes:
-      pairs: of tiles of 64 latents that one holds in shared memory.
+      latent_dim, rope_dim: L, R.
+      columns: query rows that a program takes at once, padding included.
+      out_bytes: bytes of a value of the output.
+      page_size: ps.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    columns: int
+    out_bytes: int
+    page_size: int
+
+
+def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
+    """Sizes of the kernel for few query rows."""
+    return tuning.lookup(
+        "mla_decode/mosaic_columns", dataclasses.asdict(key), DecodeConfig, lambda: _swap_ab_heuristic(key)
+    )
+
+
+def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
+    """Run as many programs side by side as registers and shared memory hold, each with two tiles or more."""
+    # Only here, since the portable implementation has to run where there is no kernel language.
+    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+
+    values = key.latent_dim * key.columns
+    most = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1
+    tile = swap_ab_tile(
+        QueryPacking(group=key.columns, queries=1, limit=key.columns),
+        TILE_TOKENS,
+        key.page_size,
+        (key.latent_dim, key.rope_dim),
+        dtype=jnp.bfloat16,
+        out_dtype=jnp.bfloat16 if key.out_bytes == 2 else jnp.float32,
+    )
+    for programs in range(most, 0, -1):
+        stages = tile.most_stages(programs, MAX_STAGES)
+        if stages >= 2:
+            return DecodeConfig(TILE_TOKENS, stages, programs)
+    raise NotImplementedError(f"two tiles of {key.latent_dim} + {key.rope_dim} columns do not fit shared memory")
+
+
+def swap_ab_tile(
+    packing: QueryPacking, tokens: int, page_size: int, key_dims: tuple[int, int], *, dtype: Any, out_dtype: Any
+) -> DecodeTile:
+    """Tile of the kernel for few query rows.
+
+    Args:
+      key_dims: L and R.
+      dtype: of queries and cache.
+    """
+    from pallas_attn.mosaic.sm90.decode import DecodeTile
+
+    return DecodeTile(
+        packing=packing,
+        tokens=tokens,
+        page_size=page_size,
+        key_dims=key_dims,
+        has_values=False,
+        terms=1,
+        packs_queries=False,
+        scales=None,
+        q_dtype=dtype,
+        cache_dtype=dtype,
+        out_dtype=out_dtype,
+    )
+
+
+# --- many query rows, rows of tiles (mosaic_seesaw)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesawConfig:
+    """Sizes of a program of the kernel for many query rows.
+
+    Attributes:
+      pairs: of tiles of 64 latents in shared memory.
       cluster: programs on neighbouring multiprocessors that share what they read: 1, or 2 where their number is even.
     """
 
@@ -33,8 +130,8 @@ class MosaicConfig:
             raise ValueError(f"{self.cluster=} must be 1 or 2")
 
 
-def mosaic_config(latent_dim: int, rope_dim: int, page_size: int) -> MosaicConfig:
-    """Sizes of the Mosaic kernel for many query rows."""
+def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfig:
+    """Sizes of the kernel for many query rows."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    heuristic = MosaicConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
-    return tuning.lookup("mla_decode/mosaic", key, MosaicConfig, lambda: heuristic)
+    heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
+    return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)

@@ -1,12 +1,18 @@
-"""What can be turned in `paged_decode`."""
+"""What can be tuned in `paged_decode`."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, SHARED_BYTES, MosaicConfig, reduction_bytes
+from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
+
+if TYPE_CHECKING:
+    from pallas_attn.mosaic.sm90.decode import DecodeTile
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
@@ -22,30 +28,28 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
 
 
 def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
-    """Query rows of a KV head that the registers of a warpgroup have room for, beside what dequantising takes, and a
-    soft cap.
-    """
+    """Columns of a tile for which a warpgroup has registers, besides those that dequantising and a soft cap take."""
     columns = 64 * cache_bytes * 64 // max(head_dim, 128)
     return columns * 3 // 4 // 8 * 8 if capped else columns
 
 
-def takes_raw_queries(cache_bytes: int, columns: int) -> bool:
-    """Whether programs arrange queries as columns themselves. It saves a kernel before, but not where that one converts
-    queries too; and it costs shared memory that wide tiles have better use for.
+def packs_queries(cache_bytes: int, columns: int) -> bool:
+    """Whether the kernel packs queries. That saves a kernel before it, except where queries have to be converted
+    anyway, and costs shared memory, of which wide tiles make better use.
     """
     return cache_bytes == 2 and columns == 8
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKey:
-    """What the best sizes of the Mosaic kernel depend on.
+class PagedDecodeKey:
+    """Facts of a call that the best sizes of the Mosaic kernel depend on.
 
     Attributes:
       head_dim: D.
       cache_bytes: bytes of a cached value.
       token_scales: whether scales come with the tokens.
-      columns: query rows of a KV head that a program takes at once.
-      terms: 16-bit numbers a query is made of.
+      columns: query rows of a KV head that a program takes at once, padding included.
+      terms: 16-bit numbers whose sum is a query.
       out_bytes: bytes of a value of the output.
       page_size: ps.
     """
@@ -59,42 +63,52 @@ class MosaicKey:
     page_size: int
 
 
-def mosaic_config(key: MosaicKey) -> MosaicConfig:
+def mosaic_config(key: PagedDecodeKey) -> DecodeConfig:
     """Sizes of the Mosaic kernel."""
-    return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), MosaicConfig, lambda: _mosaic_heuristic(key))
+    return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), DecodeConfig, lambda: _mosaic_heuristic(key))
 
 
 ENOUGH_BYTES = 96 * 1024
-"""Of tiles in a multiprocessor: three times what keeps its part of the memory busy. Over 8-bit caches more was 2 to 5%
-slower (pages of 16: 266 us with 96 KB, 280 us with 192). In 16 bits two tiles for each program come to 192 KB anyway.
+"""Tiles of a multiprocessor take no more: three times what keeps its share of the memory busy. Over 8-bit caches more
+was 2 to 5% slower (pages of 16: 266 us with 96 KB, 280 us with 192). In 16 bits two tiles for each program come to
+192 KB anyway.
 """
 
 
-def _mosaic_heuristic(key: MosaicKey) -> MosaicConfig:
-    """As many programs side by side as registers and shared memory hold, each with two tiles or more: while one waits
-    for memory or for its own arithmetic, the others work.
+def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
+    """Run as many programs side by side as registers and shared memory hold, each with two tiles or more: while one
+    waits for memory or for its own arithmetic, the others work.
     """
     tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 and key.page_size > 16 else 64
     most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
     if most == 4:  # registers for as many where nothing but the tile is in them
         most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
-    tile = tile_tokens * key.head_dim
+    tile = mosaic_tile(key, tile_tokens)
+    tile_bytes = 2 * tile_tokens * key.head_dim * key.cache_bytes
     for programs in range(most, 0, -1):
-        stage = 2 * tile * key.cache_bytes + (16 * tile_tokens if key.token_scales else 0)
-        stages = (SHARED_BYTES // programs - _bytes_beside_tiles(key, tile_tokens)) // stage
+        enough = max(2, -(-ENOUGH_BYTES // (programs * tile_bytes)))
+        stages = tile.most_stages(programs, min(enough, MAX_STAGES))
         if stages >= 2:
-            wanted = max(2, -(-ENOUGH_BYTES // (programs * stage)))
-            return MosaicConfig(tile_tokens, min(stages, wanted, MAX_STAGES), programs)
+            return DecodeConfig(tile_tokens, stages, programs)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
-def _bytes_beside_tiles(key: MosaicKey, tile_tokens: int) -> int:
-    """Shared memory a program takes, beside its tiles: arrays come in multiples of 1 KB, and the system takes 1 KB."""
-    copies = key.terms + takes_raw_queries(key.cache_bytes, key.columns)
-    queries, probabilities = copies * key.columns * key.head_dim * 2, key.columns * tile_tokens * 2
-    output = key.columns * key.head_dim * key.out_bytes
-    notes = -(-4 * (2 * MAX_STAGES + 2) * key.columns // 1024) * 1024
-    scales = 1024 if key.token_scales else 0  # what rounding adds to those of the tiles
-    barriers, system = 288, 1024
-    reductions = reduction_bytes(key.columns)
-    return queries + probabilities + output + notes + scales + barriers + system + reductions
+def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
+    """Tile of the kernel for a key; of the calls that share the key, for the one that takes the most shared memory."""
+    # Only here, since the portable implementation has to run where there is no kernel language.
+    from pallas_attn.mosaic.sm90.decode import DecodeTile
+    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+
+    return DecodeTile(
+        packing=QueryPacking(group=key.columns, queries=1, limit=key.columns),
+        tokens=tile_tokens,
+        page_size=key.page_size,
+        key_dims=(key.head_dim,),
+        has_values=True,
+        terms=key.terms,
+        packs_queries=packs_queries(key.cache_bytes, key.columns),
+        scales=None if key.cache_bytes == 2 else key.page_size if key.token_scales else "head",
+        q_dtype=jnp.bfloat16,
+        cache_dtype=jnp.int8 if key.cache_bytes == 1 else jnp.bfloat16,
+        out_dtype=jnp.bfloat16 if key.out_bytes == 2 else jnp.float32,
+    )

@@ -220,7 +220,7 @@ class PagedFrontEnd:
             window=call.window if isinstance(call.window, int) else None,
             cache_dtype=kv.k.dtype,
             scales=scales,
-            tokens_per_smem_row=dequantise.tokens_per_smem_row(kv),
+            tokens_per_smem_row=dequantise.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
         )
 
     @property

@@ -142,6 +142,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         rows=rows,
         programs=call.num_programs,
     )
+    inputs = Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
     sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
     keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if call.sharing.are_dealt(rows) else None
     (outputs,) = plgpu.kernel(
@@ -151,11 +152,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
-    )(
-        basics.materialize(
-            Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
-        )
-    )
+    )(basics.materialize(inputs))
     return DecodePlan(
         **outputs._asdict(),
         made_for=call.made_for,

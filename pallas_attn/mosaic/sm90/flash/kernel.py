@@ -59,8 +59,7 @@ from pallas_attn.mosaic.sm90 import tiles, wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
-from pallas_attn.mosaic.sm90.mask import clear_rows
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, over_columns, over_tokens
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}

@@ -1,0 +1,926 @@
+"""`mla_decode` on Hopper (H100, H200) for many query rows: two warpgroups share a block of rows and trade P.
+
+A program holds 64 query rows of a sequence (heads of each query, query by query), wgmma's M, and takes its share of the
+plan. Their output, [64, L] in float32, does not fit the registers of one warpgroup: warpgroup 0 accumulates the left
+half of the latent's columns, warpgroup 1 the right one. They score tiles of 64 latents in turn, and each needs the
+other's probabilities too (after the "seesaw" of FlashMLA's deep dive of April 2025, but tile by tile: there, warpgroup
+1 sees the probabilities of the first tile of a pair only once the maxima of the second are known). What stands side by
+side runs at the same time; a product is waited for no sooner than its result is needed:
+
+    warpgroup 0, even                            warpgroup 1, odd
+    P0 = exp(S0 - m0), publishes P0 and m0       starts S1 = Q C1^T, as C1 lands
+    O = O exp(m - m0) + P0 left(C0)         ->   O = O exp(m - m0) + P0 right(C0)
+    frees left(C0)                               meanwhile P1 = exp(S1 - m1), publishes P1; frees right(C0); then m1
+    O = O exp(m0 - m1) + P1 left(C1)        <-   O = O exp(m0 - m1) + P1 right(C1)
+    frees left(C1)                               frees right(C1)
+    the next S0 = Q C0^T, as C0 lands
+
+A warpgroup multiplies its own probabilities from registers, the other's from shared memory. There they take the place
+of the tile's rotated keys, which are as large and no longer needed (if R is not 64, they have memory of their own).
+Sums are rescaled only where a row's maximum has grown by much, so mostly not at all. Warpgroup 2 starts all copies: of
+the halves of a pair's tiles, in the order in which they fall free. Shared memory holds one pair where latents are wide,
+so everything hangs on how soon probabilities are published and halves fall free.
+
+Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
+
+Masking and clearing are for the tiles that need them, by the metadata that the copying warpgroup stores: a tile that
+all rows see in full is not masked. Latents that no row sees, past a sequence's end for one, become 0 before they are
+values, since 0 · NaN is NaN.
+
+No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
+
+- landed: copies, started after free. A page that does not exist arrives without a copy. Only the warpgroup that scores
+  a tile waits for it, and for all of it; the other one reads values after ready, which comes after that.
+- free: has one phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
+  producer waits for one phase before each copy, and for the last one before it ends, so that no program of a cluster
+  ends while another still arrives there. Both programs of a cluster have the same plan, pages and order. The producer
+  waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next pair
+  is waited for.
+- ready[0]: warpgroup 0 arrives after its scores, for which it waits for copies only. ready[1]: warpgroup 1 arrives
+  after its scores and its product with P0, for which it waits for copies and for ready[0] of the same pair.
+- both[SUMS]: both warpgroups, after the same number of pairs. both[Q_FREE]: like free. The first split's query is
+  copied at once, another one after the first pair of its split, for which halves are free once the pairs before are
+  done, whatever becomes of their results.
+- What a warpgroup publishes is overwritten after it waited for something that the other one does after reading it: m0
+  after m1 of the same pair, and so is P0, as ready[1] comes after the product that reads it; m1 and P1 after ready[0]
+  of the next pair, before which warpgroup 0 sees the ends of all its products. Metadata has room for twice the pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.basics import LOG2E, Ref
+from pallas_attn.mosaic.sm90 import tiles, wgmma
+from pallas_attn.mosaic.sm90.split_states import (
+    FRAGMENT_COLUMNS,
+    AttentionState,
+    PartialLoader,
+    PartialStates,
+    load_fragments,
+    num_fragments,
+    store_fragments,
+)
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, clear_rows, over_columns, over_tokens
+from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, partial_sums, rescale_accumulator
+from pallas_attn.mosaic.tile_scheduler import (
+    ABSENT,
+    WorkTile,
+    for_each_merged,
+    for_each_work_tile,
+    merge_programs,
+    num_partial_states,
+)
+from pallas_attn.ops.mla_decode import config
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.portable.visibility import real_queries
+from pallas_attn.types import DecodePlan
+
+ROWS = 64
+"""Query rows of a block: wgmma's M."""
+
+TOKENS = 64
+"""Latents of a tile."""
+
+OLDER_BIT, NEVER_BIT = 31, 30
+"""Bits of what a query row sees, above those of the draft keys: all older keys, and none."""
+
+INITIAL_MAX = -1e30
+"""What the largest score begins with: finite, so that no difference is NaN, and smaller than any score."""
+
+FULL, PARTIAL, DEAD = 2, 1, 0
+"""Visibility of a tile: every row sees all tokens; each token is seen by some row; or one may be seen by no row."""
+
+PARTS = 3
+"""Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
+
+Q_FREE, SUMS = 0, 1
+"""Barriers for which both warpgroups arrive."""
+
+PER_ROW = PER_TOKEN
+"""Layout of a value for each row of a tile, here a query row."""
+
+MERGE_COLUMNS = 64
+"""Columns of the latent that one program of the merge takes, at most."""
+
+# --- the call
+
+
+def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    """Compute `mla_decode`, output and LSE, of many query rows."""
+    q_latent, kv_lens, q_lens, draft_mask = call.q_latent, call.kv_lens, call.q_lens, call.draft_mask
+    batch, num_queries, num_heads, latent_dim = q_latent.shape
+    page_size, rows = call.page_size, call.query_rows
+    settings = config.seesaw_config(latent_dim, call.rope_dim, page_size)
+    blocks = -(-rows // ROWS)
+
+    def as_rows(x: Array) -> Array:
+        x = x.reshape(batch, rows, *x.shape[3:])
+        return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
+
+    given = q_lens is not None or draft_mask is not None
+    seen = _visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
+    inputs = SeesawInputs(
+        q_latent=as_rows(q_latent),
+        q_rope=as_rows(call.q_rope),
+        pages=call.cache.pages,
+        block_tables=call.block_tables,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        plan=plan,
+        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
+        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
+    )
+    static = SeesawStatic(
+        latent_dim=latent_dim,
+        rope_dim=call.rope_dim,
+        queries=num_queries,
+        heads=num_heads,
+        page_size=page_size,
+        pairs=settings.pairs,
+        cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
+        causal=draft_mask is None,
+        sm_scale=call.sm_scale,
+    )
+    out, lse, partials = _attend(inputs, static, call.output_dtype)
+    out, lse = _merge_splits(out, lse, partials, plan)
+    lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
+    return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+
+
+def num_programs(call: MlaDecodeCall) -> int:
+    """Number of programs for plans of such calls: each block of rows of a program takes a multiprocessor.
+
+    Raises:
+      NotImplementedError: not on Hopper, or dtypes, widths, pages or numbers of queries that the kernel does not take.
+    """
+    basics.require_capability((9, 0))
+    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    refusals.require_page_size(call.page_size)
+    num_queries, latent_dim, rope_dim = call.num_queries, call.latent_dim, call.rope_dim
+    if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
+        raise NotImplementedError(
+            "takes latents of 128 to 512 columns, a multiple of 64, and 32 or 64 rotated ones, "
+            f"got {latent_dim} and {rope_dim}"
+        )
+    if num_queries > NEVER_BIT:
+        raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {num_queries}")
+    return max(1, basics.multiprocessors() // -(-call.query_rows // ROWS))
+
+
+def _visible_bits(
+    q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
+) -> Int32[Array, "B Q"]:
+    """Pack what each query sees into bits: j for draft key j, `OLDER_BIT` for all older keys."""
+    index = jnp.arange(num_queries, dtype=jnp.int32)
+    if draft_mask is None:
+        draft_mask = (index[:, None] >= index[None])[None]
+    real = index[None] < q_lens[:, None]
+    shown = draft_mask & real[:, None, :] & real[:, :, None]
+    bits = jnp.sum(jnp.where(shown, jnp.left_shift(1, index)[None, None], 0), axis=-1, dtype=jnp.int32)
+    return jnp.where(real, bits | jnp.int32(-(2**OLDER_BIT)), 0)
+
+
+# --- what the kernel is compiled for, given, and holds
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesawStatic:
+    """What the kernel is compiled for, beside shapes and dtypes of its arrays.
+
+    Attributes:
+      queries, heads: of which rows are made, query by query.
+      pairs: of tiles in shared memory.
+      cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
+      causal: a query sees all drafts up to itself; else those of `SeesawInputs.seen`.
+      sm_scale: multiplies the scores.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    queries: int
+    heads: int
+    page_size: int
+    pairs: int
+    cluster: int
+    causal: bool
+    sm_scale: float
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of the latent that each warpgroup accumulates."""
+        left = -(-self.latent_dim // 128) * 64
+        return left, self.latent_dim - left
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a swizzled row."""
+        return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
+
+    @property
+    def pages(self) -> int:
+        """Pages of a tile; 1 if a page is several tiles."""
+        return max(1, TOKENS // self.page_size)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that a tile takes of a page."""
+        return min(TOKENS, self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        return max(1, self.page_size // TOKENS)
+
+    @property
+    def draft_bits(self) -> int:
+        """A bit for each draft key."""
+        return (1 << self.queries) - 1
+
+    @property
+    def has_own_probs(self) -> bool:
+        """Whether probabilities have memory of their own; else they take the place of the rotated keys."""
+        return self.rope_dim != TOKENS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
+        return (232, 40) if self.widths[0] > 128 else (192, 120)
+
+    def columns(self, part: int) -> Any:
+        """Columns of a part, in what the cache holds for a token."""
+        return pl.ds((0, self.widths[0], self.latent_dim)[part], (*self.widths, self.rope_dim)[part])
+
+    def first_page(self, tile: Any) -> tuple[Any, Any]:
+        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
+        if self.tiles_per_page == 1:
+            return tile * self.pages, 0
+        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
+
+    def slot(self, pair: Any, tile: int) -> Any:
+        """Slot in shared memory of a tile of a pair."""
+        return tile if self.pairs == 1 else 2 * lax.rem(pair, self.pairs) + tile
+
+    def meta_slot(self, pair: Any) -> Any:
+        """Slot for the metadata of a pair: twice as many as pairs, since one warpgroup may be a pair behind."""
+        return lax.rem(pair, 2 * self.pairs)
+
+
+class SeesawInputs(NamedTuple):
+    """Arrays, or in the kernel references to them.
+
+    Attributes:
+      q_latent, q_rope: [B, blocks·ROWS, L or R].
+      pages: [N, ps, L + R].
+      q_lens: int32 [B], or None where every sequence has all queries.
+      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
+        where every sequence has all queries, and each query sees what is not newer.
+      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    pages: Any
+    block_tables: Any
+    kv_lens: Any
+    q_lens: Any
+    plan: DecodePlan
+    seen: Any
+    seen_by_any: Any
+
+
+class LatentParts(NamedTuple):
+    """Columns of a query or a latent: those of either warpgroup, and the rotated ones."""
+
+    left: Any
+    right: Any
+    rope: Any
+
+
+class SeesawScratch(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+      q: [1, ROWS, columns].
+      k: [2 · pairs, TOKENS, columns].
+      p: [2, ROWS, TOKENS], probabilities of either tile of a pair, or None.
+      stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
+      tile_meta: int32 [2 · pairs, 2, 1 + pages]: for a tile its visibility (FULL, PARTIAL, DEAD), and the position of
+        each page's first token or ABSENT.
+      page_ids: int32 [pairs + 1, 2, pages]: the pages of either tile of a pair, looked up before there is room for
+        them; negative where there is none. Where nothing is copied, a warp can be `pairs` ahead of another.
+      q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
+      free: [2 · pairs · 2], half of a tile may be overwritten.
+      ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
+      both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
+    """
+
+    q: LatentParts
+    k: LatentParts
+    p: Any
+    stats: Any
+    tile_meta: Any
+    page_ids: Any
+    q_landed: Any
+    landed: Any
+    free: Any
+    ready: Any
+    both: Any
+
+    @staticmethod
+    def types(static: SeesawStatic, dtype: jax.typing.DTypeLike) -> SeesawScratch:
+        """Scratch types of the kernel, for queries and latents of a dtype."""
+        slots = 2 * static.pairs
+        operand = functools.partial(tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
+        columns = LatentParts(*static.widths, static.rope_dim)
+        return SeesawScratch(
+            q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),
+            k=LatentParts(*(operand((slots, TOKENS, n)) for n in columns)),
+            p=operand((2, ROWS, TOKENS)) if static.has_own_probs else None,
+            stats=plgpu.SMEM((4, ROWS), jnp.float32),
+            tile_meta=plgpu.SMEM((slots, 2, 1 + static.pages), jnp.int32),
+            page_ids=plgpu.SMEM((static.pairs + 1, 2, static.pages), jnp.int32),
+            q_landed=plgpu.Barrier(num_arrivals=3),
+            landed=plgpu.Barrier(num_barriers=PARTS * slots, num_arrivals=static.pages),
+            free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),
+            ready=plgpu.Barrier(num_barriers=2),
+            both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        )
+
+
+class SeesawResults(NamedTuple):
+    """Results in global memory.
+
+    Attributes:
+      out: [B, blocks·ROWS, L], rows in one split.
+      lse: [blocks, B, ROWS], rows in one split.
+      partials: states of the others.
+    """
+
+    out: Any
+    lse: Any
+    partials: PartialStates
+
+
+# --- the kernel
+
+
+def _attend(
+    x: SeesawInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike
+) -> tuple[Array, Array, PartialStates]:
+    """Run the kernel: output and LSE of rows in one split, partial states of the others."""
+    batch, rows, latent_dim = x.q_latent.shape
+    blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
+    states = blocks * num_partial_states(x.plan, batch, x.block_tables.shape[1])
+    return plgpu.kernel(
+        functools.partial(_kernel, static),
+        out_type=SeesawResults(
+            jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
+            jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
+            PartialStates.types(states, ROWS, latent_dim),
+        ),
+        grid=(programs, blocks // static.cluster),
+        grid_names=("program", "blocks"),
+        cluster=(static.cluster,),
+        cluster_names=("cluster",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=SeesawScratch.types(static, x.pages.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="mla_decode_rows",
+    )(basics.materialize(x))
+
+
+def _kernel(static: SeesawStatic, x: SeesawInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Ref) -> None:
+    """Roles of the three warpgroups."""
+    results = SeesawResults(out, lse, partials)
+    warpgroup = lax.axis_index("warpgroup")
+    mem = SeesawScratch(*scratch)
+
+    def block() -> Any:  # in each role anew: shared, it is kept in local memory while barriers are made
+        return lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
+
+    def compute(half: int) -> None:
+        plgpu.set_max_registers(static.registers[0], action="increase")
+        SeesawConsumer(static, x, mem, block(), half).run(results)
+        plgpu.wait_smem_to_gmem(0)
+
+    def copy() -> None:
+        plgpu.set_max_registers(static.registers[1], action="decrease")
+        SeesawProducer(static, x, mem, block()).run()
+
+    lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
+
+
+class LatentSplit(NamedTuple):
+    """Pages `start` to `stop` of a sequence, as one program attends to them.
+
+    Attributes:
+      row: the sequence.
+      state: index of the partial state, where the sequence is in several splits.
+      is_whole_row: whether no other program has pages of the sequence.
+      pair: pairs of tiles that the program took before.
+    """
+
+    row: Any
+    start: Any
+    stop: Any
+    state: Any
+    is_whole_row: Any
+    pair: Any
+
+    def queries(self, static: SeesawStatic, x: SeesawInputs) -> Any:
+        """Number of queries."""
+        return static.queries if x.q_lens is None else x.q_lens[self.row]
+
+    def oldest_query(self, static: SeesawStatic, x: SeesawInputs) -> Any:
+        """Position of the first query."""
+        return x.kv_lens[self.row] - self.queries(static, x)
+
+    def num_pairs(self, static: SeesawStatic) -> Any:
+        num_tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
+        return pl.cdiv(num_tiles, 2)
+
+
+def _for_each_split(static: SeesawStatic, plan: DecodePlan, attend: Callable[[LatentSplit], None]) -> None:
+    """Call attend(split) for each split of this program."""
+
+    def step(work: WorkTile, pair: Any) -> Any:
+        split = LatentSplit(work.row, work.start, work.stop, work.split, work.is_whole_row, pair)
+        attend(split)
+        return pair + split.num_pairs(static)
+
+    for_each_work_tile(plan, step, jnp.int32(0))
+
+
+# --- the warpgroup that copies
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesawProducer:
+    """The warpgroup that starts all copies."""
+
+    static: SeesawStatic
+    x: SeesawInputs
+    mem: SeesawScratch
+    block: Any
+
+    def run(self) -> None:
+        """Start the copies of all splits."""
+        _for_each_split(self.static, self.x.plan, self.copy_split)
+        plgpu.barrier_wait(self.mem.both.at[Q_FREE])
+        for i in range(4 * self.static.pairs):
+            plgpu.barrier_wait(self.mem.free.at[i])
+
+    def copy_split(self, split: LatentSplit) -> None:
+        """Start the copies of one split. Its query comes after the first pair, for which there is room earlier, except
+        in the first split.
+        """
+        oldest_query = split.oldest_query(self.static, self.x)
+
+        def copy(i: Any, _: None) -> None:
+            self.copy_pair(split, i, oldest_query)
+            self.look_up_pages(split, i + 1)
+            pl.when((i == 0) & (split.pair > 0))(lambda: self.copy_query(split))
+
+        self.look_up_pages(split, jnp.int32(0))
+        pl.when(split.pair == 0)(lambda: self.copy_query(split))
+        lax.fori_loop(0, split.num_pairs(self.static), copy, None)
+
+    def copy_query(self, split: LatentSplit) -> None:
+        x, mem, rows = self.x, self.mem, pl.ds(self.block * ROWS, ROWS)
+        plgpu.barrier_wait(mem.both.at[Q_FREE])
+        left, right = self.static.widths
+        plgpu.copy_gmem_to_smem(x.q_latent.at[split.row, rows, pl.ds(0, left)], mem.q.left.at[0], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_latent.at[split.row, rows, pl.ds(left, right)], mem.q.right.at[0], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_rope.at[split.row, rows], mem.q.rope.at[0], mem.q_landed)
+
+    def page_ids(self, split: LatentSplit, i: Any, tile: int) -> Ref:
+        """Pages of a tile in shared memory. Each thread reads what it has written itself."""
+        return self.mem.page_ids.at[lax.rem(split.pair + i, self.static.pairs + 1), tile]
+
+    def look_up_pages(self, split: LatentSplit, i: Any) -> None:
+        """Store the pages of a pair of tiles, while the pair before is attended to."""
+        tables, static = self.x.block_tables, self.static
+        for tile in (0, 1):
+            first, _ = static.first_page(2 * i + tile)
+            entries = [split.start + first + j for j in range(static.pages)]
+            pages = [tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
+            for j, (entry, page) in enumerate(zip(entries, pages, strict=True)):
+                self.page_ids(split, i, tile)[j] = jnp.where(entry < split.stop, page, -1)
+
+    def copy_pair(self, split: LatentSplit, i: Any, oldest_query: Any) -> None:
+        """Start the copies of a pair of tiles: of each half as soon as the one that it replaces is free.
+
+        The rotated keys come with the half whose last reader also reads the probabilities that lie over them. What can
+        be done before a half is free, or after its copies have started, is.
+        """
+        static = self.static
+        for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            slot = static.slot(split.pair + i, tile) + basics.unknown_zero()
+            parts = (half,) if tile == half else (half, 2)
+            ids = self.page_ids(split, i, tile)
+            page, (_, tile_of_page) = ids[0], static.first_page(2 * i + tile)
+            plgpu.barrier_wait(self.mem.free.at[2 * slot + half])
+            self.copy_pages(slot, parts, ids, page, tile_of_page)
+            if tile == half:
+                self.store_meta(split, i, tile, oldest_query)
+
+    def store_meta(self, split: LatentSplit, i: Any, tile: int, oldest_query: Any) -> None:
+        """Store visibility and positions of a tile for the consumers, before the tile's last copies are started.
+
+        All rows see what is older than their queries, and under a causal mask the newest one sees everything. The
+        oldest query itself is seen by all then.
+        """
+        static, ids = self.static, self.page_ids(split, i, tile)
+        meta = self.mem.tile_meta.at[static.meta_slot(split.pair + i), tile]
+        first, tile_of_page = static.first_page(2 * i + tile)
+        first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
+        newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
+        visibility = jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)
+        if static.causal:
+            visibility = jnp.where(newer <= split.queries(static, self.x), jnp.maximum(visibility, PARTIAL), visibility)
+        for j in range(static.pages):
+            exists = ids[j] >= 0
+            visibility = jnp.where(exists, visibility, DEAD)
+            meta[1 + j] = jnp.where(exists, first_token + j * static.page_tokens, ABSENT)
+        meta[0] = visibility
+
+    def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, tile_of_page: Any) -> None:
+        """Start the copies of parts of a tile, of which `page` is the first page."""
+
+        def step(j: Any, page: Any) -> Any:
+            self.copy_page(slot, parts, j, page, tile_of_page)
+            return ids[jnp.minimum(j + 1, self.static.pages - 1)]
+
+        lax.fori_loop(0, self.static.pages, step, page)
+
+    def copy_page(self, slot: Any, parts: tuple[int, ...], j: Any, page: Any, tile_of_page: Any) -> None:
+        """Start the copies of parts of the j-th page of a tile. An absent page arrives at once."""
+        static, landed = self.static, [self.mem.landed.at[PARTS * slot + part] for part in parts]
+
+        @pl.when(page >= 0)
+        def _copy() -> None:
+            source = self.x.pages.at[page, pl.ds(tile_of_page * TOKENS, static.page_tokens)]
+            target = pl.ds(pl.multiple_of(j * static.page_tokens, static.page_tokens), static.page_tokens)
+            for part, barrier in zip(parts, landed, strict=True):
+                columns, slots = source.at[:, static.columns(part)], self.mem.k[part].at[slot, target]
+                plgpu.copy_gmem_to_smem(columns, slots, barrier, collective_axes="cluster")
+
+        @pl.when(page < 0)
+        def _arrive() -> None:
+            for barrier in landed:
+                plgpu.barrier_arrive(barrier)
+
+
+# --- the two warpgroups that compute
+
+
+class SeesawState(NamedTuple):
+    """Attention of a block's rows over some latents, as one of the two warpgroups has it.
+
+    Attributes:
+      m: [ROWS], what scores are relative to, times log2 e: at most RESCALE_THRESHOLD_LOG2 below the largest so far.
+      l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
+      acc: [ROWS, columns], all latents times those weights, in its own columns.
+    """
+
+    m: Any
+    l: Any  # noqa: E741
+    acc: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesawConsumer:
+    """One of the two warpgroups that compute.
+
+    Attributes:
+      half: which of the tiles of a pair it scores, and which half of the latent it accumulates.
+    """
+
+    static: SeesawStatic
+    x: SeesawInputs
+    mem: SeesawScratch
+    block: Any
+    half: int
+
+    def run(self, results: SeesawResults) -> None:
+        """Attend to all splits."""
+        mem, static = self.mem, self.static
+        self.release_query()
+        for slot in range(2 * static.pairs):
+            self.release(slot)
+
+        def attend(split: LatentSplit) -> None:
+            plgpu.barrier_wait(mem.q_landed)
+            empty = SeesawState(
+                tiles.filled(INITIAL_MAX, (ROWS,), PER_ROW),
+                tiles.filled(0.0, (ROWS, 8), tiles.TILE),
+                tiles.filled(0.0, (ROWS, static.widths[self.half]), tiles.TILE),
+            )
+            state = (self.attend_odd if self.half else self.attend_even)(split, empty)
+            self.write(results, split, state)
+
+        _for_each_split(static, self.x.plan, attend)
+
+    def release_query(self) -> None:
+        """Let the query be overwritten."""
+        plgpu.barrier_arrive(self.mem.both.at[Q_FREE])
+
+    def release(self, slot: Any) -> None:
+        """Let the half that this warpgroup reads values from be overwritten."""
+        plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
+
+    # Pairs of tiles
+
+    def attend_even(self, split: LatentSplit, state: SeesawState) -> SeesawState:
+        """Attend to all pairs of tiles of a split, as warpgroup 0."""
+
+        def step(i: Any, carry: tuple[SeesawState, Any, Any]) -> tuple[SeesawState, Any, Any]:
+            return self.even(split, split.pair + i, *carry, more=True)
+
+        s, full = self.first_scores(split.pair)
+        last = split.num_pairs(self.static) - 1
+        state, s, full = lax.fori_loop(0, last, step, (state, s, full))
+        state, *_ = self.even(split, split.pair + last, state, s, full, more=False)
+        return state
+
+    def attend_odd(self, split: LatentSplit, state: SeesawState) -> SeesawState:
+        """Attend to all pairs of tiles of a split, as warpgroup 1."""
+        return lax.fori_loop(0, split.num_pairs(self.static), lambda i, s: self.odd(split, split.pair + i, s), state)
+
+    def slots(self, pair: Any) -> tuple[Any, Any]:
+        """Slots of the tiles of a pair."""
+        zero = basics.unknown_zero()
+        return zero + self.static.slot(pair, 0), zero + self.static.slot(pair, 1)
+
+    def even(
+        self, split: LatentSplit, pair: Any, state: SeesawState, s: Any, full: Any, *, more: bool
+    ) -> tuple[SeesawState, Any, Any]:
+        """Attend to a pair of tiles, of which the first has products s, and score the next pair's first if `more`."""
+        mem, (mine, other) = self.mem, self.slots(pair)
+        m, p, p16 = self.probabilities(split, pair, mine, state.m, s, full)
+        wgmma.publish_probs(p16, self.probs(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
+        plgpu.barrier_arrive(mem.ready.at[0])
+        acc, l = rescale_accumulator((state.acc, state.l), state.m, m)  # noqa: E741
+        acc = self.start_values(p16, mine, acc)
+        l = l + partial_sums(p)  # noqa: E741
+        acc = wgmma.finish(acc, under_way=0)
+        self.release(mine)
+        plgpu.barrier_wait(mem.ready.at[1])
+        m_both = basics.load(mem.stats.at[1], PER_ROW)
+        acc, l = rescale_accumulator((acc, l), m, m_both)  # noqa: E741
+        self.clear_dead_rows(split, pair, 1, other)
+        acc = self.start_values(self.probs(other, 1), other, acc)
+        acc = wgmma.finish(acc, under_way=0)
+        self.release(other)
+        if more:
+            s, full = self.first_scores(pair + 1)
+        return SeesawState(m_both, l, acc), s, full
+
+    def first_scores(self, pair: Any) -> tuple[Any, Any]:
+        """Products with the first tile of a pair, and whether every row sees all of it."""
+        s = self.start_scores(self.slots(pair)[0], (0, 1, 2))
+        full = self.is_full(pair, 0)  # after the products, it would be waited for
+        return wgmma.finish(s, under_way=0), full
+
+    def odd(self, split: LatentSplit, pair: Any, state: SeesawState) -> SeesawState:
+        """Attend to a pair of tiles, of which this warpgroup scores the second."""
+        mem, (other, mine) = self.mem, self.slots(pair)
+        s = self.start_scores(mine, (1, 0, 2))
+        full = self.is_full(pair, 1)
+        plgpu.barrier_wait(mem.ready.at[0])
+        m_first = basics.load(mem.stats.at[0], PER_ROW)
+        acc, l = rescale_accumulator((state.acc, state.l), state.m, m_first)  # noqa: E741
+        self.clear_dead_rows(split, pair, 0, other)
+        acc = self.start_values(self.probs(other, 0), other, acc)
+        s = wgmma.finish(s, under_way=1)
+        m, p, p16 = self.probabilities(split, pair, mine, m_first, s, full)
+        wgmma.publish_probs(p16, self.probs(mine, 1), m, mem.stats.at[1], self.static.row_bytes)
+        acc = wgmma.finish(acc, under_way=0)
+        self.release(other)
+        plgpu.barrier_arrive(mem.ready.at[1])
+        acc, l = rescale_accumulator((acc, l), m_first, m)  # noqa: E741
+        acc = self.start_values(p16, mine, acc)
+        l = l + partial_sums(p)  # noqa: E741
+        acc = wgmma.finish(acc, under_way=0)
+        self.release(mine)
+        return SeesawState(m, l, acc)
+
+    def probabilities(
+        self, split: LatentSplit, pair: Any, slot: Any, m: Any, s: Any, full: Any
+    ) -> tuple[Any, Any, Any]:
+        """Maxima [ROWS] and probabilities relative to them, in float32 and in 16 bits, of products of this warpgroup's
+        tile.
+
+        A maximum stays as it is while scores exceed it by little, so that the accumulator need not be rescaled. In a
+        tile that is not full, what rows do not see is masked, in scores and values.
+        """
+
+        def mask_tile(s: Any) -> Any:
+            self.clear_dead_rows(split, pair, self.half, slot)
+            return self.mask_scores(split, pair, s)
+
+        s = lax.cond(full, lambda s: s, mask_tile, s)
+        scale = self.static.sm_scale * LOG2E
+        highest = s.max(axis=1) * scale
+        m = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
+        p = jnp.exp2(s * scale - over_tokens(m, s.shape))
+        return m, p, p.astype(self.mem.k.left.dtype)
+
+    def probs(self, slot: Any, tile: int) -> Ref:
+        """Probabilities of a tile in shared memory."""
+        return self.mem.k.rope.at[slot] if self.mem.p is None else self.mem.p.at[tile]
+
+    def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
+        """Start products of queries with parts of a tile, as these land, added to those started before."""
+        q, k, zero, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
+        for part in parts:
+            plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
+            for i in range(0, q[part].shape[2], columns):
+                left, right = q[part].at[zero, :, pl.ds(i, columns)], k[part].at[slot, :, pl.ds(i, columns)]
+                s = wgmma.start_scores(left, right, s, self.static.row_bytes)
+        return s
+
+    def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
+        """Start the product of probabilities with this warpgroup's half of a tile."""
+        return wgmma.start_values(p, self.mem.k[self.half].at[slot], acc, self.static.row_bytes)
+
+    # Visibility
+
+    def tile_meta(self, pair: Any, tile: int) -> Ref:
+        return self.mem.tile_meta.at[self.static.meta_slot(pair), tile]
+
+    def is_full(self, pair: Any, tile: int) -> Any:
+        """Whether every row sees every token of a tile."""
+        return self.tile_meta(pair, tile)[0] == FULL
+
+    def token_bits(self, split: LatentSplit, pair: Any, tile: int, token: Any) -> Any:
+        """Index of the bit that says whether a row sees each token of a tile."""
+        meta, oldest_query = self.tile_meta(pair, tile), split.oldest_query(self.static, self.x)
+        position = token + meta[1]
+        for j in range(1, self.static.pages):
+            first = j * self.static.page_tokens
+            position = jnp.where(token >= first, token + (meta[1 + j] - first), position)
+        draft = position - oldest_query
+        return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
+
+    def mask_scores(self, split: LatentSplit, pair: Any, s: Any) -> Any:
+        """Scores, -inf where a row does not see a token."""
+        bit = over_columns(self.token_bits(split, pair, self.half, tiles.column_iota(TOKENS)), s.shape)
+        seen = over_tokens(self.seen(split), s.shape)
+        return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
+
+    def seen(self, split: LatentSplit) -> Any:
+        """Bits [ROWS] of what each row sees."""
+        if self.x.seen is None:
+            row = self.block * ROWS + tiles.token_iota(ROWS)
+            newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts that the row does not see
+            bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
+            return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
+        return basics.load(self.x.seen.at[split.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
+
+    def clear_dead_rows(self, split: LatentSplit, pair: Any, tile: int, slot: Any) -> None:
+        """Make values that no row sees 0, in this warpgroup's half of a tile."""
+
+        @pl.when(self.tile_meta(pair, tile)[0] == DEAD)
+        def _clear() -> None:
+            bit = self.token_bits(split, pair, tile, tiles.token_iota(TOKENS))
+            every = jnp.int32(self.static.draft_bits - 2**OLDER_BIT)
+            any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[split.row]
+            live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
+            clear_rows(self.mem.k[self.half].at[slot], live_mask, self.static.row_bytes)
+            plgpu.commit_smem()
+
+    # Results
+
+    def write(self, results: SeesawResults, split: LatentSplit, state: SeesawState) -> None:
+        """Write this warpgroup's half of the output, or of the partial state, of a split."""
+        mem, static, half, block = self.mem, self.static, self.half, self.block
+        own = state.l.sum(axis=1)
+        mem.stats[2 + half] = own
+        plgpu.barrier_arrive(mem.both.at[SUMS])
+        plgpu.barrier_wait(mem.both.at[SUMS])
+        is_query = self.seen(split) < 0
+        m = jnp.where(is_query, state.m, -jnp.inf)
+        l = jnp.where(is_query, own + basics.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
+        columns = pl.ds(half * static.widths[0], static.widths[half])
+
+        @pl.when(split.is_whole_row)
+        def _write() -> None:
+            out = _normalise(state.acc, l).astype(results.out.dtype)
+            place = results.out.at[split.row, pl.ds(block * ROWS, ROWS), columns]
+            if out.dtype == mem.q.left.dtype:
+                mem.q[half][0] = out
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(mem.q[half].at[0], place)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.release_query()
+            else:
+                self.release_query()
+                place[...] = out
+            if half == 0:
+                results.lse[block, split.row] = _log_sum_exp(m, l)
+
+        @pl.when(~split.is_whole_row)
+        def _store_partial() -> None:
+            self.release_query()  # so that the next one comes while this is written
+            partials = results.partials
+            index = partials.state_index(block, results.lse.shape[0], split.state)
+            fragments = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
+            acc = jnp.where(over_tokens(is_query, state.acc.shape), state.acc, 0.0)
+            store_fragments(acc, partials.acc.at[index, fragments])
+            if half == 0:
+                partials.stats[index, 0] = m * (1 / LOG2E)
+                partials.stats[index, 1] = l
+
+
+def _normalise(acc: Any, l: Any) -> Any:  # noqa: E741
+    """Divide acc [ROWS, columns] by sums of weights l [ROWS]; 0 where a row sees nothing, whatever acc holds."""
+    seen = l != 0
+    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    return jnp.where(over_tokens(seen, acc.shape), acc * over_tokens(inverse, acc.shape), 0.0)
+
+
+def _log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
+    """LSE of rows whose weights, exp2(score · log2 e - m), sum up to l."""
+    seen = l != 0
+    return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
+
+
+# --- the merge
+
+
+def _merge_splits(
+    out: Float[Array, "B rows L"],
+    lse: Float[Array, "blocks B ROWS"],
+    partials: PartialStates,
+    plan: DecodePlan,
+) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
+    """Finish, in place, the sequences that `out` and `lse` lack: those of several splits, and those that see nothing.
+
+    Splits are merged in their order, whichever programs they came from.
+    """
+    (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
+    columns = MERGE_COLUMNS
+    while columns > FRAGMENT_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
+        columns //= 2  # to keep all multiprocessors busy
+    refs = basics.alias_in_place(out), basics.alias_in_place(lse)
+    plgpu.kernel(
+        functools.partial(_merge_kernel, columns),
+        grid=(merge_programs(latent_dim // columns * blocks * batch),),
+        grid_names=("program",),
+        scratch_types=[
+            PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
+            plgpu.SMEM((ROWS, columns), out.dtype),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_rows",
+    )(*refs, *basics.materialize((partials, plan)))
+    return basics.read_back(refs[0]), basics.read_back(refs[1])
+
+
+def _merge_kernel(
+    columns: int, out: Ref, lse: Ref, partials: PartialStates, plan: DecodePlan, loader: PartialLoader, tile: Ref
+) -> None:
+    """Merge some columns of the latent of blocks of rows, one after the other."""
+    blocks, slices, slice_fragments = lse.shape[0], out.shape[2] // columns, num_fragments(ROWS * columns)
+
+    def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
+        m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
+        return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns))), over_tokens)
+
+    def merge(index: Any, item: Any) -> None:
+        block, column_slice = lax.div(item, slices), lax.rem(item, slices)
+        row, first_split = plan.row_order[index], plan.split_indptr[index]
+        first = partials.state_index(block, blocks, first_split)
+        count = plan.split_indptr[index + 1] - first_split
+        empty = AttentionState(
+            tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
+            tiles.filled(0.0, (ROWS,), PER_ROW),
+            tiles.filled(0.0, (ROWS, columns), tiles.TILE),
+        )
+        fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
+        merged = loader.for_each(partials, first, count, slice(None), fragments, add, empty)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
+        tile[...] = _normalise(merged.acc, merged.l).astype(tile.dtype)
+        plgpu.commit_smem()
+        to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column_slice * columns, columns)]
+        plgpu.copy_smem_to_gmem(tile, to)
+
+        @pl.when(column_slice == 0)
+        def _store_lse() -> None:
+            lse[block, row] = _log_sum_exp(merged.m * LOG2E, merged.l)
+
+    for_each_merged(plan, slices * blocks, merge)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,102 @@
+"""`mla_decode` on Hopper (H100, H200) for few query rows, with operands swapped; memory is the limit.
+
+Every query head reads the same key, whose first L columns are the value, too. All query rows of a sequence are the
+columns of a tile, and 64 tokens its rows:
+
+    S [64 tokens, columns] = C qᵀ      O [L, columns] += (C's latent part)ᵀ P      m, l [columns]
+
+so a tile C [64 tokens, L + R] is read once from global memory and multiplied twice from where it landed, and wgmma's M
+of 64 are tokens in one product and latent columns in the other, however few the query rows. The latent and the rope
+part of a tile are arrays of their own, since O takes the latent alone. The kernel is that of `paged_decode`
+(`sm90.decode`), with one KV head and no values apart from the keys.
+
+O limits the columns: at L 512, 32 of them are half of a program's registers. More query rows would be several blocks
+that each read the cache.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.sm90.decode import DecodeInputs, DecodeStatic, decode_attention
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.ops.mla_decode import config
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.types import DecodePlan
+
+
+def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    """Compute `mla_decode`, output and LSE, of few query rows."""
+    packing, settings = _sizes(call)
+    inputs = DecodeInputs(
+        q=tuple(packing.pack(q).reshape(1, -1, packing.width, q.shape[-1]) for q in (call.q_latent, call.q_rope)),
+        k=call.cache.pages,
+        v=None,
+        k_scale=None,
+        v_scale=None,
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        q_lens=call.q_lens,
+        plan=plan,
+        window=None,
+        drafts=None if call.draft_mask is None else packing.drafts(call.draft_mask),
+        sinks=None,
+    )
+    tile = config.swap_ab_tile(
+        packing,
+        settings.tile_tokens,
+        call.page_size,
+        (call.latent_dim, call.rope_dim),
+        dtype=call.q_latent.dtype,
+        out_dtype=call.output_dtype,
+    )
+    static = DecodeStatic(
+        tile=tile,
+        stages=settings.stages,
+        num_kv_heads=1,
+        score_scale=call.sm_scale,
+        soft_cap=None,
+        window=None,
+    )
+    return decode_attention(inputs, static, call.q_latent.shape, name="mla_decode")
+
+
+def num_programs(call: MlaDecodeCall) -> int:
+    """Number of programs for plans of such calls: as many as run side by side on the card.
+
+    Raises:
+      NotImplementedError: not on Hopper, or dtypes, widths, pages or draft masks that the kernel does not take.
+    """
+    _refuse(call)
+    _, settings = _sizes(call)
+    return settings.programs_per_multiprocessor * basics.multiprocessors()
+
+
+def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
+    packing = QueryPacking(call.num_heads, call.num_queries, config.max_columns(call.output_dtype))
+    key = config.SwapAbKey(
+        latent_dim=call.latent_dim,
+        rope_dim=call.rope_dim,
+        columns=packing.width,
+        out_bytes=call.output_dtype.itemsize,
+        page_size=call.page_size,
+    )
+    return packing, config.swap_ab_config(key)
+
+
+def _refuse(call: MlaDecodeCall) -> None:
+    """Raise NotImplementedError for calls that the kernel does not take."""
+    basics.require_capability((9, 0))
+    latent_dim, num_heads, most = call.latent_dim, call.num_heads, config.max_columns(call.output_dtype)
+    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    refusals.require_page_size(call.page_size)
+    if latent_dim % 64 or not 64 <= latent_dim <= 512:
+        raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
+    if call.rope_dim not in (32, 64):
+        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
+    if num_heads > most:
+        raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
+    if call.draft_mask is not None:
+        refusals.require_draft_bits(call.num_queries)
