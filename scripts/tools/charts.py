@@ -92,7 +92,7 @@ def panel_bars(panel: Panel, colors: dict[str, str], left: float, top: float) ->
         y += CASE_GAP
     roof = zero + 100 * scale
     line = f"<line x1='{roof:.1f}' x2='{roof:.1f}' y1='{first - 4:.1f}' y2='{y - 4:.1f}'"
-    return [*shapes, f"{line} stroke='#1f2328' stroke-dasharray='4 3'/>"], y + 6
+    return [f"{line} stroke='#1f2328' stroke-dasharray='4 3'/>", *shapes], y + 6
 
 
 def lines(title: str, charts: list[tuple[str, list[Line]]], labels: list[str]) -> str:
