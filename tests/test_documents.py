@@ -138,6 +138,11 @@ def test_tables_and_charts_are_those_of_the_results():
     assert stale == [], "run python -m scripts.tools.performance"
 
 
+def test_a_table_without_a_maker_is_refused():
+    with pytest.raises(ValueError, match=r"page\.md asks for table 'nothing'; there are paged_decode, "):
+        performance.with_tables("page.md", "<!-- table nothing -->\n<!-- end -->\n")
+
+
 def test_every_table_stands_in_a_document():
     shown = {
         name for page in performance.DOCUMENTS for _, name, _ in performance.MARKED.findall((ROOT / page).read_text())
