@@ -155,7 +155,8 @@ def test_results_say_where_they_are_from(result):
     report = json.loads(result.read_text())
     assert report["device"]
     assert "jax" in report["versions"]
-    assert re.fullmatch(r"[0-9a-f]{40}", report["commit"])
+    assert re.fullmatch(r"[0-9a-f]{7,40}", report["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
 
 
 def test_the_log_links_to_superseded_results_and_its_index_to_all_pages():

@@ -92,7 +92,8 @@ def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     if rates:
         parts.append(f"copies {rates['copy'] / 1e12:.2f} TB/s, product {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
     file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
-    where = f"commit `{report['commit'][:7]}`, {report.get('commit_date', 'not dated')}"
+    changed = " with changes" if report.get("dirty") else ""
+    where = f"commit `{report['commit'][:7]}`{changed}, {report['date']}"
     return f"- {'; '.join(parts)}; {where}; [{stem}.json]({file})."
 
 
