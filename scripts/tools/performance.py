@@ -1,17 +1,15 @@
-"""Writes the tables and charts of the documents from benchmarks/results, or says which are out of date.
+"""Writes the tables and charts of the documents from benchmarks/results.
 
-python -m scripts.tools.performance [--check]
+python -m scripts.tools.performance
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->` in a document; charts are files in docs/figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -432,21 +430,12 @@ def generated() -> dict[str, str]:
     return documents | {name: draw() for name, draw in CHARTS.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the documents' tables and charts from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
-    check = parser.parse_args().check
-    changed = {
-        name: contents
-        for name, contents in generated().items()
-        if not (ROOT / name).exists() or (ROOT / name).read_text() != contents
-    }
-    for name, contents in changed.items():
-        print(f"{name} {'is out of date' if check else 'written'}")
-        if not check:
+def main() -> None:
+    for name, contents in generated().items():
+        if not (ROOT / name).exists() or (ROOT / name).read_text() != contents:
             (ROOT / name).write_text(contents)
-    return int(check and bool(changed))
+            print(f"{name} written")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
