@@ -20,7 +20,7 @@ from scripts.tools.charts import Line, Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/performance.md")
+DOCUMENTS = ("benchmarks/README.md", "docs/performance.md")
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
