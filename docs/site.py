@@ -1,7 +1,7 @@
 """Lets the documentation site hold files from outside docs/: README, BUILD, LICENSE, benchmarks.
 
 A hook of mkdocs (`mkdocs.yml` names it). Links in the repository lead from file to file, as readers of the repository
-follow them; a page of the site is told where these files lie there.
+follow them; they become links between pages of the site. `Examples` is for the API's pages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -19,6 +20,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("README.md", "BUILD.md", "LICENSE", "benchmarks/**/*.md", "benchmarks/**/*.json", "benchmarks/**/*.png")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+class Examples(griffe.Extension):
+    """Shows the example of a docstring as code, which the parser expects under the plural."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
