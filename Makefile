@@ -78,7 +78,7 @@ dist: | python  ## a wheel in dist/, tried in an empty environment with the READ
 	@ls dist/*.whl
 
 clean:  ## remove what the targets made
-	rm -rf .venv .venv-latest .venv-dist .aot dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis
 
 python:
 	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }
