@@ -21,7 +21,7 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help demo test test-slow test-aot test-gpu test-latest tile-budget lint format bench dist clean python
+.PHONY: help demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -61,6 +61,9 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(VENV)/docs.stamp  ## the documentation as a site in out/docs, which opens offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here; results go to benchmarks/results
 	$(BIN)/python scripts/bench_engine.py
 	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
@@ -75,7 +78,7 @@ dist: | python  ## a wheel in dist/, tried in an empty environment with the READ
 	@ls dist/*.whl
 
 clean:  ## remove what the targets made
-	rm -rf .venv .venv-latest .venv-dist .aot dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis
 
 python:
 	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }
@@ -93,6 +96,10 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(VENV)) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV)) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 aot-%: .aot/%.stamp ;

@@ -1,5 +1,6 @@
 """Description of device, versions and commit that every result carries."""
 
+import re
 import subprocess
 
 import pytest
@@ -66,4 +67,5 @@ def test_a_broken_repository_has_no_commit(tmp_path, monkeypatch):
 
 
 def test_the_description_has_all_that_a_result_depends_on():
-    assert device.description().keys() == {"device", "driver", "versions", "commit", "dirty"}
+    assert device.description().keys() == {"device", "driver", "versions", "commit", "dirty", "date"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", device.description()["date"])

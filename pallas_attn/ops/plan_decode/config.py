@@ -9,13 +9,13 @@ from pallas_attn import tuning
 ROW_OVERHEAD_TOKENS = 256
 """What starting a piece costs a program (loading queries, filling its stages, writing a state), in tokens, unless
 measured. Of 1 to 8 pages of 64, the least time was that of 4 or 5 with 64 and 128 heads of latents, of 3 to 5 with 16,
-of 4 or 6 with KV heads (benchmarks/NOTES.md).
+of 4 or 6 with KV heads (benchmarks/log/020-rows-dealt-to-groups.md).
 """
 
 CUT_TOKENS = 512
 """What cutting rows costs each program, likewise: a state written where its share begins and one where it ends, and a
 kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
-of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/NOTES.md).
+of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/log/018-no-needless-splits.md).
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -109,5 +110,6 @@ def _output(*command: str) -> str | None:
 
 
 def description() -> dict[str, Any]:
-    """The device, all that runs on it, and the commit, for JSON."""
-    return {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()} | commit()
+    """The device, all that runs on it, the commit and today's date (UTC), for JSON."""
+    here = {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()}
+    return here | commit() | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}

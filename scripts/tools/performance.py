@@ -1,0 +1,441 @@
+"""Writes the tables and charts of the documents from benchmarks/results.
+
+python -m scripts.tools.performance
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->` in a document; charts are files in docs/figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts.tools.charts import Line, Panel, bars, lines
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("benchmarks/README.md", "docs/performance.md")
+MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+NAMES = {
+    "mosaic": "pallas_attn",
+    "flashinfer": "FlashInfer",
+    "flashinfer-fa2": "FlashInfer FA2",
+    "flashinfer-fa3": "FlashInfer",
+    "flash-mla": "FlashMLA",
+    "flash-attention-3": "FlashAttention-3",
+    "flash-attention-3-of-one-length": "FlashAttention-3, equal lengths",
+    "cudnn": "cuDNN",
+    "flash": "torch flash",
+}
+"""Contenders as the JSON files name them, and as readers do."""
+
+BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-3 0251105a"}
+"""Contenders built from source, whose versions no package manager reports."""
+
+PACKAGES = {
+    "flashinfer-python": ("FlashInfer", "flashinfer"),
+    "torch": ("torch", "flash$"),
+    "nvidia-cudnn-cu13": ("cuDNN", "cudnn"),
+}
+"""What readers call a package, and the contenders that run it."""
+
+
+@cache
+def read(stem: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{stem}.json").read_text())
+
+
+@dataclass(frozen=True)
+class Cases:
+    """One result file of an operation, or those of its cases that `match`."""
+
+    stem: str
+    match: str = ""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (case for case in read(self.stem)["cases"] if "results" in case and re.search(self.match, case["case"]))
+
+    def contenders(self) -> list[str]:
+        return list(dict.fromkeys(name for case in self for name in case["results"] if measured(case, name)))
+
+
+def measured(case: dict[str, Any], contender: str) -> bool:
+    return "median_us" in case["results"].get(contender, {})
+
+
+# --- tables
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(headings) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, ruler, *rows))
+
+
+def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
+    """Card, versions, rates, commit and file of a result, in a line."""
+    report = read(stem)
+    rates = report.get("rates") or next(iter(report.get("results", [{}]))).get("rates")
+    versions = [f"jax {report['versions']['jax']}"]
+    for package, (name, runs) in PACKAGES.items():
+        if package in report["versions"] and any(re.match(runs, contender) for contender in contenders):
+            versions.append(f"{name} {report['versions'][package]}")
+    parts = [report["device"], *versions, *(BUILDS[name] for name in contenders if name in BUILDS)]
+    if rates:
+        parts.append(f"copies {rates['copy'] / 1e12:.2f} TB/s, product {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
+    file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
+    changed = " with changes" if report.get("dirty") else ""
+    where = f"commit `{report['commit'][:7]}`{changed}, {report['date']}"
+    return f"- {'; '.join(parts)}; {where}; [{stem}.json]({file})."
+
+
+def cell(case: dict[str, Any], contender: str) -> str:
+    if not measured(case, contender):
+        return ""
+    result = case["results"][contender]
+    return f"{microseconds(result['median_us'])} ({result['fraction_of_floor']:.0%})"
+
+
+def microseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def operation(*sources: Cases) -> Callable[[str], str]:
+    """Each case's roofline, and each contender's microseconds and per cent of it."""
+
+    def write(document: str) -> str:
+        contenders = list(dict.fromkeys(name for source in sources for name in source.contenders()))
+        headings = ["case", "bound", "roofline, µs", *(NAMES[name] for name in contenders)]
+        rows = [
+            [f"`{case['case']}`", case["bound"], microseconds(case["floor_us"]), *(cell(case, n) for n in contenders)]
+            for source in sources
+            for case in source
+        ]
+        notes = [provenance(source.stem, source.contenders(), document) for source in sources]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
+def kernels(stem: str) -> Callable[[str], str]:
+    """Kernel times, for calls of a few microseconds, which the host cannot queue fast enough."""
+
+    def write(document: str) -> str:
+        rows = []
+        for case in Cases(stem):
+            result = case["results"]["mosaic"]
+            kernel = sum(result["kernels_us"].values())
+            moved = f"{case['bytes'] / 1e6:,.1f}"
+            rows.append([f"`{case['case']}`", moved, microseconds(kernel), f"{case['floor_us'] / kernel:.0%}"])
+        headings = ["case", "MB moved", "kernel, µs", "of the roofline"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
+def plans(stem: str) -> Callable[[str], str]:
+    def write(document: str) -> str:
+        rows = [
+            [f"`{case['case']}`", microseconds(sum(case["results"]["mosaic"]["kernels_us"].values()))]
+            for case in Cases(stem)
+        ]
+        return table(["case", "kernel, µs"], rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
+MLA_CASE = re.compile(r"h(?P<heads>\d+) B128 ~?(?P<context>\d+) p64( Q(?P<queries>\d))? bf16")
+MLA_CONTENDERS = ("mosaic", "flash-mla", "flash-attention-3")
+
+
+def mla_by_context(*sources: Cases) -> Callable[[str], str]:
+    """Microseconds of ours, FlashMLA and FlashAttention-3: heads x queries downward, context lengths to the right."""
+
+    def write(document: str) -> str:
+        found = {key: case for source in sources for case in source if (key := mla_key(case)) is not None}
+        contexts = sorted({context for _, _, context in found})
+        rows = []
+        for heads, queries in sorted({key[:2] for key in found}):
+            cells = [found.get((heads, queries, context)) for context in contexts]
+            times = [
+                " / ".join(microseconds(c["results"][n]["median_us"]) for n in MLA_CONTENDERS) if c else ""
+                for c in cells
+            ]
+            rows.append([f"{heads} x {queries}", *times])
+        headings = ["heads x queries", *(f"{context // 1024}k" for context in contexts)]
+        notes = [provenance(source.stem, source.contenders(), document) for source in sources]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
+def mla_key(case: dict[str, Any]) -> tuple[int, int, int] | None:
+    parsed = MLA_CASE.search(case["case"])
+    return parsed and (int(parsed["heads"]), int(parsed["queries"] or 1), int(parsed["context"]))
+
+
+def engine(*stems: str) -> Callable[[str], str]:
+    """Tokens a second and waiting times of the engine, by sequences and context."""
+
+    def write(document: str) -> str:
+        rows = [
+            [
+                f"{case['batch']} x {case['context'] // 1024}k",
+                f"{case['prefill_tokens_per_s']:,.0f} ({case['prefill_fraction_of_floor']:.0%})",
+                f"{case['decode_tokens_per_s']:,.0f} ({case['decode_fraction_of_floor']:.0%})",
+                milliseconds(case["ttft_s"]["median"]),
+                milliseconds(case["between_tokens_s"]["median"]),
+                f"`{read(stem)['commit'][:7]}`",
+            ]
+            for stem in stems
+            for case in sorted(read(stem)["results"][0]["cases"], key=lambda c: (c["context"], c["batch"]))
+        ]
+        headings = [
+            "sequences x context",
+            "prefill tokens/s",
+            "decode tokens/s",
+            "first token",
+            "between tokens",
+            "commit",
+        ]
+        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def engine_on_cpu(stem: str) -> Callable[[str], str]:
+    def write(document: str) -> str:
+        rows = [
+            [
+                f"`{model['config']}`, batch {case['batch']}",
+                f"{case['prefill_tokens_per_s']:,.0f}",
+                f"{case['decode_tokens_per_s']:,.0f}",
+                f"{case['speedup_over_transformers']['total']:.1f}x",
+            ]
+            for model in read(stem)["results"]
+            for case in model["batches"]
+        ]
+        headings = ["model", "prefill tokens/s", "decode tokens/s", "beside transformers, whole run"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
+def head_windows(*stems: str) -> Callable[[str], str]:
+    """What windows of KV heads save in the engine: each cell without and with recycling or windows."""
+
+    def write(document: str) -> str:
+        rows = []
+        for stem in stems:
+            device = read(stem)["device"].removeprefix("NVIDIA ")
+            for case in read(stem)["cases"]:
+                off, on, plain, windowed = (case[name] for name in ("off", "on", "uniform", "head_wise"))
+                decoded = f"{off['decode_tokens_per_s']:,.0f} to {on['decode_tokens_per_s']:,.0f}"
+                rows.append(
+                    [
+                        f"{device}, {case['windowed']} of 8",
+                        f"{off['contexts']} to {on['contexts']} ({case['contexts_ratio']:.2f}x)",
+                        f"{case['fraction_of_allowed']:.0%}",
+                        f"{decoded} ({case['decode_tokens_per_s_ratio']:.2f}x)",
+                        f"{case['new_tokens_per_s_ratio']:.3g}x",
+                        f"{milliseconds(plain['ttft_s']['median'])} to {milliseconds(windowed['ttft_s']['median'])}",
+                        f"{milliseconds(plain['between_tokens_s']['median'])} to "
+                        f"{milliseconds(windowed['between_tokens_s']['median'])}",
+                    ]
+                )
+        headings = ["windowed heads", "contexts in one pool", "of what arithmetic allows", "decode tokens/s"]
+        headings += ["tokens/s of whole runs", "first token", "between tokens"]
+        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
+GRID, VARIED = Cases("mla_decode_grid_later_nvidia_h200"), "mla_decode_varied"
+TABLES: dict[str, Callable[[str], str]] = {
+    "paged_decode": operation(Cases("paged_decode_nvidia_h200")),
+    "paged_decode-bf16": operation(Cases("paged_decode_nvidia_h200", "bf16")),
+    "paged_decode-fa3": operation(Cases("paged_decode_fa3_nvidia_h200")),
+    "paged_decode-torch": operation(Cases("paged_decode_torch_nvidia_h200")),
+    "paged_decode-later": operation(Cases("paged_decode_gqa_nvidia_h200")),
+    "paged_decode-caches": operation(Cases("paged_decode_caches_nvidia_h200")),
+    "paged_decode-head-wise": operation(Cases("paged_decode_head_wise_nvidia_h200")),
+    "mla_decode": operation(Cases("mla_decode_nvidia_h200")),
+    "mla_decode-grid": mla_by_context(GRID, Cases("mla_decode_2_queries_32k_nvidia_h200")),
+    "mla_decode-varied": mla_by_context(
+        Cases(f"{VARIED}_later_nvidia_h200", r"h16 |h64 (?!.*~4096 p64 bf16)"),
+        Cases(f"{VARIED}_128_heads_nvidia_h200"),
+        Cases(f"{VARIED}_64_heads_4k_nvidia_h200"),
+    ),
+    "mla_decode-batches": operation(
+        Cases("mla_decode_batches_1k_nvidia_h200"),
+        Cases("mla_decode_batches_nvidia_h200", " (8192|32768) "),
+        Cases("mla_decode_batches_h128_nvidia_h200", " (8192|32768) "),
+    ),
+    "ragged_attention": operation(Cases("ragged_attention_fa3_later_nvidia_h200")),
+    "ragged_attention-batches": operation(Cases("ragged_attention_batches_later_nvidia_h200")),
+    "ragged_attention-cudnn": operation(Cases("ragged_attention_nvidia_h200")),
+    "paged_prefill": operation(Cases("paged_prefill_later_nvidia_h200")),
+    "paged_prefill-flashinfer": operation(Cases("paged_prefill_nvidia_h200")),
+    "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
+    "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
+    "write_kv": kernels("write_kv_nvidia_h200"),
+    "write_latent": kernels("write_latent_nvidia_h200"),
+    "gather_latent": kernels("gather_latent_nvidia_h200"),
+    "plan_decode": plans("plan_decode_varied_nvidia_h200"),
+    "engine": engine("engine_v2_lite_nvidia_h200"),
+    "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
+    "engine-cpu": engine_on_cpu("engine_cpu"),
+    "engine-head-windows": head_windows(
+        "engine_head_windows_nvidia_h200", "engine_head_windows_1_of_8_nvidia_h200", "engine_head_windows_cpu"
+    ),
+}
+
+
+# --- charts
+
+
+def panel(title: str, picked: list[tuple[str, str, str]], contenders: dict[str, list[str]]) -> Panel:
+    """A panel of cases picked as (label, result file, case); `contenders` says which to show of each file."""
+    cases: dict[str, dict[str, float]] = {}
+    for label, stem, name in picked:
+        case = next(case for case in read(stem)["cases"] if case["case"] == name)
+        for contender in contenders[stem]:
+            if measured(case, contender):
+                percent = 100 * case["results"][contender]["fraction_of_floor"]
+                cases.setdefault(label, {})[NAMES[contender]] = percent
+    return Panel(title, list(cases.items()))
+
+
+def engine_panel() -> Panel:
+    cases = {(c["batch"], c["context"]): c for c in read("engine_v2_lite_nvidia_h200")["results"][0]["cases"]}
+    cases |= {(c["batch"], c["context"]): c for c in read("engine_v2_lite_warmed_nvidia_h200")["results"][0]["cases"]}
+    shown = []
+    for batch, context in ((1, 1024), (64, 1024), (64, 8192), (64, 32768)):
+        percent = 100 * cases[batch, context]["decode_fraction_of_floor"]
+        shown.append((f"decode, {batch} x {context // 1024}k", {NAMES["mosaic"]: percent}))
+    percent = 100 * cases[64, 8192]["prefill_fraction_of_floor"]
+    return Panel("Engine, DeepSeek-V2-Lite's widths", [*shown, ("prefill, 64 x 8k", {NAMES["mosaic"]: percent})])
+
+
+def gqa_panel() -> Panel:
+    ours, fa3 = "paged_decode_nvidia_h200", "paged_decode_fa3_nvidia_h200"
+    cases = [
+        ("bf16, 16 x 2k", "32/8x128 B16 2048 p64 bf16"),
+        ("bf16, 1 x 128k", "32/8x128 B1 131072 p64 bf16"),
+        ("bf16, 64 x 8k", "32/8x128 B64 8192 p64 bf16"),
+        ("bf16, 64 x 8k, 4 queries", "32/8x128 B64 8192 p64 Q4 bf16"),
+        ("fp8, 64 x 8k", "32/8x128 B64 8192 p64 fp8-head"),
+    ]
+    shown = {ours: ["mosaic", "flashinfer"], fa3: ["flash-attention-3"]}
+    with_fa3 = {case["case"] for case in read(fa3)["cases"]}
+    picked = [(label, stem, name) for label, name in cases for stem in (ours, fa3) if stem == ours or name in with_fa3]
+    return panel("GQA decode, 32 heads on 8 of width 128", picked, shown)
+
+
+def mla_panel() -> Panel:
+    stem = "mla_decode_nvidia_h200"
+    cases = [
+        ("16 heads, 128 x 2k", "512+64 h16 B128 2048 p64 bf16"),
+        ("16 heads, 128 x 8k", "512+64 h16 B128 8192 p64 bf16"),
+        ("64 heads, 128 x 8k", "512+64 h64 B128 8192 p64 bf16"),
+        ("128 heads, 128 x 8k", "512+64 h128 B128 8192 p64 bf16"),
+        ("128 heads, 32 x 8k", "512+64 h128 B32 8192 p64 bf16"),
+    ]
+    contenders = ["mosaic", "flash-mla", "flash-attention-3", "flashinfer-fa3"]
+    return panel("MLA decode, latents of 512 + 64", [(label, stem, name) for label, name in cases], {stem: contenders})
+
+
+def prefill_panel() -> Panel:
+    fa3, cudnn = "ragged_attention_fa3_later_nvidia_h200", "ragged_attention_nvidia_h200"
+    batches = "ragged_attention_batches_later_nvidia_h200"
+    picked = [
+        ("128 heads 192/128, 8k", fa3, "128/128x192/128 S1 8192 on 0 bf16"),
+        ("128 heads 192/128, 8k", cudnn, "128/128x192/128 S1 8192 on 0 bf16"),
+        ("32/8 heads of 128, 8k", fa3, "32/8x128/128 S1 8192 on 0 bf16"),
+        ("32/8 heads of 128, 8k", cudnn, "32/8x128/128 S1 8192 on 0 bf16"),
+        ("32/8 heads of 128, 2k on 8k", fa3, "32/8x128/128 S1 2048 on 8192 bf16"),
+        ("16 heads 192/128, 512 on 32k", fa3, "16/16x192/128 S1 512 on 32768 bf16"),
+        ("16 heads 192/128, 64 x 128", batches, "16/16x192/128 S64 128 on 0 bf16"),
+    ]
+    ours = ["mosaic", "flash-attention-3"]
+    return panel("Prefill, causal, bf16", picked, {fa3: ours, batches: ours, cudnn: ["cudnn"]})
+
+
+def roofline() -> str:
+    title = "Per cent of the roofline that the same card showed in the same run (NVIDIA H200)"
+    return bars(title, [gqa_panel(), mla_panel(), prefill_panel(), engine_panel()], columns=2)
+
+
+def mla_lines() -> str:
+    """The whole grid: heads x queries, each contender over the context's length."""
+    found = {mla_key(case): case for case in GRID}
+    contexts = [1024 * 2**i for i in range(6)]
+    charts = []
+    for heads, queries in ((16, 1), (64, 1), (128, 1), (128, 2)):
+        series = []
+        for name in MLA_CONTENDERS:
+            cases = [found.get((heads, queries, context)) for context in contexts]
+            percents = [100 * case["results"][name]["fraction_of_floor"] if case else None for case in cases]
+            series.append(Line(NAMES[name], percents))
+        charts.append((f"{heads} heads, {queries} {'query' if queries == 1 else 'queries'}", series))
+    title = "MLA decode, 128 sequences: per cent of the roofline by context length"
+    return lines(title, charts, [f"{context // 1024}k" for context in contexts])
+
+
+def cache_kinds() -> str:
+    cases = [(case["case"], case) for case in Cases("paged_decode_caches_nvidia_h200")]
+    shown = [
+        (name.split()[-1], {NAMES["mosaic"]: 100 * case["results"]["mosaic"]["fraction_of_floor"]})
+        for name, case in cases
+    ]
+    return bars("GQA decode by kind of cache, NVIDIA H200", [Panel("32 heads on 8 of width 128, 64 x 8k", shown)])
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    "docs/figures/roofline.svg": roofline,
+    "docs/figures/mla_decode.svg": mla_lines,
+    "docs/figures/caches.svg": cache_kinds,
+}
+
+
+# --- writing
+
+
+def with_tables(document: str, markdown: str) -> str:
+    """The document with each marked table written anew."""
+
+    def replace(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise ValueError(f"{document} asks for table {found[2]!r}; there are {', '.join(TABLES)}")
+        return f"{found[1]}\n{TABLES[found[2]](document)}\n{found[3]}"
+
+    return MARKED.sub(replace, markdown)
+
+
+def generated() -> dict[str, str]:
+    """All that is made from results, by path."""
+    documents = {name: with_tables(name, (ROOT / name).read_text()) for name in DOCUMENTS}
+    return documents | {name: draw() for name, draw in CHARTS.items()}
+
+
+def main() -> None:
+    for name, contents in generated().items():
+        if not (ROOT / name).exists() or (ROOT / name).read_text() != contents:
+            (ROOT / name).write_text(contents)
+            print(f"{name} written")
+
+
+if __name__ == "__main__":
+    main()

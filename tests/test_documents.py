@@ -1,0 +1,180 @@
+"""What documents name exists, their examples run, and their tables are those of the results."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import pallas_attn
+from scripts.tools import performance
+from scripts.tools.readme_example import python_blocks
+
+ROOT = Path(__file__).parents[1]
+LOG = sorted((ROOT / "benchmarks" / "log").glob("[0-9]*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "BUILD.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+FOLDERS = ("pallas_attn", "models", "scripts", "tests", "benchmarks", "docs")
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w./<>-]*\w\.(?:py|md|json|txt|toml|svg|png|yml)(?![\w(])")
+NAME = re.compile(r"(?<![\w/.])(?:pallas_attn|pa)\.([A-Za-z]\w*)(?![\w/]*\.(?:py|md))")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
+FOREIGN_FLAGS = ("--xla", "--help")
+MADE = ("config.json", "tokenizer.json", "ids.json", "out.json", "run.png", "sample.json", "<device>.json")
+"""Files that users have or that commands write."""
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links to files that do not exist, and to headings that their files do not have."""
+    broken = []
+    for target, anchor in LINK.findall(text):
+        if ":" in target:
+            continue
+        file = page if not target else (page.parent / target).resolve()
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
+@functools.cache
+def anchors(file: Path) -> frozenset[str]:
+    headings = re.findall(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+
+
+@functools.cache
+def files_there_are() -> frozenset[str]:
+    """Paths from the root, and what ends one of them after a slash."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    found += [path for path in ROOT.iterdir() if path.is_file()]
+    names = set()
+    for path in found:
+        parts = path.relative_to(ROOT).parts
+        names |= {"/".join(parts[i:]) for i in range(len(parts))}
+    return frozenset(names)
+
+
+def missing_files(text: str) -> list[str]:
+    """Names of files in inline code that no file has, from the root or as the end of a path."""
+    named = [name for code in CODE.findall(text) for name in FILE.findall(code)]
+    return [n for n in named if "<" not in n and not n.endswith(MADE) and n.removeprefix("./") not in files_there_are()]
+
+
+def missing_names(text: str) -> list[str]:
+    """Names of the library that it lacks, modules included."""
+
+    def there(name: str) -> bool:
+        module = ROOT / "pallas_attn" / name
+        return hasattr(pallas_attn, name) or module.with_suffix(".py").exists() or module.is_dir()
+
+    return [name for name in NAME.findall(text) if not there(name)]
+
+
+@functools.cache
+def command_lines() -> str:
+    return "".join(
+        path.read_text() for path in [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests/aot").rglob("*.py")]
+    )
+
+
+def missing_flags(text: str) -> list[str]:
+    return [f for f in FLAG.findall(text) if not f.startswith(FOREIGN_FLAGS) and f'"{f}"' not in command_lines()]
+
+
+def missing_targets(text: str) -> list[str]:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    code = CODE.findall(text) + re.findall(r"^(?:\$ )?(make .*)$", text, flags=re.MULTILINE)
+    return [target for line in code for target in TARGET.findall(line) if target not in targets]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LOG, ROOT / "benchmarks/log/README.md"], ids=relative)
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+@pytest.mark.parametrize("missing", [missing_files, missing_names, missing_flags, missing_targets])
+def test_what_a_page_names_exists(page, missing):
+    assert missing(page.read_text()) == []
+
+
+def test_what_does_not_exist_is_found():
+    page = ROOT / "docs" / "page.md"
+    assert broken_links(page, "[a](concepts.md#pages-and-rows) [b](nowhere.md) [c](concepts.md#nothing)") == [
+        "nowhere.md",
+        "concepts.md#nothing",
+    ]
+    assert missing_files("`pallas_attn/types.py`, `types.py`, `ops/nothing.py` and `config.json`") == ["ops/nothing.py"]
+    assert missing_names("pa.paged_decode, `pallas_attn.tuning`, pallas_attn/types.py, pa.no_such_call") == [
+        "no_such_call"
+    ]
+    assert missing_flags("--head-windows, --no-such-flag") == ["--no-such-flag"]
+    assert missing_targets("`make test`\nmake docs\n`make coffee`") == ["coffee"]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p.read_text())], ids=relative)
+def test_python_examples_run(page):
+    namespace: dict[str, object] = {}
+    for block in python_blocks(page.read_text()):
+        exec(compile(block, str(page), "exec"), namespace)
+    assert "jax" in namespace
+
+
+def test_tables_and_charts_are_those_of_the_results():
+    stale = [name for name, contents in performance.generated().items() if (ROOT / name).read_text() != contents]
+    assert stale == [], "run python -m scripts.tools.performance"
+
+
+def test_a_table_without_a_maker_is_refused():
+    with pytest.raises(ValueError, match=r"page\.md asks for table 'nothing'; there are paged_decode, "):
+        performance.with_tables("page.md", "<!-- table nothing -->\n<!-- end -->\n")
+
+
+def test_every_table_stands_in_a_document():
+    shown = {
+        name for page in performance.DOCUMENTS for _, name, _ in performance.MARKED.findall((ROOT / page).read_text())
+    }
+    assert shown == set(performance.TABLES)
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=relative)
+def test_results_say_where_they_are_from(result):
+    report = json.loads(result.read_text())
+    assert report["device"]
+    assert "jax" in report["versions"]
+    assert re.fullmatch(r"[0-9a-f]{7,40}", report["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
+
+
+def test_the_log_links_to_superseded_results_and_its_index_to_all_pages():
+    pages = {page.name: page.read_text() for page in LOG}
+    linked = "".join(pages.values())
+    archived = [result.name for result in RESULTS if result.parent.name == "archive"]
+    assert [name for name in archived if f"archive/{name}" not in linked] == []
+    index = (ROOT / "benchmarks" / "log" / "README.md").read_text()
+    assert [name for name in pages if f"({name})" not in index] == []
+    headings = ("**Hypothesis.**", "**Forecast.**", "**Change.**", "**Measured.**", "**Verdict.**", "**Lesson.**")
+    assert [(name, heading) for name, text in pages.items() for heading in headings if heading not in text] == []
+    lessons = {name: " ".join(text.split("**Lesson.** ")[1].split("\n\n")[0].split()) for name, text in pages.items()}
+    assert [name for name, lesson in lessons.items() if lesson not in index] == []
+
+
+def test_the_api_page_lists_the_public_surface():
+    listed = re.findall(
+        r"^::: pallas_attn\.(?:\w+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
+    )
+    exported = re.findall(r"import \w+ as (\w+)", (ROOT / "pallas_attn" / "__init__.py").read_text())
+    assert sorted(listed) == sorted(exported)
