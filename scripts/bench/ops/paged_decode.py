@@ -10,7 +10,7 @@ import jax
 
 from pallas_attn import HeadWindow, paged_decode, plan_decode
 from scripts.bench import shapes
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeArrays
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing

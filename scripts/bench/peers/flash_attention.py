@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeArrays
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.cases.prefill import RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeArrays
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch

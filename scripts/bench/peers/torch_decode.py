@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from scripts.bench.cases.paged_decode import DecodeCase, DecodeArrays
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
