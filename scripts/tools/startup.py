@@ -42,8 +42,11 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         decode = functools.partial(pa.mla_decode, sm_scale=0.1)
         return decode, (bf16(64, 1, heads, 512), bf16(64, 1, heads, 64), latents, int32(64, 128), int32(64))
 
-    kv = pa.PagedKV(bf16(8192, 8, 64, 128), bf16(8192, 8, 64, 128))
-    latents = pa.PagedLatent(bf16(8192, 64, 576))
+    pages = {"num_pages": 8192, "page_size": 64, "dtype": jnp.bfloat16}
+    kv = jax.eval_shape(lambda: pa.PagedKV.allocate(pa.kv_cache_spec(**pages, num_kv_heads=8, head_dim=128)))
+    latents = jax.eval_shape(
+        lambda: pa.PagedLatent.allocate(pa.latent_cache_spec(**pages, latent_dim=512, rope_dim=64))
+    )
     prefill = (bf16(2048, 32, 128), kv, int32(4, 64), int32(5), int32(4))
     ragged = (bf16(2048, 16, 192), bf16(2048, 16, 192), bf16(2048, 16, 128), int32(5), int32(5))
     gather = functools.partial(pa.gather_latent, length=4096)

@@ -17,7 +17,7 @@ from scripts.bench.shapes import Decode
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedDecodeInputs:
+class DecodeArrays:
     """Arguments of a chain of calls.
 
     Attributes:
@@ -131,7 +131,7 @@ class DecodeCase:
         """Repeats the arguments of the cold calls for all calls of a chain, in turn."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
-    def inputs(self, pools: Pools) -> PagedDecodeInputs:
+    def inputs(self, pools: Pools) -> DecodeArrays:
         """Makes the arguments of a chain.
 
         Raises:
@@ -142,7 +142,7 @@ class DecodeCase:
         dtype = CACHES[self.cache][0] if self.cache in ("f16", "f32") else jnp.bfloat16
         kv = pools.get(self.cache, self.pool_pages, **self.pool_sizes)
         rng = np.random.default_rng(self.pool_pages)
-        return PagedDecodeInputs(
+        return DecodeArrays(
             kv=kv,
             kv_lens=jnp.asarray(self.lens),
             q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],

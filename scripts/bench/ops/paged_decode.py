@@ -10,7 +10,7 @@ import jax
 
 from pallas_attn import HeadWindow, paged_decode, plan_decode
 from scripts.bench import shapes
-from scripts.bench.cases.paged_decode import DecodeCase, PagedDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -18,7 +18,7 @@ from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode
 from scripts.bench.shapes import Decode
 
 
-def ours(implementation: str, case: DecodeCase, arrays: PagedDecodeInputs, stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
     width = case.window if not isinstance(case.window, HeadWindow) else None
 

@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
-from scripts.bench.cases.paged_decode import DecodeCase, PagedDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.cases.prefill import RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
@@ -83,7 +83,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
     return stopwatch.graph(calls, compared=True)
 
 
-def decode(case: DecodeCase, arrays: PagedDecodeInputs, stopwatch: Stopwatch) -> Timing:
+def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Times paged decode. Heads are outside of tokens in our pages, and it takes any strides."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.cases.paged_decode import DecodeCase, PagedDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch
@@ -21,7 +21,7 @@ CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
 """Caches that it takes, by torch's name of their dtype. It has one scale for all heads, at best as fast as ours."""
 
 
-def decode(case: DecodeCase, arrays: PagedDecodeInputs, stopwatch: Stopwatch) -> Timing:
+def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Times its tensor-core kernels, which take any group of heads; planned on the host before, as FlashInfer
     requires."""
     torch = import_torch()

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from scripts.bench.cases.paged_decode import DecodeCase, PagedDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
@@ -48,7 +48,7 @@ def as_torch(array: jax.Array) -> Any:
     return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
-def contiguous(case: DecodeCase, arrays: PagedDecodeInputs) -> tuple[list[Any], list[Any]]:
+def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[Any]]:
     """Views the memory of the pool as keys and values [B, Hkv, S, D] of each call."""
     s = case.shape
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
@@ -78,7 +78,7 @@ def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
             raise NotImplementedError(why or str(refused)) from refused
 
 
-def scaled_dot_product(backend: str, case: DecodeCase, arrays: PagedDecodeInputs, stopwatch: Stopwatch) -> Timing:
+def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Times torch's scaled_dot_product_attention with one of its backends.
 
     The query heads of a KV head are passed as its queries: all see all keys, which are read once for them.
@@ -103,7 +103,7 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: PagedDecodeInputs
     return stopwatch.graph(calls)
 
 
-def flex(case: DecodeCase, arrays: PagedDecodeInputs, stopwatch: Stopwatch) -> Timing:
+def flex(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Times torch's flex_attention, compiled for the case, over contiguous keys."""
     torch = import_torch()
     refuse(case)
