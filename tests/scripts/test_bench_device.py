@@ -38,6 +38,11 @@ def test_a_changed_kernel_makes_the_tree_dirty(repository):
     assert device.commit() == {"commit": git(repository, "rev-parse", "HEAD"), "dirty": True}
 
 
+def test_a_commit_that_is_given_counts_before_that_of_git(repository, monkeypatch):
+    monkeypatch.setenv(device.COMMIT, SHA)
+    assert device.commit() == {"commit": SHA, "dirty": False}
+
+
 def test_written_results_leave_the_tree_clean(repository):
     (repository / "benchmarks" / "result.json").write_text("[]\n")
     (repository / "new_result.json").write_text("[]\n")

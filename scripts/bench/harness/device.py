@@ -87,12 +87,14 @@ def versions() -> dict[str, str]:
 def commit() -> dict[str, Any]:
     """The measured commit, and whether files differ from it; both None if unknown.
 
-    A copy of the tree without git takes the commit from the environment variable `COMMIT`, with the suffix "-dirty" if
-    files differ. Files in benchmarks/, such as results, do not count.
+    The environment variable `COMMIT` names it for a copy of the tree that is without git or has another's, with the
+    suffix "-dirty" if files differ. Files in benchmarks/, such as results, do not count.
     """
+    if given := os.environ.get(COMMIT):
+        sha, _, dirty = given.partition("-")
+        return {"commit": sha, "dirty": dirty == "dirty"}
     if not (ROOT / ".git").exists():
-        sha, _, dirty = os.environ.get(COMMIT, "").partition("-")
-        return {"commit": sha or None, "dirty": dirty == "dirty" if sha else None}
+        return {"commit": None, "dirty": None}
     sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output(
         "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks"
