@@ -6,7 +6,7 @@ scores are large.
 
 A partial state lies in global memory as threads hold it, block by block of 64 x 8 values, of which each thread holds
 four: a thread moves 16 bytes and a warp 512 consecutive ones. Row by row it would be 8 bytes in each of 8 rows, and
-128 KB took a multiprocessor 9,000 clocks with 15 others at work (benchmarks/NOTES.md).
+128 KB took a multiprocessor 9,000 clocks with 15 others at work (benchmarks/log/019-partial-states-as-held.md).
 """
 
 from __future__ import annotations
