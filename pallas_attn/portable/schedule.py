@@ -1,5 +1,5 @@
-"""The arithmetic of `plan_decode`: rows laid end to end, each as long as it costs, and programs at equal distances. Or,
-where that is nearly as even, some rows for some programs, so that fewer rows are cut, or none.
+"""Arithmetic of `plan_decode`: rows are laid end to end, each as long as it costs, and cut at equal distances, one for
+each program. Where that is nearly as even, groups of rows get programs to themselves, so that fewer rows are cut.
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 UNEVENNESS = 16
-"""Who cuts no rows, or makes equal parts of them, may make the largest share larger by one in so many, at most."""
+"""Accept a schedule with fewer cuts if its largest share exceeds the mean by at most 1/16."""
 
-MAX_DEALT = 256
-"""Rows that are put in order: each is compared with each, in one chunk of a kernel. A power of two."""
-
-MOST_COMPARED = (1 << 24) // MAX_DEALT - 1
-"""Pages beyond which rows count as equally long where they are put in order: a key is a whole number in float32."""
+MAX_SNAKE_ROWS = 256
+"""Rows that are sorted by length, at most: each is compared with each, in one chunk of a kernel. A power of two."""
 
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:
-    """a / b without what is left, for b of a's shape or a single one. What comes of negative numbers does not matter:
-    to divide without a sign takes fewer instructions, and to round down many more.
+    """Quotient a // b of non-negative numbers, for b of a's shape or a scalar. Unsigned division takes the fewest
+    instructions.
     """
     unsigned = (x.astype(jnp.uint32) for x in jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
     return lax.div(*unsigned).astype(jnp.int32)
 
 
 def order_key(size: Int32[Array, "n"], number: Int32[Array, "n"], count: int) -> Int32[Array, "n"]:
-    """By which as many as `count` are put in order, the largest first, and of those as large the first: whole numbers
-    that float32 holds. Sizes beyond what that leaves room for count as equal.
+    """Sort keys of up to `count` sizes, the largest first, and of equal sizes the first: integers that float32 holds.
+    Sizes too large for that count as equal.
     """
     return jnp.minimum(size, (1 << 24) // count - 1) * count + (count - 1 - number)
 
 
 class Groups(NamedTuple):
-    """Rows that share programs which no other rows have a part in.
+    """Groups of rows that have programs to themselves.
 
-    Rows are dealt to groups as cards are, the longest first, back and forth: so all get about as much. The rows of a
-    group are neighbours then, in the order of the plan. Groups have as many rows as each other, or some of them, which
-    are the first or the last, have one more.
+    Rows go to groups in snake order, the longest first, back and forth, so that all groups get about as much. The rows
+    of a group are neighbours in the order of the plan. Groups have equally many rows, except that some of them, the
+    first or the last, may have one more.
 
     Attributes:
       number: of groups, at least 1.
@@ -65,8 +62,8 @@ class Groups(NamedTuple):
         of_each = jnp.where(most > 1, most, 2)
         number = jnp.maximum(ratio(rows + of_each - 1, of_each), 1)
         programs = jnp.maximum(ratio(jnp.int32(num_programs), number), 1)
-        rounds = ratio(rows, number)  # in which every group is dealt a row
-        left = rows - number * rounds  # dealt after that, in the direction of another round
+        rounds = ratio(rows, number)  # in which every group takes a row
+        left = rows - number * rounds  # taken after that, in the direction of another round
         back = rounds % 2
         first = jnp.where(back == 1, number - left, left)
         return Groups(number, programs, rows, first, rounds + 1 - back, rounds + back)
@@ -117,16 +114,16 @@ class Sharing:
 
     @property
     def tail(self) -> int:
-        """Pages at the end of a row that are left to who has those before: to start with them costs more than they."""
+        """Pages at the end of a row that stay with the program of those before: a start costs more than they do."""
         return self.overhead // 2
 
-    def are_dealt(self, num_rows: int) -> bool:
-        """Whether so many rows are put in the order in which groups take them; else groups take them as they come."""
-        return not self.split_pages and num_rows <= MAX_DEALT
+    def uses_snake_order(self, num_rows: int) -> bool:
+        """Whether groups take so many rows in snake order, sorted by length; else they take them as they come."""
+        return not self.split_pages and num_rows <= MAX_SNAKE_ROWS
 
     def length_key(self, num_pages: Int32[Array, "rows"], row: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-        """By which rows are put in order, the largest first: the longest, and the first of those as long."""
-        return order_key(num_pages, row, MAX_DEALT)
+        """Sort keys of rows, the largest first: the longest row, and the first of those as long."""
+        return order_key(num_pages, row, MAX_SNAKE_ROWS)
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
         """Of each row; an idle one costs nothing."""
@@ -188,8 +185,8 @@ class Sharing:
         cuts = ratio(end - 1 - self.tail, share) - ratio(begin + self.overhead, share)
         return jnp.where(end > begin, 1 + jnp.maximum(cuts, 0), 0)
 
-    def untailed(self, at: Int32[Array, "n"], end: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Where programs start instead that would start there, in rows which end at `end`."""
+    def snap_to_row_end(self, at: Int32[Array, "n"], end: Int32[Array, "n"]) -> Int32[Array, "n"]:
+        """Move starts in the last few pages of a row, which ends at `end`, to the row's end."""
         return jnp.where(end - at <= self.tail, end, at)
 
     def page(self, into: Int32[Array, "n"]) -> Int32[Array, "n"]:

@@ -73,14 +73,14 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
         check("balanced", num_programs, **given)
 
 
-@pytest.mark.parametrize(("spare", "dealt"), [(0, True), (3, False)])
+@pytest.mark.parametrize(("spare", "snake_order"), [(0, True), (3, False)])
 def test_interpreted_with_programs_for_each_row(
-    spare: int, dealt: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are nearly whole numbers of shares, some of them idle; or a chunk and a half of them, as they come."""
-    if not dealt:
+    if not snake_order:
         monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
-        monkeypatch.setattr(schedule, "MAX_DEALT", 128)
+        monkeypatch.setattr(schedule, "MAX_SNAKE_ROWS", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
@@ -101,7 +101,7 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
 
 
 def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many programs as rows, whose lengths differ: only then they are dealt. Threads of two warpgroups."""
+    """As many programs as rows, whose lengths differ: only then they are in snake order. Threads of two warpgroups."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
     given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=140, implementation="xla")

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_attn.portable.schedule import MAX_DEALT, MOST_COMPARED, Groups, Sharing
+from pallas_attn.portable.schedule import MAX_SNAKE_ROWS, Groups, Sharing
 
 MOST = 40
 NUMBERS = jnp.arange(MOST + 5, dtype=jnp.int32)
@@ -56,11 +56,12 @@ def test_groups_get_about_as_much(lens: list[int], num_programs: int) -> None:
 
 def test_keys_tell_rows_apart_and_are_exact_in_float32() -> None:
     sharing = Sharing(overhead=4, cut=8, least=2, split_pages=0)
-    num_pages = jnp.asarray([3, 0, 2**27, 3, MOST_COMPARED, 4], jnp.int32)
+    longest = 2**24 // MAX_SNAKE_ROWS - 1  # beyond which rows count as equally long
+    num_pages = jnp.asarray([3, 0, 2**27, 3, longest, 4], jnp.int32)
     keys = np.asarray(sharing.length_key(num_pages, jnp.arange(6, dtype=jnp.int32)))
     assert np.argsort(-keys).tolist() == [2, 4, 5, 0, 3, 1]
     longest_first, idle_last = sharing.length_key(
-        jnp.asarray([2**31 - 1, 0], jnp.int32), jnp.asarray([0, MAX_DEALT - 1], jnp.int32)
+        jnp.asarray([2**31 - 1, 0], jnp.int32), jnp.asarray([0, MAX_SNAKE_ROWS - 1], jnp.int32)
     ).tolist()
     assert (longest_first, idle_last) == (2**24 - 1, 0)
     assert int(np.float32(longest_first)) == longest_first

@@ -40,12 +40,12 @@ from pallas_attn.portable.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
 
 MAX_ROWS = 24 * 1024
-"""What fits shared memory, twice."""
+"""Rows whose two prefix sums fit shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What a kernel is compiled for, beside shapes."""
+class PlanStatic:
+    """What a kernel is compiled for, beside shapes and dtypes."""
 
     sharing: Sharing
     window: int
@@ -56,12 +56,12 @@ class Static:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether there may be groups, or programs for each row."""
+        """Whether rows may be cut in groups, or have programs to themselves."""
         return not self.sharing.split_pages
 
     @property
     def for_each_row(self) -> bool:
-        """Whether there are programs enough for that."""
+        """Whether there are enough programs for each row to have its own."""
         return self.is_balanced and self.rows <= self.programs
 
     @property
@@ -70,7 +70,7 @@ class Static:
 
     @property
     def chunk(self) -> int:
-        """Rows or programs that threads take at a time."""
+        """Rows or programs that all threads take at a time."""
         return self.warpgroups * THREADS
 
     @property
@@ -83,16 +83,16 @@ class Static:
         return self.rows + self.programs
 
 
-class Inputs(NamedTuple):
-    """As `plan_decode` takes them."""
+class PlanInputs(NamedTuple):
+    """Arrays of a `PlanDecodeCall`."""
 
     kv_lens: Any
     q_lens: Any
     window: HeadWindow | None
 
 
-class Outputs(NamedTuple):
-    """The arrays of a `DecodePlan`."""
+class PlanOutputs(NamedTuple):
+    """Arrays of a `DecodePlan`."""
 
     row_order: Any
     sink_pages: Any
@@ -106,15 +106,15 @@ class Outputs(NamedTuple):
     cta_split: Any
 
     @staticmethod
-    def types(static: Static) -> Outputs:
+    def types(static: PlanStatic) -> PlanOutputs:
         rows, rows_plus_1, programs_plus_1 = (
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
         )
         programs = (programs_plus_1, programs_plus_1, programs_plus_1)
-        return Outputs(*(rows,) * 5, *(rows_plus_1,) * 2, *programs)
+        return PlanOutputs(*(rows,) * 5, *(rows_plus_1,) * 2, *programs)
 
 
-class Memory(NamedTuple):
+class PlanScratch(NamedTuple):
     """Shared memory; int32 unless it says otherwise.
 
     Attributes:
@@ -134,7 +134,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     rows = call.kv_lens.shape[0] * call.num_kv_heads
     if rows > MAX_ROWS:
         raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")
-    static = Static(
+    static = PlanStatic(
         sharing=call.sharing,
         window=call.window if isinstance(call.window, int) else FULL,
         num_kv_heads=call.num_kv_heads,
@@ -142,13 +142,15 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         rows=rows,
         programs=call.num_programs,
     )
-    inputs = Inputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
+    inputs = PlanInputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
     sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
-    keys = plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if call.sharing.are_dealt(rows) else None
+    keys = (
+        plgpu.SMEM((pl.cdiv(rows, COMPARED) * COMPARED,), jnp.float32) if call.sharing.uses_snake_order(rows) else None
+    )
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
-        out_type=(Outputs.types(static),),
-        scratch_types=(Memory(sums, sums, keys, Lanes.types(static.warpgroups)),),
+        out_type=(PlanOutputs.types(static),),
+        scratch_types=(PlanScratch(sums, sums, keys, Lanes.types(static.warpgroups)),),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         kernel_name="plan_decode",
@@ -161,7 +163,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     )
 
 
-def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:
+def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch) -> None:
     sharing = static.sharing
     total, busy = _lay_out(static, x, mem)
     share = sharing.share(total, static.programs)
@@ -174,7 +176,7 @@ def _kernel(static: Static, x: Inputs, plan: Outputs, mem: Memory) -> None:
         _share(static, x, plan, mem, total, busy, share)
 
 
-def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
+def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, Any]:
     """Sums up what rows cost, as they come; returns the sum of all, and how many are not idle."""
 
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -189,7 +191,7 @@ def _lay_out(static: Static, x: Inputs, mem: Memory) -> tuple[Any, Any]:
 # --- programs for each row
 
 
-def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
+def _part(static: PlanStatic, mem: PlanScratch, share: Any, own_share: Any) -> Any:
     """Sums up parts of rows, as they come; returns whether they are even enough, and no more than programs."""
 
     def part(row: Any, before: Any) -> Any:
@@ -201,12 +203,12 @@ def _part(static: Static, mem: Memory, share: Any, own_share: Any) -> Any:
     return _last(static, mem.piece_ends) <= static.programs
 
 
-def _flagged(static: Static, pieces: Any, are_worse: Any) -> Any:
-    """More pieces than there are where these are worse."""
+def _flagged(static: PlanStatic, pieces: Any, are_worse: Any) -> Any:
+    """Sentinel count, more than any plan has, that makes this schedule lose the comparison."""
     return jnp.where(are_worse, static.most_pieces + 1, pieces)
 
 
-def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share: Any) -> None:
+def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, own_share: Any) -> None:
     _list_in_order(static, x, plan, mem.lanes)
     _list_rows(
         static, plan, mem, lambda place: find(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
@@ -225,17 +227,19 @@ def _list_parts(static: Static, x: Inputs, plan: Outputs, mem: Memory, own_share
 # --- programs for groups, or for all
 
 
-def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, busy: Any, share: Any) -> None:
-    is_dealt, sharing = static.sharing.are_dealt(static.rows), static.sharing
-    groups = Groups.of(busy if is_dealt else jnp.int32(static.rows), static.programs)
-    if is_dealt:
-        _deal(static, x, plan, mem, groups)
+def _share(
+    static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, total: Any, busy: Any, share: Any
+) -> None:
+    in_snake_order, sharing = static.sharing.uses_snake_order(static.rows), static.sharing
+    groups = Groups.of(busy if in_snake_order else jnp.int32(static.rows), static.programs)
+    if in_snake_order:
+        _list_in_snake_order(static, x, plan, mem, groups)
     else:
         _list_in_order(static, x, plan, mem.lanes)
 
     def following(place: Any) -> Any:
         """The next place of a row that is not idle."""
-        if is_dealt:
+        if in_snake_order:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
         return find(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
@@ -250,19 +254,19 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
         pieces = sharing.pieces(begin - start, end - start, shares)
         return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
 
-    def start_in_groups(program: Any) -> Start:
+    def start_in_groups(program: Any) -> ProgramStart:
         of = ratio(program, groups.programs)
         begin, end, shares = bounds(of)
         number = program - of * groups.programs
         at = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
-        return Start(number, shares, begin, begin + at)
+        return ProgramStart(number, shares, begin, begin + at)
 
     def pieces(place: Any) -> Any:
         return sharing.pieces(sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
-    def start(program: Any) -> Start:
+    def start(program: Any) -> ProgramStart:
         at = jnp.minimum(sharing.start(program, share, total), total)
-        return Start(program, _of_each(share), jnp.zeros_like(program), at)
+        return ProgramStart(program, _of_each(share), jnp.zeros_like(program), at)
 
     def at_equal_distances() -> None:
         _cut(static, mem, pieces)
@@ -276,7 +280,7 @@ def _share(static: Static, x: Inputs, plan: Outputs, mem: Memory, total: Any, bu
     pl.when(~are_even)(at_equal_distances)
 
 
-class Start(NamedTuple):
+class ProgramStart(NamedTuple):
     """Where programs start among the rows.
 
     Attributes:
@@ -292,7 +296,9 @@ class Start(NamedTuple):
     at: Any
 
 
-def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups) -> None:
+def _list_in_snake_order(
+    static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, groups: Groups
+) -> None:
     """Lists rows in the order of groups, and sums up what they cost."""
     row = mem.lanes.number()
     walk = _walk(static, x, row)
@@ -307,7 +313,7 @@ def _deal(static: Static, x: Inputs, plan: Outputs, mem: Memory, groups: Groups)
     mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
-def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
+def _cut(static: PlanStatic, mem: PlanScratch, pieces: Callable[[Any], Any]) -> Any:
     """Sums up pieces of the rows at these places; returns the sum of all."""
 
     def cut(place: Any, before: Any) -> Any:
@@ -318,7 +324,11 @@ def _cut(static: Static, mem: Memory, pieces: Callable[[Any], Any]) -> Any:
 
 
 def _list_pieces(
-    static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any], start: Callable[[Any], Start]
+    static: PlanStatic,
+    plan: PlanOutputs,
+    mem: PlanScratch,
+    following: Callable[[Any], Any],
+    start: Callable[[Any], ProgramStart],
 ) -> None:
     sharing = static.sharing
     _list_rows(static, plan, mem, following)
@@ -327,10 +337,10 @@ def _list_pieces(
         number, share, begin, at = start(program)
         place = find(mem.ends, static.rows, at)
         last = jnp.minimum(place, static.rows - 1)
-        untailed = sharing.untailed(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
-        place = jnp.where(untailed > at, following(last), place)
+        snapped = sharing.snap_to_row_end(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
+        place = jnp.where(snapped > at, following(last), place)
         row_begin = sum_before(mem.ends, place)
-        into = untailed - row_begin
+        into = snapped - row_begin
         piece = sharing.piece(number, row_begin - begin, into, sum_before(mem.piece_ends, place), share)
         _list_programs(static, plan, program, (place, sharing.page(into), piece))
 
@@ -340,7 +350,7 @@ def _list_pieces(
 # --- what is listed
 
 
-def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> None:
+def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: Lanes) -> None:
     """Lists rows as they come."""
 
     def write(row: Any, _: None) -> None:
@@ -349,14 +359,14 @@ def _list_in_order(static: Static, x: Inputs, plan: Outputs, lanes: Lanes) -> No
     lanes.each_chunk(static.rows, write)
 
 
-def _list(static: Static, plan: Outputs, place: Any, row: Any, walk: PageWalk) -> None:
+def _list(static: PlanStatic, plan: PlanOutputs, place: Any, row: Any, walk: PageWalk) -> None:
     """Writes what a plan lists of rows to their places."""
     refs = plan.row_order, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
         PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
 
 
-def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[Any], Any]) -> None:
+def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, following: Callable[[Any], Any]) -> None:
     """Writes which place follows each, where its pieces begin, and which are merged."""
 
     def write(place: Any, merged_before: Any) -> Any:
@@ -376,7 +386,7 @@ def _list_rows(static: Static, plan: Outputs, mem: Memory, following: Callable[[
     mem.lanes.each_chunk(static.rows, write, _of_each(0))
 
 
-def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any, Any, Any]) -> None:
+def _list_programs(static: PlanStatic, plan: PlanOutputs, program: Any, start: tuple[Any, Any, Any]) -> None:
     """Writes place, page and piece."""
     at = jnp.where(program <= static.programs, program, -1)
     for ref, values in zip((plan.cta_row, plan.cta_page, plan.cta_split), start, strict=True):
@@ -386,7 +396,7 @@ def _list_programs(static: Static, plan: Outputs, program: Any, start: tuple[Any
 # --- rows and places
 
 
-def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
+def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
     """Pages of rows; anything for those past the last."""
     row = jnp.minimum(row, static.rows - 1)
     batch = ratio(row, static.num_kv_heads)
@@ -401,7 +411,7 @@ def _walk(static: Static, x: Inputs, row: Any) -> PageWalk:
     return page_walk(jnp.maximum(kv_len - q_len, 0), end, window, sink_tokens, page_size=static.page_size)
 
 
-def _pages(static: Static, mem: Memory, row: Any) -> Any:
+def _pages(static: PlanStatic, mem: PlanScratch, row: Any) -> Any:
     """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
     last = jnp.minimum(row, static.rows - 1)
     cost = PER_THREAD.take(mem.ends, last) - sum_before(mem.ends, last)
@@ -409,10 +419,10 @@ def _pages(static: Static, mem: Memory, row: Any) -> Any:
 
 
 def _of_each(number: Any) -> Any:
-    """One number for each thread."""
+    """Give each thread the same number."""
     return PER_THREAD.filled(jnp.int32(number), THREADS)
 
 
-def _last(static: Static, sums: Ref) -> Any:
-    """The sum of all."""
+def _last(static: PlanStatic, sums: Ref) -> Any:
+    """Total of prefix sums."""
     return sums[static.padded_rows - 1 + unknown_zero()]  # constants are no indices

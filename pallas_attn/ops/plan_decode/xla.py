@@ -28,7 +28,9 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     rows, program = (jnp.arange(n, dtype=jnp.int32) for n in (walk.num_pages.shape[0], num_programs + 1))
     share = sharing.share(jnp.sum(sharing.cost(walk.num_pages), dtype=jnp.int32), num_programs)
     order, busy = (
-        _snake_order(sharing, walk.num_pages, num_programs) if sharing.are_dealt(len(rows)) else (rows, len(rows))
+        _snake_order(sharing, walk.num_pages, num_programs)
+        if sharing.uses_snake_order(len(rows))
+        else (rows, len(rows))
     )
     offsets = _prefix_sums(sharing.cost(walk.num_pages[order]))
     cuts = _at_equal_distances(sharing, offsets, share, program)
@@ -87,7 +89,7 @@ def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program:
 def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
     """The row that each program starts in, as an index of the order, and the offset of the start in that row."""
     ends = offsets[1:]
-    start = sharing.untailed(start, jnp.append(ends, ends[-1])[segment_of(ends, start)])
+    start = sharing.snap_to_row_end(start, jnp.append(ends, ends[-1])[segment_of(ends, start)])
     place = segment_of(ends, start)
     return place, start - offsets[place]
 
