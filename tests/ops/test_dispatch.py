@@ -107,7 +107,7 @@ def test_the_card_picks_the_architecture(implement: Callable[..., None], monkeyp
     monkeypatch.setitem(dispatch.MODULES, "op", modules)
     for capability, runs in [((9, 0), "sm90"), ((10, 0), "sm100"), ((8, 0), "xla"), (None, "xla")]:
         monkeypatch.setattr(device, "current", lambda capability=capability: device.Device("gpu", "a card", capability))
-        assert dispatch.run(CALL, None) == runs
+        assert dispatch.choose("op", None, lambda _, module: module.op(CALL)) == runs
     with pytest.raises(
         NotImplementedError,
         match=r"needs a GPU of compute capability 9\.0 \(H100, H200\) or 10\.0 \(B200, GB200\), this is gpu",
