@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PagedLatent
-from tests.ops import harness, naive
+from tests.contract import naive
+from tests.ops import harness
 
 SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
 
