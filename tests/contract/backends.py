@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import functools
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from unittest import mock
 import jax
 import pytest
 
-from pallas_attn import plan_decode
+from pallas_attn import DecodePlan, dispatch
 from pallas_attn.mosaic.sm90 import decode_config
 from pallas_attn.mosaic.sm90.flash import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
@@ -43,9 +42,9 @@ class Backend:
         inputs are poisoned only, but for one case an operation, calls are repeated less often, and nothing is said of
         what XLA compiles; the compile gate says that of kernels.
       plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
-      refuses: for each operation the cases that are refused, as patterns of their names, and why, as a pattern of the
+      refuses: the tests whose calls are refused, as patterns of "file::test[parameters]", and why, as patterns of the
         error's message.
-      slow: for each operation the cases, as patterns of names, that the interpreter leaves to the slow run.
+      slow: the tests, as patterns, that the interpreter leaves to the slow run.
     """
 
     name: str
@@ -54,8 +53,8 @@ class Backend:
     dense: bool = False
     kernels: bool = False
     plans: bool = False
-    refuses: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    slow: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    refuses: Mapping[str, str] = MappingProxyType({})
+    slow: tuple[str, ...] = ()
 
     @functools.cached_property
     def variant(self) -> Variant:
@@ -72,13 +71,13 @@ class Backend:
         """Times that a call is repeated to see whether its bits stay."""
         return 3 if self.interpreted else 100
 
-    def refusal(self, op: str, case: str) -> str | None:
-        """Why a case is refused, as a pattern of the message; None if it has to run."""
-        reasons = [why for name, why in self.refuses.get(op, {}).items() if fnmatch.fnmatchcase(case, name)]
+    def refusal(self, test: str) -> str | None:
+        """Why a test's call is refused, as a pattern of the message; None if it has to run."""
+        reasons = [why for pattern, why in self.refuses.items() if re.search(pattern, test)]
         return reasons[0] if reasons else None
 
-    def is_slow(self, op: str, case: str) -> bool:
-        return self.interpreted and any(fnmatch.fnmatchcase(case, name) for name in self.slow.get(op, ()))
+    def is_slow(self, test: str) -> bool:
+        return self.interpreted and any(re.search(pattern, test) for pattern in self.slow)
 
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
@@ -89,13 +88,17 @@ class Backend:
 
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
-PAGED_REFUSALS = {
-    "float32*": "takes bfloat16 and float16 queries, got float32",
-    "* over *": "takes queries and an unquantised cache of one dtype",
-    "page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
-    "page of 8 tokens": "takes pages of 16, 32, 64 or 128 tokens, got 8",
-    "heads of 16": "takes heads of width 64, 128 or 256, got 16",
-    "large soft cap": "takes a soft cap of up to 4096, got 5000",
+MOSAIC_REFUSALS = {
+    r"mosaic-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
+    r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
+    r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+    r"test_paged_attention.*heads of 16\]": "takes heads of width 64, 128 or 256, got 16",
+    r"large soft cap\]": "takes a soft cap of up to 4096, got 5000",
+    r"test_decode\[.*G 67\]": "67 have no such divisor",
+    r"latents of 96\]": "takes latents of a multiple of 64 columns up to 512, got 96",
+    r"rotated columns of 16\]": "takes 32 or 64 rotated columns, got 16",
+    r"test_widths_and_heads.*(GQA of 16|narrow keys)": "takes keys and values of width",
 }
 
 BACKENDS = (
@@ -113,10 +116,7 @@ BACKENDS = (
         dtype="bfloat16",
         kernels=True,
         plans=True,
-        refuses={
-            "paged_decode": PAGED_REFUSALS | {"G 67": "67 have no such divisor"},
-            "paged_prefill": PAGED_REFUSALS,
-        },
+        refuses=MOSAIC_REFUSALS,
     ),
 )
 
@@ -124,14 +124,9 @@ BACKENDS = (
 # --- what suites are parametrised by
 
 
-def implementations(op: str) -> Iterable[str]:
-    """Names of an operation's implementations."""
-    return importlib.import_module(f"pallas_attn.ops.{op}").IMPLEMENTATIONS
-
-
 def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
     """Those of an operation, of the wanted kind."""
-    return [backend for backend in BACKENDS if backend.name in implementations(op) and wanted(backend)]
+    return [backend for backend in BACKENDS if backend.name in dispatch.implementations(op) and wanted(backend)]
 
 
 def every_backend(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
@@ -142,16 +137,14 @@ def every_backend(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -
 
 def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
     """Runs a test, which takes `backend` and a case's `name`, with each case and backend of an operation."""
-    params = [
-        pytest.param(backend, name, id=f"{backend.name}-{name}", marks=_marks(backend, op, name))
-        for backend in backends_of(op)
-        for name in cases
-    ]
+    params = [pytest.param(backend, name, id=f"{backend.name}-{name}") for backend in backends_of(op) for name in cases]
     return pytest.mark.parametrize(("backend", "name"), params, indirect=["backend"])
 
 
-def _marks(backend: Backend, op: str, case: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if backend.is_slow(op, case) else []
+def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """As `every_backend`, for a test that takes no more of it than its `variant`."""
+    params = [pytest.param(backend, id=backend.name) for backend in backends_of(op, wanted)]
+    return pytest.mark.parametrize("variant", params, indirect=True)
 
 
 def is_lean(backend: Backend) -> bool:
@@ -184,31 +177,28 @@ def as_users_get(backend: Backend) -> Backend:
     return dataclasses.replace(backend, configs=())
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "num_q_heads", "num_kv_heads", "num_programs", "mode"))
 def plan_of(
-    kv_lens: Any,
-    q_lens: Any,
-    window: Any,
-    *,
-    page_size: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    num_programs: int,
-    mode: str,
-) -> Any:
-    """A decode plan, made by XLA: the plans' kernel has tests of its own, and is slow to interpret.
+    backend: Backend, arrays: Mapping[str, Any], *, window: int | None = None, num_programs: int, mode: str
+) -> DecodePlan:
+    """A plan for a decode call of these arguments, `window` if it is no array.
 
-    Rows of few pages are cut, which would pay only if they were long.
+    XLA makes it: the kernel that plans has tests of its own, and is slow to interpret. Rows of few pages are cut, which
+    would pay only if they were long.
     """
-    with Variant("xla", CUT_SHORT_ROWS).settings(), mock.patch.object(plan_module, "FIXED_PIECE_TOKENS", 32):
-        return plan_decode(
-            kv_lens,
-            q_lens=q_lens,
-            window=window,
-            page_size=page_size,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            num_programs=num_programs,
-            mode=mode,  # pyrefly: ignore[bad-argument-type]
-            implementation="xla",
-        )
+    return _planner(backend, window, num_programs, mode)(dict(arrays))
+
+
+@functools.cache
+def _planner(backend: Backend, window: int | None, num_programs: int, mode: str) -> Jitted:
+    @jax.jit
+    def plan(arrays: dict[str, Any]) -> DecodePlan:
+        by_xla = {"plan_decode": {("xla", None): "xla"}}
+        shown = arrays if window is None else arrays | {"window": window}
+        with (
+            Variant("xla", CUT_SHORT_ROWS).settings(),
+            mock.patch.object(plan_module, "FIXED_PIECE_TOKENS", 32),
+            mock.patch.dict(dispatch.MODULES, by_xla),
+        ):
+            return harness.plan_for(shown, num_programs=num_programs, mode=mode, implementation=backend.name)
+
+    return plan

@@ -128,7 +128,7 @@ class Inputs:
         for b, rows in enumerate(self.q):
             q[b, : len(rows)] = rows
         arguments = self._shared(poisoned) | {"q": q, "draft_mask": self.draft_mask}
-        if queries > 1 and self.case.q_lens is not None or any(n == 0 < k for n, k in self._lens):
+        if (queries > 1 and self.case.q_lens is not None) or any(n == 0 < k for n, k in self._lens):
             arguments["q_lens"] = np.array(self.case.query_lens, np.int32)
         return arguments
 
