@@ -53,10 +53,10 @@ def neighbours(file: Path) -> frozenset[Path]:
         return frozenset(file for file in LIBRARY.glob("*.py") if file.stem not in OVERVIEWS)
     tree = ast.parse(file.read_text())
     found = {_file(module) for module in _imports(tree, file)}
-    if LIBRARY / "__init__.py" in found:
+    if LIBRARY / "__init__.py" in found and file.parent != LIBRARY:
         named = {_word(node) for node in ast.walk(tree)}
         found |= {file for file in OPS.glob("*/__init__.py") if file.parent.name in named}
-    if file.parent.parent == OPS:
+    if file.parent.parent == OPS and file.name == "__init__.py":
         found |= set(file.parent.glob("*.py"))
     return frozenset(found)
 

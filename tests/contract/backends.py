@@ -121,6 +121,9 @@ BACKENDS = (
 )
 
 
+MOSAIC = BACKENDS[-1]
+
+
 # --- what suites are parametrised by
 
 
