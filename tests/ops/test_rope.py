@@ -11,7 +11,7 @@ import pytest
 from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
-from tests.ops.write_kv_case import (
+from tests.ops.kv_write_case import (
     HEADS,
     NUM_PAGES,
     NUM_TOKENS,
@@ -88,8 +88,6 @@ def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
 def test_write_turns_keys_and_queries_and_leaves_values(
     style: Any, half: int, norm_order: Any, variant: Variant
 ) -> None:
-    if (variant.implementation, style, half) == ("mosaic", "neox", 1):
-        pytest.skip("refused, as test_write_kv_mosaic.py shows")
     rng = fresh_rng()
     norms = {}
     if norm_order is not None:

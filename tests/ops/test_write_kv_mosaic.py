@@ -1,9 +1,9 @@
-"""The Mosaic kernel behind `write_kv`: the contract's own tests, interpreted on the CPU, and what is its alone."""
+"""What is the Mosaic kernel's own of `write_kv`, beside the contract."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,18 +13,15 @@ import pytest
 
 from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
 from pallas_attn.ops.write_kv import mosaic_rounding
-from pallas_attn.ops.write_kv.config import WriteKVConfig, WriteKVKey, mosaic_config
+from pallas_attn.ops.write_kv.config import MosaicConfig, MosaicKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
 from tests.ops import harness
-from tests.ops import test_rope as rope_contract
-from tests.ops import test_write_kv as contract
-from tests.ops import test_write_kv_call as call_contract
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
-from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
+from tests.ops.kv_write_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
 # So few entries a program that the inputs make many, and groups that several of them touch.
-MOSAIC = Variant("mosaic", WriteKVConfig(row_threads=32, scan_tokens=2))
+MOSAIC = Variant("mosaic", MosaicConfig(row_threads=32, scan_tokens=2))
 KERNEL, XLA = Variant("mosaic"), Variant("xla")
 FP8 = "float8_e4m3fn"
 
@@ -34,58 +31,6 @@ def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureReque
     """Runs kernels interpreted, with parameters of the interpreter that a test may ask for."""
     with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
-
-
-def dynamic(dtype: str, rank: int, groups: int) -> tuple[Callable[..., None], dict[str, Any]]:
-    arguments = {"dtype": dtype, "rank": rank, "groups": groups}
-    return contract.test_dynamic_scales_follow_the_rule_to_the_byte, arguments
-
-
-def static(dtype: str, rank: int, layout: str) -> tuple[Callable[..., None], dict[str, Any]]:
-    return contract.test_static_scales_are_used_as_given, {"dtype": dtype, "rank": rank, "layout": layout}
-
-
-def turned(style: str, half: int, norm_order: str | None) -> tuple[Callable[..., None], dict[str, Any]]:
-    arguments = {"style": style, "half": half, "norm_order": norm_order}
-    return rope_contract.test_write_turns_keys_and_queries_and_leaves_values, arguments
-
-
-CONTRACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "bfloat16": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "bfloat16", "rank": 1}),
-    "float16, slots by head": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "float16", "rank": 2}),
-    "bits": (contract.test_tokens_in_the_cache_dtype_are_moved_bit_for_bit, {}),
-    "int8 by channel": static("int8", 1, "channel"),
-    "float8 by head, slots by head": static(FP8, 2, "head"),
-    "int8 by token": dynamic("int8", 1, PAGE_SIZE),
-    "float8 by two tokens, slots by head": dynamic(FP8, 2, 4),
-    "int8 by four tokens": dynamic("int8", 1, 2),
-    "float8 by page, slots by head": dynamic(FP8, 2, 1),
-    "no slot": (contract.test_tokens_without_a_slot_leave_every_byte, {"dtype": "int8", "scales": 2}),
-    "no slot in a group": (contract.test_tokens_without_a_slot_count_in_no_group, {"dtype": "int8"}),
-    "all columns rotated": turned("neox", 8, None),
-    "some columns rotated, norm before": turned("neox", 4, "before_rope"),
-    "neighbours rotated, norm after": turned("interleaved", 4, "after_rope"),
-    "two columns rotated": turned("interleaved", 1, "before_rope"),
-    "rotated, to other dtypes": (
-        rope_contract.test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype,
-        {},
-    ),
-    "rotated, int8 by token": (rope_contract.test_write_quantises_rotated_keys_from_float32, {"dtype": "int8"}),
-    "vmap": (call_contract.test_vmap_writes_each_cache, {"dtype": "int8", "scales": 2}),
-    "scan": (call_contract.test_a_scan_writes_what_calls_write, {"dtype": "int8", "scales": 2}),
-}
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("test", "arguments"), CONTRACT.values(), ids=CONTRACT)
-def test_contract(test: Callable[..., None], arguments: dict[str, Any]) -> None:
-    test(**arguments, variant=MOSAIC)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("name", [name for name in vars(contract.TestGroups) if name.startswith("test_")])
-def test_contract_of_groups(name: str) -> None:
-    getattr(contract.TestGroups(), name)("int8", MOSAIC)
 
 
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
@@ -203,7 +148,7 @@ def test_threads_share_stretches_evenly(rotation: Any) -> None:
     """Whatever is asked of the heuristic: of every stretch, threads have as many neighbouring columns each."""
     for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
         half = 0 if rotation == "none" else min(half, head_dim // 2)
-        key = WriteKVKey(head_dim, half, rotation, entries, group)
+        key = MosaicKey(head_dim, half, rotation, entries, group)
         threads, vector = key.threads_and_vector(mosaic_config(key))
         stretches = {head_dim - 2 * half, half if rotation == "neox" else 2 * half}
         assert all(stretch % (threads * vector) == 0 for stretch in stretches)
@@ -214,7 +159,7 @@ def test_threads_share_stretches_evenly(rotation: Any) -> None:
 @pytest.mark.parametrize(("row_threads", "scan_tokens"), [(3, 1), (64, 1), (8, 0), (8, 17)])
 def test_refuses_configurations_that_are_none(row_threads: int, scan_tokens: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        WriteKVConfig(row_threads, scan_tokens)
+        MosaicConfig(row_threads, scan_tokens)
 
 
 REFUSED = {
