@@ -104,6 +104,17 @@ MOSAIC_REFUSALS = {
 }
 
 MOSAIC_SLOW = (
+    # Combinations whose parts all meet in faster cases.
+    r"test_(decode|prefill)\[mosaic-(int window longer|head-wise drafts|small scale|float16, windows)",
+    r"test_(decode|prefill)\[mosaic-G (2,|4,|12,|14,)",
+    r"test_(decode|prefill)\[mosaic-(int8 per head, head-wise|int8 in 4|fp8 per channel|fp8 in 1 group)",
+    r"test_decode\[mosaic-(tree of [23]|tree of 8, full|8 queries each)",
+    r"test_prefill\[mosaic-(a single token|no padding|more sequences|a page at a time)",
+    r"test_mla_decode.py::test_several_queries\[mosaic-.*-(2, tree|8, tree|4 each)\]",
+    r"test_mla_decode.py::test_heads_and_widths\[mosaic-(3-256|126|128)",
+    r"test_mla_decode.py::test_without_a_plan\[mosaic-many",
+    r"test_mla_decode.py::test_dtypes\[mosaic-bfloat16, large scores",
+    r"test_ragged_attention.py::test_widths_and_heads\[mosaic-(MHA|GQA of 3|GQA of 2)",
     r"test_plain_caches.*\[(float32-.|bfloat16-2|float16-1)-mosaic",
     r"test_static_scales.*(channel-float8_e4m3fn|channel-int8-2|head-int8|head-float8_e4m3fn-1)-?.*mosaic",
     r"test_dynamic_scales.*(1-int8|4-int8|2-float8|8-float8).*mosaic",
