@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Holds a backend to the refusals that its table promises: the test passes if it ends with one, for that reason."""
     chosen = backend_of(pyfuncitem)
-    reason = chosen and chosen.refusal(name_of(pyfuncitem))
-    if not reason:
+    reason = chosen.refusal(name_of(pyfuncitem)) if chosen else None
+    if reason is None:
         return (yield)
     with pytest.raises(NotImplementedError, match=reason):
         yield

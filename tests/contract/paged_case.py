@@ -242,6 +242,9 @@ def _visible(case: PagedCase, mask: np.ndarray | None, absent: np.ndarray) -> np
 
 
 def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    cache_dtype = case.cache_dtype or case.dtype
+    if cache_dtype is None:
+        raise ValueError("dtype: expected a backend's own in place of None")
     dtype = np.dtype(case.dtype)
     q = [harness.normal(rng, (n, case.q_heads, case.head_dim), dtype) for n in case.query_lens]
     spec = kv_cache_spec(
@@ -249,7 +252,7 @@ def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.nda
         page_size=case.page_size,
         num_kv_heads=case.kv_heads,
         head_dim=case.head_dim,
-        dtype=case.cache_dtype or case.dtype,
+        dtype=cache_dtype,
         scales=case.scales,
     )
     return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in spec.arrays.items()}

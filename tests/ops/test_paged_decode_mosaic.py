@@ -24,6 +24,7 @@ from pallas_attn import FULL, PagedKV, device, explain, paged_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise
 from pallas_attn.mosaic.sm90.query_packing import Columns
+from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
 from tests.contract import backends
