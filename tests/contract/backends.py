@@ -144,11 +144,11 @@ BACKENDS = (
     Backend(
         "mosaic",
         configs=(
-            decode_config.MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
-            mla_config.MosaicConfig(pairs=1, cluster=1),
-            flash_config.MosaicConfig(tile_keys=64, stages=2, consumers=1),
+            decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
+            mla_config.SeesawConfig(pairs=1, cluster=1),
+            flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
             # So few entries a program that the inputs make many, and groups that several of them touch.
-            write_config.MosaicConfig(row_threads=32, scan_tokens=2),
+            write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
             CUT_SHORT_ROWS,
         ),
         dtype="bfloat16",

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from pallas_attn import DecodePlan
-from pallas_attn.mosaic.sm90 import query_packing
-from pallas_attn.mosaic.sm90.decode_config import MosaicConfig
-from pallas_attn.ops.mla_decode import mosaic_columns
+from pallas_attn.mosaic.sm90 import split_states
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
 from tests.contract import backends
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5
 """Of plans; another number would be another compilation."""
 
@@ -81,7 +81,7 @@ def compiled(out_dtype: str) -> harness.Jitted:
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
             call = MlaDecodeCall(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
-            return mosaic_columns.decode(call, plan_of(call, "mosaic_sm90", mosaic_columns.num_programs(call)))
+            return mosaic_swap_ab.decode(call, plan_of(call, "mosaic_sm90", mosaic_swap_ab.num_programs(call)))
 
     return decode
 
@@ -110,13 +110,13 @@ def test_widths_and_pages(case: MlaCase) -> None:
 def test_a_row_cut_among_many_programs() -> None:
     inputs = draw(replace(BASE, kv_lens=(0, 0, 128, 0, 1, 0)))
     arguments = inputs.arguments()
-    assert np.diff(plan_for(inputs.case, arguments).piece_offsets).max() > 2
+    assert np.diff(plan_for(inputs.case, arguments).split_indptr).max() > 2
     check(inputs, arguments)
 
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a tile that does not hold a row's output at once."""
-    monkeypatch.setattr(query_packing, "OUTPUT_BYTES", 4096)
+    monkeypatch.setattr(split_states, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()
     got = call(inputs.case, arguments | {"plan": plan_for(inputs.case, arguments)}, "float32")

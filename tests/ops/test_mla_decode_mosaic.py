@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from pallas_attn import explain, mla_decode
-from pallas_attn.ops.mla_decode.config import MosaicConfig
+from pallas_attn.ops.mla_decode.config import SeesawConfig
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.ops import harness
@@ -25,9 +25,9 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(pairs=2, cluster=1), honours_plans=True)
-SINGLE = Variant("mosaic", MosaicConfig(pairs=1, cluster=1), honours_plans=True)
-CLUSTER = Variant("mosaic", MosaicConfig(pairs=1, cluster=2), honours_plans=True)
+MOSAIC = Variant("mosaic", SeesawConfig(pairs=2, cluster=1), honours_plans=True)
+SINGLE = Variant("mosaic", SeesawConfig(pairs=1, cluster=1), honours_plans=True)
+CLUSTER = Variant("mosaic", SeesawConfig(pairs=1, cluster=2), honours_plans=True)
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])

@@ -23,10 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import FULL, PagedKV, device, explain, paged_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90 import dequantise
-from pallas_attn.mosaic.sm90.query_packing import Columns
+from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
-from pallas_attn.ops.paged_decode.config import MosaicConfig, max_columns
+from pallas_attn.ops.paged_decode.config import max_columns
 from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_rows_are_cut"),
 ]
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
+MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -76,7 +77,7 @@ def test_a_row_cut_among_many_programs() -> None:
     case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "balanced", 9)
-    assert np.diff(plan.piece_offsets).max() > 2
+    assert np.diff(plan.split_indptr).max() > 2
     check(inputs, plan=plan)
 
 
@@ -86,13 +87,13 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
 ) -> None:
     """Each of 8 columns, where those that left the pieces had 16, or 64 of either query; with learned sinks."""
     monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
-    columns = Columns(group, queries, max_columns(64, 2))
-    assert columns.width == group
-    assert columns.narrowed(columns.blocks * 2).width == 8
+    packing = QueryPacking(group, queries, max_columns(64, 2))
+    assert packing.width == group
+    assert packing.split_width(packing.blocks * 2).width == 8
     case = replace(WINDOWED, kv_lens=(128,), q_heads=2 * group, queries=queries, head_windows=((FULL, 0), (40, 3)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "fixed", 9)
-    assert np.diff(plan.piece_offsets).max() > 2
+    assert np.diff(plan.split_indptr).max() > 2
     check(inputs, plan=plan)
 
 

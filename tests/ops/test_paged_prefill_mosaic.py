@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from pallas_attn import FULL, paged_prefill
-from pallas_attn.mosaic.sm90.flash.config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from pallas_attn.ops.paged_prefill import config
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
@@ -25,8 +25,8 @@ from tests.ops.harness import Variant
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=1))
-TWO_CONSUMERS = Variant("mosaic", MosaicConfig(tile_keys=128, stages=2, consumers=2))
+MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
+TWO_CONSUMERS = Variant("mosaic", FlashConfig(tile_keys=128, stages=2, consumers=2))
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -82,11 +82,11 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
     """One, one for each consumer, some with a place left over, and a part of a group."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
-    with mock.patch.object(config, "packing", return_value=config.Packing(*packing)):
+    with mock.patch.object(config, "packing", return_value=config.HeadPacking(*packing)):
         check(replace(case, sinks="mixed", tokens=17), TWO_CONSUMERS)
 
 
-CUT = Variant("mosaic", MosaicConfig(tile_keys=64, stages=4, consumers=1))
+CUT = Variant("mosaic", FlashConfig(tile_keys=64, stages=4, consumers=1))
 CUT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), tokens=26),
@@ -148,6 +148,6 @@ def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
 
 
 def test_tiles_that_cut_pages_are_refused() -> None:
-    variant = replace(MOSAIC, config=MosaicConfig(tile_keys=192, stages=2, consumers=2))
+    variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
     with pytest.raises(NotImplementedError, match="got 192 keys of pages of 128"):
         call(variant, WIDE, Inputs.draw(WIDE, harness.fresh_rng()).prefill())

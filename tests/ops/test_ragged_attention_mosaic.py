@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import ragged_attention
-from pallas_attn.ops.ragged_attention.config import MosaicConfig
+from pallas_attn.mosaic.sm90.flash.config import FlashConfig
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -24,7 +24,7 @@ from tests.ops.harness import Variant
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-MOSAIC = Variant("mosaic", MosaicConfig(tile_keys=64, stages=2, consumers=2))
+MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=2))
 BASE = RaggedCase(
     (3, 0, 141, 20),
     (70, 9, 150, 5),
@@ -62,7 +62,7 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int) -> None:
     """Sequences of fewer tiles than parts leave some of them nothing."""
-    variant = Variant("mosaic", MosaicConfig(tile_keys=64, stages=stages, consumers=1))
+    variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(multiprocessors) as parts:
         check(case, variant)
@@ -87,15 +87,15 @@ def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
 FEW = replace(BASE, q_lens=(5, 0, 6), kv_lens=(9, 2, 7), tokens=12, keys=19, q_heads=2)
 WIDTHS = {
     "DeepSeek's, three consumers": (
-        MosaicConfig(tile_keys=64, stages=2, consumers=3),
+        FlashConfig(tile_keys=64, stages=2, consumers=3),
         replace(FEW, key_dim=192, value_dim=128, q_heads=2, kv_heads=2, dtype="float16"),
     ),
     "scores near 5e5 of either sign": (
-        MosaicConfig(tile_keys=128, stages=3, consumers=1),
+        FlashConfig(tile_keys=128, stages=3, consumers=1),
         replace(FEW, key_dim=128, value_dim=128, q_heads=3, kv_heads=1, exact=True),
     ),
     "the widest": (
-        MosaicConfig(tile_keys=64, stages=2, consumers=2),
+        FlashConfig(tile_keys=64, stages=2, consumers=2),
         replace(FEW, key_dim=256, value_dim=256, causal=False),
     ),
 }
@@ -108,7 +108,7 @@ WIDTHS = {
         for name, each in WIDTHS.items()
     ],
 )
-def test_widths_heads_and_configurations(config: MosaicConfig, case: RaggedCase) -> None:
+def test_widths_heads_and_configurations(config: FlashConfig, case: RaggedCase) -> None:
     check(case, replace(MOSAIC, config=config))
 
 
@@ -120,3 +120,10 @@ def test_no_tokens_or_no_keys() -> None:
     out, lse = call(MOSAIC, BASE, arrays | {"k": arrays["k"][:0], "v": arrays["v"][:0]})
     assert not np.any(out)
     assert np.all(np.isneginf(lse))
+
+
+def test_tiles_that_do_not_fit_shared_memory_are_refused() -> None:
+    case = replace(BASE, key_dim=256, value_dim=256)
+    variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
+    with pytest.raises(NotImplementedError, match=r"192 keys for 2 consumers take \d+ bytes .* at most 232448"):
+        call(variant, case, Inputs.draw(case, harness.fresh_rng()).arguments())

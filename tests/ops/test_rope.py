@@ -11,7 +11,7 @@ import pytest
 from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
-from tests.ops.kv_write_case import (
+from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
     NUM_TOKENS,

@@ -13,15 +13,15 @@ import pytest
 
 from pallas_attn import PagedKV, Rope, explain, kv_cache_spec
 from pallas_attn.ops.write_kv import mosaic_rounding
-from pallas_attn.ops.write_kv.config import MosaicConfig, MosaicKey, mosaic_config
+from pallas_attn.ops.write_kv.config import WriteKVConfig, WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
 from tests.ops import harness
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
-from tests.ops.kv_write_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
+from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
 # So few entries a program that the inputs make many, and groups that several of them touch.
-MOSAIC = Variant("mosaic", MosaicConfig(row_threads=32, scan_tokens=2))
+MOSAIC = Variant("mosaic", WriteKVConfig(row_threads=32, scan_tokens=2))
 KERNEL, XLA = Variant("mosaic"), Variant("xla")
 FP8 = "float8_e4m3fn"
 
@@ -148,7 +148,7 @@ def test_threads_share_stretches_evenly(rotation: Any) -> None:
     """Whatever is asked of the heuristic: of every stretch, threads have as many neighbouring columns each."""
     for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
         half = 0 if rotation == "none" else min(half, head_dim // 2)
-        key = MosaicKey(head_dim, half, rotation, entries, group)
+        key = WriteKVKey(head_dim, half, rotation, entries, group)
         threads, vector = key.threads_and_vector(mosaic_config(key))
         stretches = {head_dim - 2 * half, half if rotation == "neox" else 2 * half}
         assert all(stretch % (threads * vector) == 0 for stretch in stretches)
@@ -159,7 +159,7 @@ def test_threads_share_stretches_evenly(rotation: Any) -> None:
 @pytest.mark.parametrize(("row_threads", "scan_tokens"), [(3, 1), (64, 1), (8, 0), (8, 17)])
 def test_refuses_configurations_that_are_none(row_threads: int, scan_tokens: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        MosaicConfig(row_threads, scan_tokens)
+        WriteKVConfig(row_threads, scan_tokens)
 
 
 REFUSED = {
