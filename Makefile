@@ -13,8 +13,11 @@ endif
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
 
-# Tests spend their time compiling, not running what was compiled.
-PYTEST := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(BIN)/python -m pytest
+# Tests spend their time compiling, not running what was compiled. Neighbours compile the same, so a worker gets
+# neighbours. What took how long is printed in part, and kept for every test.
+COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
+PYTEST := $(COMPILE_QUICKLY) $(BIN)/python -m pytest $(MEASURED)
 
 # What compiles kernels without a GPU is there for Linux on x86-64; elsewhere those tests are skipped.
 ifeq ($(shell uname -s -m),Linux x86_64)
@@ -30,13 +33,13 @@ demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and c
 	$(BIN)/python scripts/run_decode.py --verify
 
 test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
-	$(PYTEST) -n auto -m "not slow"
+	$(PYTEST) -m "not slow" --junitxml=.pytest_cache/test.xml
 
 test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
-	$(PYTEST) -n auto -m slow
+	$(PYTEST) -m slow --junitxml=.pytest_cache/test-slow.xml
 
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
-	$(PYTEST) -n auto tests/aot
+	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
 
 test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
@@ -45,7 +48,8 @@ test-latest: | python  ## the tests, on the newest jax that pyproject.toml admit
 	$(call create,.venv-latest)
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	.venv-latest/bin/python -m pytest -n auto -m "not slow" --ignore=tests/aot  # whose packages are of one jax
+	@echo "left out: tests/aot, whose compilers are pinned to the jax of constraints.txt, and what is marked slow or gpu"
+	$(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore=tests/aot
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings

@@ -45,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     if reason := missing(options.plugin):
         parser.error(reason)
-    compiler = Compiler(options.plugin)
+    compiler = Compiler(options.plugin, kept=False)
     names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns)]
     passed = [compile_and_print(compiler, name, options.listings) for name in names]
     compiler.close()

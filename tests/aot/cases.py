@@ -19,6 +19,20 @@ CASES: dict[str, Case] = {
     **(MLA_COLUMNS | MLA_COLUMNS_MORE | MLA | MLA_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
 }
 
+MODULES = {
+    **dict.fromkeys(PORTABLE, "portable"),
+    **dict.fromkeys(PLANS, "plans"),
+    **dict.fromkeys(DECODE_MORE | DECODE, "decode"),
+    **dict.fromkeys(WRITES | WRITES_MORE, "writes"),
+    **dict.fromkeys(LATENT | LATENT_MORE, "latent"),
+    **dict.fromkeys(MLA_COLUMNS | MLA_COLUMNS_MORE, "mla_columns"),
+    **dict.fromkeys(MLA | MLA_MORE, "mla"),
+    **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
+    **dict.fromkeys(ENGINE, "engine"),
+    **dict.fromkeys(REAL, "real"),
+}
+"""The module of this package that defines each."""
+
 SLOW = (
     (DECODE_MORE.keys() - DECODE.keys())
     | WRITES_MORE.keys()

@@ -1,12 +1,19 @@
-"""The compile gate: hands cases to a process that has the CUDA plugin."""
+"""The compile gate: hands cases to a process that has the CUDA plugin, and keeps what came of them.
+
+A report is kept beside the packages, and holds as long as nothing changes that its case depends on (`sources.key`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.aot import environment
+from tests.aot import environment, sources
+from tests.aot.cases import MODULES
 from tests.aot.report import Report
 
 ANSWER = '{"error":'
@@ -14,17 +21,25 @@ ANSWER = '{"error":'
 
 
 class Compiler:
-    """A process that compiles cases for an H200 one at a time; a case that ends it costs only a new start."""
+    """A process that compiles cases for an H200 one at a time; a case that ends it costs only a new start.
 
-    def __init__(self, plugin: str):
+    Attributes:
+      kept: whether reports of earlier runs are taken, without their disassembly.
+    """
+
+    def __init__(self, plugin: str, kept: bool = True):
         self._plugin = plugin
+        self._kept = kept
         self._process: subprocess.Popen[str] | None = None
         self._reports: dict[str, Report] = {}
 
     def report(self, name: str) -> Report:
         """What came of compiling the case, or sample, of this name."""
         if name not in self._reports:  # a second time, jax would take the first's result and nothing would be compiled
-            self._reports[name] = self._compile(name)
+            kept = _load(self._plugin, name) if self._kept else None
+            self._reports[name] = self._compile(name) if kept is None else kept
+            if kept is None:
+                _keep(self._plugin, name, self._reports[name])
         return self._reports[name]
 
     def close(self) -> None:
@@ -58,3 +73,33 @@ class Compiler:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+
+def _path(plugin: str, name: str) -> Path:
+    return environment.ROOT / ".aot" / "reports" / plugin / f"{name}.json"
+
+
+def _key(plugin: str, name: str) -> str | None:
+    """What a case's report depends on; None of the gate's samples, which are always compiled."""
+    return sources.key(f"tests.aot.{MODULES[name]}", plugin) if name in MODULES else None
+
+
+def _load(plugin: str, name: str) -> Report | None:
+    """The report that is kept of a case, if nothing has changed since."""
+    key, path = _key(plugin, name), _path(plugin, name)
+    if key is None or not path.is_file():
+        return None
+    kept = json.loads(path.read_text())
+    return Report.from_json(kept["report"]) if kept["key"] == key else None
+
+
+def _keep(plugin: str, name: str, report: Report) -> None:
+    """Keeps a report for later runs, and is done with it at once where several do."""
+    key, path = _key(plugin, name), _path(plugin, name)
+    if key is None or report.error is not None:
+        return
+    brief = dataclasses.replace(report, kernels=tuple(dataclasses.replace(k, sass="") for k in report.kernels))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({"key": key, "report": dataclasses.asdict(brief)}))
+    partial.replace(path)

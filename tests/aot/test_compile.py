@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot import decode
-from tests.aot.cases import CASES, ON_BOTH_PLUGINS, SLOW
+from tests.aot.cases import CASES, MODULES, ON_BOTH_PLUGINS, SLOW
 from tests.aot.report import complaints
 
 
@@ -20,6 +20,11 @@ def test_cuda13(compilers, name):
 @pytest.mark.parametrize("name", named(CASES.keys() - ON_BOTH_PLUGINS))
 def test_cuda12(compilers, name):
     assert not list(complaints(compilers("cuda12").report(name), CASES[name]))
+
+
+def test_every_case_has_a_module() -> None:
+    """From which follows what its kept report depends on."""
+    assert MODULES.keys() == CASES.keys()
 
 
 def test_packaged_tunings_are_compiled():

@@ -6,9 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.aot import environment
+from tests.aot import environment, gate, sources
 from tests.aot.case import Case, shape
 from tests.aot.compile import kernels_on_slices, large_copies
+from tests.aot.gate import Compiler
 from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory
 from tests.aot.samples import SAMPLES
 
@@ -60,6 +61,88 @@ def test_the_packages_tools_come_first(compilers, plugin):
     path = environment.variables(plugin)["PATH"]
     for tool in ("ptxas", "nvdisasm"):
         assert Path(shutil.which(tool, path=path) or "").is_relative_to(environment.packages(plugin))
+
+
+# --- what is kept
+
+
+def reached(name):
+    files = sources.reachable(environment.ROOT / "tests" / "aot" / f"{name}.py")
+    return {str(file.relative_to(environment.ROOT)) for file in files}
+
+
+def test_what_a_case_depends_on():
+    decode = reached("decode")
+    assert {"tests/aot/plans.py", "pallas_attn/dispatch.py", "pallas_attn/ops/paged_decode/mosaic_sm90.py"} <= decode
+    assert "pallas_attn/ops/plan_decode/__init__.py" in decode
+    assert not [file for file in decode if file.startswith(("models/", "pallas_attn/ops/mla_prefill/"))]
+    assert {"models/engine/runner.py", "pallas_attn/ops/mla_decode/__init__.py"} <= reached("engine")
+
+
+@pytest.fixture
+def repository(monkeypatch, tmp_path):
+    """A library of one operation, a case of it, and a gate that is empty."""
+    files = {
+        "pallas_attn/__init__.py": "",
+        "pallas_attn/ops/write_kv/__init__.py": "",
+        "pallas_attn/ops/write_kv/mosaic_sm90.py": "from pallas_attn.mosaic import rows",
+        "pallas_attn/mosaic/__init__.py": "",
+        "pallas_attn/mosaic/rows.py": "",
+        "pallas_attn/mosaic/others.py": "",
+        "tests/aot/writes.py": "import pallas_attn\npallas_attn.write_kv",
+        "tests/aot/cuda13.txt": "",
+        **{f"tests/aot/{name}.py": "" for name in sources.GATE},
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    library = tmp_path / "pallas_attn"
+    for name, value in {"ROOT": tmp_path, "LIBRARY": library, "OPS": library / "ops"}.items():
+        monkeypatch.setattr(sources, name, value)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    yield tmp_path
+    forget_sources()
+
+
+def forget_sources():
+    sources.key.cache_clear()
+    sources.neighbours.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "compiled"),
+    [
+        ("pallas_attn/mosaic/rows.py", 2),
+        ("pallas_attn/ops/write_kv/mosaic_sm90.py", 2),
+        ("tests/aot/writes.py", 2),
+        ("tests/aot/cuda13.txt", 2),
+        ("pallas_attn/mosaic/others.py", 1),
+    ],
+)
+def test_a_report_is_kept_until_something_changes_that_it_depends_on(file, compiled, repository, monkeypatch):
+    monkeypatch.setattr(gate, "MODULES", {"a": "writes"})
+    asked = []
+    kernel = Kernel("k", 32, 0, 0, 0, (), ("HGMMA",), "sass")
+    monkeypatch.setattr(Compiler, "_compile", lambda self, name: asked.append(name) or Report(kernels=(kernel,)))
+    for _ in range(2):
+        forget_sources()
+        report = Compiler("cuda13").report("a")
+        assert report.kernels[0].name == "k"
+    assert len(asked) == 1
+    (repository / file).write_text((repository / file).read_text() + "\n# changed")
+    forget_sources()
+    Compiler("cuda13").report("a")
+    assert len(asked) == compiled
+
+
+def test_a_report_of_an_error_is_not_kept(repository, monkeypatch):
+    monkeypatch.setattr(gate, "MODULES", {"a": "writes"})
+    asked = []
+    monkeypatch.setattr(Compiler, "_compile", lambda self, name: asked.append(name) or Report(error="spilt"))
+    forget_sources()
+    for _ in range(2):
+        assert Compiler("cuda13").report("a").error == "spilt"
+    assert len(asked) == 2
 
 
 # --- without the packages

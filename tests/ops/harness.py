@@ -83,7 +83,7 @@ class Variant:
 
     Attributes:
       implementation: its name.
-      config: taken in place of the tuned or heuristic configuration.
+      config: taken in place of the tuned or heuristic configuration; or several, of one type each.
       honours_plans: in `fixed` mode a row has the same bits in any batch and order.
       tolerances: of output and LSE, for inputs of 32-bit and of narrower floats.
     """
@@ -102,12 +102,14 @@ class Variant:
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Within it, tracing an operation takes this variant's configuration."""
-        if self.config is None:
+        configs = self.config if isinstance(self.config, tuple) else () if self.config is None else (self.config,)
+        by_type = {type(config): config for config in configs}
+        if not by_type:
             yield
             return
 
         def lookup(op: str, key: Any, make: Any, heuristic: Callable[[], Any]) -> Any:
-            return self.config if make is type(self.config) else heuristic()
+            return by_type[make] if make in by_type else heuristic()
 
         with mock.patch("pallas_attn.tuning.lookup", lookup):
             yield

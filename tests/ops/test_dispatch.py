@@ -21,8 +21,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PagedKV, device, dispatch, explain, paged_decode, tuning
+from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
-from tests.ops.paged_case import Inputs, PagedCase
 
 REPOSITORY = Path(__file__).parents[2]
 

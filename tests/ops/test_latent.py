@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PAGE_NONE, PagedLatent, dispatch, gather_latent, write_latent
+from pallas_attn import PAGE_NONE, PagedLatent, gather_latent, write_latent
+from tests.contract import backends
 from tests.ops.harness import (
     GARBAGE,
     Variant,
@@ -20,13 +21,12 @@ from tests.ops.harness import (
     compiled,
     fresh_rng,
     scope_names,
-    variants,
 )
 
-# Both have the same implementations. Of Mosaic's, see test_latent_mosaic.py.
-PORTABLE = [name for name in dispatch.implementations("write_latent") if name != "mosaic"]
-every_variant = variants(PORTABLE)
-lean_variant = variants(name for name in PORTABLE if name != "reference")
+# Both have the same implementations.
+every_variant = backends.every_variant("write_latent")
+compiled_variant = backends.every_variant("write_latent", backends.is_compiled)
+lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_lean)
 
 NUM_PAGES, PAGE_SIZE, WIDTH = 12, 4, 24
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
@@ -129,7 +129,7 @@ def steps_of_writes(variant: Variant, cache: PagedLatent, latent: jax.Array, slo
     return jax.lax.scan(step, cache, (latent, slots))[0]
 
 
-@every_variant
+@compiled_variant
 def test_write_inside_a_scan(variant: Variant) -> None:
     rng = fresh_rng()
     pages, latent = any_bits(rng, (64, 16, WIDTH), np.float32), any_bits(rng, (5, 3, WIDTH), np.float32)
@@ -291,7 +291,7 @@ def test_gather_brings_back_what_was_written(variant: Variant) -> None:
     assert_same_bits(got, latent)
 
 
-@every_variant
+@compiled_variant
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
     rng = fresh_rng()
     chex.clear_trace_counter()
@@ -311,7 +311,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(varian
     assert "gather_latent" in names
 
 
-@every_variant
+@compiled_variant
 def test_exported(variant: Variant) -> None:
     arrays, tokens = ragged_case(fresh_rng(), *CACHED_AND_NEW["mixed"])
     gather = jax.export.export(compiled(gather_latent, variant, length=LENGTH))(**arrays)

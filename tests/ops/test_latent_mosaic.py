@@ -1,4 +1,4 @@
-"""The Mosaic kernels behind `write_latent` and `gather_latent`: the contract's own tests, interpreted on the CPU, and
+"""What is the Mosaic kernels' own of `write_latent` and `gather_latent`, beside the contract: odd widths, choice, and
 real sizes on a GPU.
 """
 
@@ -28,35 +28,6 @@ MOSAIC = Variant("mosaic")
 def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     with harness.interpreting(capsys):
         yield
-
-
-CONTRACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    **{
-        f"{operation}, {dtype.__name__}": (test, {"dtype": dtype})
-        for dtype in (jnp.bfloat16, jnp.float32)
-        for operation, test in (
-            ("places", contract.test_write_places_each_token_and_touches_nothing_else),
-            ("lays end to end", contract.test_gather_lays_cached_and_new_tokens_end_to_end),
-        )
-    },
-    "any order": (contract.test_write_fills_a_pool_in_any_order, {}),
-    "casts": (contract.test_write_casts_to_the_dtype_of_the_cache, {}),
-    "no tokens": (contract.test_write_of_no_tokens_is_the_cache, {}),
-    "write, vmap": (contract.test_write_under_vmap, {}),
-    "any lengths": (contract.test_gather_of_any_lengths, {}),
-    "a single sequence, cut": (contract.test_gather_of_a_single_sequence_into_any_length, {"length": 7}),
-    "a single sequence": (contract.test_gather_of_a_single_sequence_into_any_length, {"length": 64}),
-    "nothing new": (contract.test_gather_without_any_new_latents, {}),
-    "absent pages": (contract.test_gather_of_absent_pages, {}),
-    "gather, vmap": (contract.test_gather_under_vmap, {}),
-    "back": (contract.test_gather_brings_back_what_was_written, {}),
-}
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("test", "arguments"), CONTRACT.values(), ids=CONTRACT)
-def test_contract(test: Callable[..., None], arguments: dict[str, Any]) -> None:
-    test(**arguments, variant=MOSAIC)
 
 
 @pytest.mark.usefixtures("interpreter")

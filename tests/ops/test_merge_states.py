@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_attn import merge_states
-from tests.ops import naive
+from tests.contract import naive
 from tests.ops.harness import F32_LSE, F32_OUT, HALF_OUT, Tolerance, assert_close, assert_same_bits, fresh_rng
 
 QUERIES, HEADS, WIDTH, KEYS, PARTS = 3, 4, 8, 12, 5

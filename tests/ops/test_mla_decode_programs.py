@@ -13,8 +13,8 @@ import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
 from pallas_attn import DecodePlan, dispatch, mla_decode, plan_decode
 from pallas_attn.mosaic import basics
 from pallas_attn.ops.plan_decode import plan_of
+from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.ops import harness
-from tests.ops.mla_case import SM_SCALE, Inputs, MlaCase
 
 MULTIPROCESSORS = 12
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, dispatch, mla_decode, mla_prefill, write_latent
-from tests.ops import harness, naive, transformations
+from tests.contract import naive, transformations
+from tests.ops import harness
 from tests.ops.harness import Variant
 
 # Of those that both operations have; with Mosaic's kernels, see test_mla_prefill_mosaic.py.

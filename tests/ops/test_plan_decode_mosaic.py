@@ -43,8 +43,15 @@ def check(mode: str, num_programs: int, **given: Any) -> None:
     chex.assert_trees_all_equal(got, want)
 
 
-@modes
-@pytest.mark.parametrize(("windows", "drafts"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("mode", "windows", "drafts"),
+    [
+        ("balanced", False, False),
+        ("fixed", True, True),
+        pytest.param("balanced", True, True, marks=pytest.mark.slow),
+        pytest.param("fixed", False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.CaptureFixture[str]) -> None:
     rng = harness.fresh_rng()
     for longest in (100, 20_000):
@@ -53,7 +60,7 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
             check(mode, 140, **given)
 
 
-@modes
+@pytest.mark.parametrize("mode", ["balanced", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
     given = arguments(harness.fresh_rng(), 100, 3, 3000)
@@ -61,8 +68,10 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
         check(mode, 132, **given)
 
 
-@pytest.mark.parametrize("num_programs", [49, 12])
-@pytest.mark.parametrize("idle", [0, 2])
+@pytest.mark.parametrize(
+    ("idle", "num_programs"),
+    [(0, 49), (2, 12), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 49), (0, 12)))],
+)
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows so alike that none is cut: fewer than programs, and several of each."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, paged_prefill
+from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
 from tests.ops.harness import VARIANTS
-from tests.ops.paged_case import Inputs, PagedCase
 
 SMALL_TILES = VARIANTS["xla"]  # 16 tokens, 3 rows a group, 4 queries a row of prefill
 AS_SHIPPED = replace(SMALL_TILES, config=None)
@@ -50,7 +50,7 @@ def test_a_short_row_does_not_wait_for_a_long_one() -> None:
 
 def test_idle_rows_cost_nothing() -> None:
     assert decode_steps(replace(BASE, kv_lens=(0,) * 9)) == []
-    assert prefill_steps(replace(BASE, kv_lens=(64, 0), q_lens=(0, 0), padding=5)) == []
+    assert prefill_steps(replace(BASE, kv_lens=(64, 0), q_lens=(0, 0), tokens=5)) == []
 
 
 def test_the_table_may_be_wide() -> None:

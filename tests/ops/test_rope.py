@@ -88,8 +88,6 @@ def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
 def test_write_turns_keys_and_queries_and_leaves_values(
     style: Any, half: int, norm_order: Any, variant: Variant
 ) -> None:
-    if (variant.implementation, style, half) == ("mosaic", "neox", 1):
-        pytest.skip("refused, as test_write_kv_mosaic.py shows")
     rng = fresh_rng()
     norms = {}
     if norm_order is not None:

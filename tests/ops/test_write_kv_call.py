@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_attn.ops.write_kv import write_kv
 from pallas_attn.types import PagedKV, Rope, kv_cache_spec
+from tests.contract import backends
 from tests.ops.harness import (
     VARIANTS,
     Variant,
@@ -181,7 +182,7 @@ def test_exports_for_both_platforms(dtype: str, scales: Any) -> None:
     assert [a.shape for a in exported.out_avals] == [a.shape for a in jax.tree.leaves(args[0])]
 
 
-@each_variant
+@backends.every_variant("write_kv", backends.is_compiled)
 def test_runs_on_the_device_under_its_name(variant: Variant) -> None:
     kv, k, v, slots = shapes("int8", 2, 1)
     call = compiled(write_kv, variant)

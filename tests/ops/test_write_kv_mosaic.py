@@ -1,9 +1,9 @@
-"""The Mosaic kernel behind `write_kv`: the contract's own tests, interpreted on the CPU, and what is its alone."""
+"""What is the Mosaic kernel's own of `write_kv`, beside the contract."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,9 +17,6 @@ from pallas_attn.ops.write_kv.config import WriteKVConfig, WriteKVKey, mosaic_co
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
 from tests.ops import harness
-from tests.ops import test_rope as rope_contract
-from tests.ops import test_write_kv as contract
-from tests.ops import test_write_kv_call as call_contract
 from tests.ops.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
@@ -34,58 +31,6 @@ def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureReque
     """Runs kernels interpreted, with parameters of the interpreter that a test may ask for."""
     with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
-
-
-def dynamic(dtype: str, rank: int, groups: int) -> tuple[Callable[..., None], dict[str, Any]]:
-    arguments = {"dtype": dtype, "rank": rank, "groups": groups}
-    return contract.test_dynamic_scales_follow_the_rule_to_the_byte, arguments
-
-
-def static(dtype: str, rank: int, layout: str) -> tuple[Callable[..., None], dict[str, Any]]:
-    return contract.test_static_scales_are_used_as_given, {"dtype": dtype, "rank": rank, "layout": layout}
-
-
-def turned(style: str, half: int, norm_order: str | None) -> tuple[Callable[..., None], dict[str, Any]]:
-    arguments = {"style": style, "half": half, "norm_order": norm_order}
-    return rope_contract.test_write_turns_keys_and_queries_and_leaves_values, arguments
-
-
-CONTRACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "bfloat16": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "bfloat16", "rank": 1}),
-    "float16, slots by head": (contract.test_plain_caches_hold_the_cast_tokens, {"dtype": "float16", "rank": 2}),
-    "bits": (contract.test_tokens_in_the_cache_dtype_are_moved_bit_for_bit, {}),
-    "int8 by channel": static("int8", 1, "channel"),
-    "float8 by head, slots by head": static(FP8, 2, "head"),
-    "int8 by token": dynamic("int8", 1, PAGE_SIZE),
-    "float8 by two tokens, slots by head": dynamic(FP8, 2, 4),
-    "int8 by four tokens": dynamic("int8", 1, 2),
-    "float8 by page, slots by head": dynamic(FP8, 2, 1),
-    "no slot": (contract.test_tokens_without_a_slot_leave_every_byte, {"dtype": "int8", "scales": 2}),
-    "no slot in a group": (contract.test_tokens_without_a_slot_count_in_no_group, {"dtype": "int8"}),
-    "all columns rotated": turned("neox", 8, None),
-    "some columns rotated, norm before": turned("neox", 4, "before_rope"),
-    "neighbours rotated, norm after": turned("interleaved", 4, "after_rope"),
-    "two columns rotated": turned("interleaved", 1, "before_rope"),
-    "rotated, to other dtypes": (
-        rope_contract.test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype,
-        {},
-    ),
-    "rotated, int8 by token": (rope_contract.test_write_quantises_rotated_keys_from_float32, {"dtype": "int8"}),
-    "vmap": (call_contract.test_vmap_writes_each_cache, {"dtype": "int8", "scales": 2}),
-    "scan": (call_contract.test_a_scan_writes_what_calls_write, {"dtype": "int8", "scales": 2}),
-}
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("test", "arguments"), CONTRACT.values(), ids=CONTRACT)
-def test_contract(test: Callable[..., None], arguments: dict[str, Any]) -> None:
-    test(**arguments, variant=MOSAIC)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("name", [name for name in vars(contract.TestGroups) if name.startswith("test_")])
-def test_contract_of_groups(name: str) -> None:
-    getattr(contract.TestGroups(), name)("int8", MOSAIC)
 
 
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)

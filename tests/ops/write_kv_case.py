@@ -6,33 +6,24 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
-from pallas_attn import dispatch, write_kv
+from pallas_attn import write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
-from tests.ops.harness import VARIANTS, Variant, compiled
+from tests.contract import backends
+from tests.ops.harness import Variant, compiled
 
 NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
 NUM_TOKENS = 6
 QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
 PLAIN = ["bfloat16", "float16", "float32"]
 
-MOSAIC = Variant("mosaic")
-"""Its kernels, which need a GPU; test_write_kv_mosaic.py has them interpreted."""
-PORTABLE = [VARIANTS[name] for name in dispatch.implementations("write_kv") if name != "mosaic"]
-RUNNABLE = PORTABLE + ([MOSAIC] if jax.default_backend() == "gpu" else [])
+RUNNABLE = [backend.variant for backend in backends.backends_of("write_kv", lambda backend: not backend.interpreted)]
+"""As many as are quick to run one after the other."""
 
-each_variant = pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(variant, id=variant.implementation, marks=pytest.mark.gpu if variant == MOSAIC else ())
-        for variant in (*PORTABLE, MOSAIC)
-    ],
-)
+each_variant = backends.every_variant("write_kv")
 """Runs a test, which takes `variant`, for each implementation."""
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PagedLatent
-from tests.ops import harness, naive
+from tests.contract import naive
+from tests.ops import harness
 
 SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
 
@@ -22,6 +23,7 @@ class MlaCase:
       kv_lens: tokens each sequence holds.
       q_lens: queries of each sequence; None for `queries` each.
       queries: Q.
+      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
       cache_dtype: of the cache; None for q's.
       absent_pages: some pages are missing in the middle of what a query would see.
       tree: a draft mask that is neither causal nor always shows the first column.
@@ -37,7 +39,7 @@ class MlaCase:
     page_size: int = 8
     pages_per_row: int = 6
     num_pages: int = 64
-    dtype: str = "float32"
+    dtype: str | None = "float32"
     cache_dtype: str | None = None
     absent_pages: bool = False
     tree: bool = False

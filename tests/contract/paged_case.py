@@ -6,6 +6,7 @@ The numpy side shares no code with the library: it is what `reference` itself is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ class PagedCase:
     Attributes:
       kv_lens: tokens each sequence holds.
       q_lens: queries of each sequence; None for `queries` each (decode only).
-      queries: Q of a decode call.
-      padding: packed rows after the last sequence of a prefill call.
+      queries: Q of a decode call, or more where a sequence has more.
+      tokens: T of a prefill call, the rest of it padding; None for as many as there are queries.
+      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
       cache_dtype: of the cache; None for q's.
       head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
       head_wise: rank-3 tables, whose rows come from any head's pages.
@@ -38,14 +40,14 @@ class PagedCase:
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...] | None = None
     queries: int = 1
-    padding: int = 0
+    tokens: int | None = None
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
     page_size: int = 8
     pages_per_row: int = 8
     num_pages: int = 72
-    dtype: str = "float32"
+    dtype: str | None = "float32"
     cache_dtype: str | None = None
     scales: ScaleLayout = None
     window: int | None = None
@@ -61,6 +63,11 @@ class PagedCase:
     @property
     def query_lens(self) -> tuple[int, ...]:
         return (self.queries,) * len(self.kv_lens) if self.q_lens is None else self.q_lens
+
+    @property
+    def padding(self) -> int:
+        """Packed rows after the last sequence of a prefill call."""
+        return 0 if self.tokens is None else self.tokens - sum(self.query_lens)
 
     @property
     def static(self) -> dict[str, Any]:
@@ -116,12 +123,13 @@ class Inputs:
 
     def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Array arguments of `paged_decode`; what must not matter is poison or 0."""
-        q = self._filler((len(self.q), self.case.queries, self.case.q_heads, self.case.head_dim), poisoned)
+        queries = max(self.case.queries, *self.case.query_lens)
+        q = self._filler((len(self.q), queries, self.case.q_heads, self.case.head_dim), poisoned)
         for b, rows in enumerate(self.q):
             q[b, : len(rows)] = rows
         arguments = self._shared(poisoned) | {"q": q, "draft_mask": self.draft_mask}
-        if self.case.q_lens is not None:
-            arguments["q_lens"] = np.array(self.case.q_lens, np.int32)
+        if (queries > 1 and self.case.q_lens is not None) or any(n == 0 < k for n, k in self._lens):
+            arguments["q_lens"] = np.array(self.case.query_lens, np.int32)
         return arguments
 
     def prefill(self, *, poisoned: bool = True) -> dict[str, Any]:
@@ -129,6 +137,11 @@ class Inputs:
         padding = self._filler((self.case.padding, self.case.q_heads, self.case.head_dim), poisoned)
         cu_q_lens = np.cumsum((0, *self.case.query_lens), dtype=np.int32)
         return self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
+
+    @property
+    def _lens(self) -> list[tuple[int, int]]:
+        """Queries and tokens of each sequence."""
+        return list(zip(self.case.query_lens, self.case.kv_lens, strict=True))
 
     def _shared(self, poisoned: bool) -> dict[str, Any]:
         case = self.case
@@ -161,7 +174,7 @@ class Inputs:
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and LSE in float64, one head of one query at a time."""
         case = self.case
-        out = np.zeros((len(self.q), case.queries, case.q_heads, case.head_dim))
+        out = np.zeros((len(self.q), max(case.queries, *case.query_lens), case.q_heads, case.head_dim))
         lse = np.full(out.shape[:-1], -np.inf)
         for b, (rows_out, rows_lse) in enumerate(self._expected()):
             out[b, : len(rows_out)], lse[b, : len(rows_out)] = rows_out, rows_lse
@@ -180,12 +193,17 @@ class Inputs:
         results = []
         for b, rows in enumerate(self.q):
             out, lse = np.zeros(rows.shape), np.full(rows.shape[:2], -np.inf)
-            for i, h in np.ndindex(rows.shape[:2]):
-                tokens = np.flatnonzero(self.visible[b, h // group, i]).tolist()
-                if tokens:
-                    k, v = (np.stack([self._meant(name, b, h // group, t) for t in tokens]) for name in ("k", "v"))
-                    sink = None if self.sinks is None else float(self.sinks[h])
-                    out[i, h], lse[i, h] = _softmax_attention(case, rows[i, h].astype(np.float64), k, v, sink)
+            for head in range(case.kv_heads if len(rows) else 0):
+                tokens = np.flatnonzero(self.visible[b, head].any(axis=0)).tolist()
+                k, v = ({t: self._meant(name, b, head, t) for t in tokens} for name in ("k", "v"))
+                for i, h in itertools.product(range(len(rows)), range(head * group, (head + 1) * group)):
+                    seen = np.flatnonzero(self.visible[b, head, i]).tolist()
+                    if seen:
+                        keys, values = (np.stack([x[t] for t in seen]) for x in (k, v))
+                        sink = None if self.sinks is None else float(self.sinks[h])
+                        out[i, h], lse[i, h] = _softmax_attention(
+                            case, rows[i, h].astype(np.float64), keys, values, sink
+                        )
             results.append((out, lse))
         return results
 
@@ -224,6 +242,9 @@ def _visible(case: PagedCase, mask: np.ndarray | None, absent: np.ndarray) -> np
 
 
 def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    cache_dtype = case.cache_dtype or case.dtype
+    if cache_dtype is None:
+        raise ValueError("dtype: expected a backend's own in place of None")
     dtype = np.dtype(case.dtype)
     q = [harness.normal(rng, (n, case.q_heads, case.head_dim), dtype) for n in case.query_lens]
     spec = kv_cache_spec(
@@ -231,7 +252,7 @@ def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.nda
         page_size=case.page_size,
         num_kv_heads=case.kv_heads,
         head_dim=case.head_dim,
-        dtype=case.cache_dtype or case.dtype,
+        dtype=cache_dtype,
         scales=case.scales,
     )
     return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in spec.arrays.items()}

@@ -20,10 +20,10 @@ from tests.ops.harness import Jitted, Tolerance, Variant
 type Arrays = dict[str, Any]
 
 
-def assert_repeats(call: Jitted, arrays: Arrays) -> None:
-    """100 calls give the same bits."""
+def assert_repeats(call: Jitted, arrays: Arrays, times: int = 100) -> None:
+    """So many calls give the same bits."""
     first = call(**arrays)
-    for _ in range(99):
+    for _ in range(times - 1):
         harness.assert_same_bits(call(**arrays), first)
 
 

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import dispatch, ragged_attention
-from tests.ops import harness, naive, transformations
-from tests.ops.harness import Variant
+from pallas_attn import ragged_attention
+from tests.contract import backends, naive, transformations
+from tests.contract.backends import Backend
+from tests.ops import harness
 
-PORTABLE = [
-    name for name in dispatch.implementations("ragged_attention") if name != "mosaic"
-]  # see test_ragged_attention_mosaic.py
-every_variant = harness.variants(PORTABLE)
-bounded_variant = harness.variants(name for name in PORTABLE if name != "reference")
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+every_backend = backends.every_backend("ragged_attention")
+compiled_backend = backends.every_backend("ragged_attention", backends.is_compiled)
+bounded_backend = backends.every_backend("ragged_attention", backends.is_compiled_and_lean)
 both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 
 
@@ -32,7 +34,7 @@ class RaggedCase:
     Attributes:
       q_lens, kv_lens: of each sequence.
       tokens, keys: T and U; what the sequences leave of them is padding.
-      value_scale: of keys and values, queries are divided by it; below 1 for 16-bit inputs, see `harness.HALF_SCALE`.
+      dtype: None for the backend's own, see `Backend.dtype`.
       exact: integer inputs whose dot products are exact and near +5e5 in some sequences, near -5e5 in others.
     """
 
@@ -42,12 +44,16 @@ class RaggedCase:
     keys: int = 56
     q_heads: int = 4
     kv_heads: int = 2
-    key_dim: int = 24
-    value_dim: int = 16
+    key_dim: int = 64
+    value_dim: int = 64
     causal: bool = True
-    dtype: str = "float32"
-    value_scale: float = 1.0
+    dtype: str | None = None
     exact: bool = False
+
+    @property
+    def value_scale(self) -> float:
+        """Of keys and values; queries are divided by it."""
+        return 1.0 if self.dtype == "float32" else harness.HALF_SCALE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +115,29 @@ def _exact(case: RaggedCase, rng: np.random.Generator) -> tuple[np.ndarray, np.n
     return q, k
 
 
-def attend(variant: Variant, causal: bool, **static: Any) -> harness.Jitted:
-    return harness.compiled(ragged_attention, variant, causal=causal, **static)
+def attend(backend: Backend, causal: bool, **static: Any) -> harness.Jitted:
+    return backends.compiled(ragged_attention, backend, causal=causal, **static)
 
 
-def run(variant: Variant, case: RaggedCase, arguments: dict[str, Any], **static: Any) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = attend(variant, case.causal, return_lse=True, **static)(**arguments)
+def draw(backend: Backend, case: RaggedCase, rng: np.random.Generator | None = None) -> Inputs:
+    return Inputs.draw(replace(case, dtype=case.dtype or backend.dtype), rng or harness.fresh_rng())
+
+
+def run(backend: Backend, case: RaggedCase, arguments: dict[str, Any], **static: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = attend(backend, case.causal, return_lse=True, **static)(**arguments)
     return np.asarray(out), np.asarray(lse)
 
 
-def check(variant: Variant, case: RaggedCase) -> None:
-    """Poison changes no bit, and the result is the one spelt out in numpy."""
-    inputs = Inputs.draw(case, harness.fresh_rng())
+def check(backend: Backend, case: RaggedCase, *, clean: bool | None = None) -> None:
+    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    inputs = draw(backend, case)
     # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
-    exact = {"out_dtype": "float32"} if variant.implementation == "reference" else {}
-    got = run(variant, case, inputs.arguments(), **exact)
-    harness.assert_same_bits(got, run(variant, case, inputs.arguments(poisoned=False), **exact))
-    harness.assert_attention_close(got, inputs.expected(), variant.tolerance("float32" if exact else case.dtype))
+    exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
+    got = run(backend, case, inputs.arguments(), **exact)
+    tolerances = backend.variant.tolerance("float32" if exact else inputs.case.dtype)
+    harness.assert_attention_close(got, inputs.expected(), tolerances)
+    if not backend.interpreted if clean is None else clean:
+        harness.assert_same_bits(got, run(backend, case, inputs.arguments(poisoned=False), **exact))
 
 
 LENGTHS = {
@@ -139,31 +151,52 @@ LENGTHS = {
     "no padding": ((10, 10, 1, 19), (17, 16, 15, 8)),
     "one sequence has it all": ((0, 40, 0, 0), (0, 56, 0, 0)),
 }
+# Of several blocks and tiles.
+LONG = RaggedCase((3, 0, 141, 20), (70, 9, 150, 5), tokens=173, keys=243, q_heads=1, kv_heads=1)
+LONG_LENGTHS = {
+    "prefixes, no queries, more queries than keys, padding": (LONG.q_lens, LONG.kv_lens),
+    "all in one, at the end of the arrays": ((0, 0, 0, 173), (0, 0, 0, 243)),
+    "tiles and blocks that are full": ((128, 0, 16, 8), (64, 0, 128, 8)),
+    "no keys at all": ((50, 0, 50, 73), (0, 0, 0, 0)),
+    "single queries": ((1, 1, 1, 1), (1, 63, 64, 65)),
+}
 BASE = RaggedCase(*LENGTHS["new tokens of a cached prefix"])
 
 
 @both_masks
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
-@every_variant
-def test_lengths(variant: Variant, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool) -> None:
-    check(variant, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
+@every_backend
+def test_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool) -> None:
+    check(backend, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
+
+
+@pytest.mark.parametrize(("q_lens", "kv_lens"), LONG_LENGTHS.values(), ids=LONG_LENGTHS)
+@every_backend
+def test_long_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
+    check(backend, replace(LONG, q_lens=q_lens, kv_lens=kv_lens))
+
+
+@backends.every_backend("ragged_attention", lambda backend: backend.kernels)
+def test_poison_changes_no_bit(backend: Backend) -> None:
+    """Of kernels, whose other cases are poisoned only."""
+    check(backend, LONG, clean=True)
 
 
 @both_masks
-@every_variant
-def test_any_lengths(variant: Variant, causal: bool) -> None:
+@every_backend
+def test_any_lengths(backend: Backend, causal: bool) -> None:
     rng = harness.fresh_rng()
-    for _ in range(20):
+    for _ in range(5 if backend.interpreted else 20):
         q_lens = rng.multinomial(rng.integers(41), [0.25] * 4)
         kv_lens = rng.multinomial(rng.integers(57), rng.dirichlet([1.0] * 4))
-        check(variant, replace(BASE, q_lens=tuple(q_lens.tolist()), kv_lens=tuple(kv_lens.tolist()), causal=causal))
+        check(backend, replace(BASE, q_lens=tuple(q_lens.tolist()), kv_lens=tuple(kv_lens.tolist()), causal=causal))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@every_variant
-def test_large_scores_of_either_sign(variant: Variant, causal: bool) -> None:
+@every_backend
+def test_large_scores_of_either_sign(backend: Backend, causal: bool) -> None:
     """A mask of -1e5 in place of -inf shows here: all that a query of an odd sequence sees scores below it."""
-    check(variant, replace(BASE, key_dim=16, exact=True, causal=causal))
+    check(backend, replace(BASE, exact=True, causal=causal))
 
 
 WIDTHS = {  # (Dk, Dv, Hq, Hkv)
@@ -174,103 +207,103 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
     "MHA of odd heads": (64, 64, 5, 5),
     "GQA of 3": (64, 64, 9, 3),
     "GQA of 16": (128, 64, 16, 1),
-    "one head": (64, 128, 1, 1),
+    "one head, narrow keys": (64, 128, 1, 1),
 }
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
-@every_variant
-def test_widths_and_heads(variant: Variant, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
+@every_backend
+def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
     few = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19, key_dim=key_dim, value_dim=value_dim)
-    check(variant, replace(few, q_heads=q_heads, kv_heads=kv_heads))
+    check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@every_variant
-def test_dtypes(variant: Variant, dtype: str) -> None:
-    check(variant, replace(BASE, dtype=dtype, value_scale=harness.HALF_SCALE))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@every_backend
+def test_dtypes(backend: Backend, dtype: str) -> None:
+    check(backend, replace(BASE, dtype=dtype))
 
 
-@bounded_variant
-def test_the_configuration_a_user_gets(variant: Variant) -> None:
-    check(Variant(variant.implementation), replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 56, 0, 0)))
-    check(Variant(variant.implementation), BASE)
+@bounded_backend
+def test_the_configuration_a_user_gets(backend: Backend) -> None:
+    check(backends.as_users_get(backend), replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 56, 0, 0)))
+    check(backends.as_users_get(backend), BASE)
 
 
-@every_variant
-def test_scale_output_dtype_and_lse_are_as_asked(variant: Variant) -> None:
-    arguments = Inputs.draw(replace(BASE, dtype="bfloat16"), harness.fresh_rng()).arguments()
-    out, lse = attend(variant, True, return_lse=True)(**arguments)
-    alone = attend(variant, True)(**arguments)
-    wide = attend(variant, True, out_dtype="float32")(**arguments)
+@every_backend
+def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
+    arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
+    out, lse = attend(backend, True, return_lse=True)(**arguments)
+    alone = attend(backend, True)(**arguments)
+    wide = attend(backend, True, out_dtype="float32")(**arguments)
     chex.assert_type([out, alone, wide, lse], [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32])
     harness.assert_same_bits([alone, wide.astype(jnp.bfloat16)], [out, out])
-    harness.assert_same_bits(attend(variant, True, sm_scale=24**-0.5)(**arguments), out)
-    halved = attend(variant, True, sm_scale=24**-0.5 / 2)(**(arguments | {"q": 2 * arguments["q"]}))
+    harness.assert_same_bits(attend(backend, True, sm_scale=64**-0.5)(**arguments), out)
+    halved = attend(backend, True, sm_scale=64**-0.5 / 2)(**(arguments | {"q": 2 * arguments["q"]}))
     harness.assert_same_bits(halved, out)
 
 
 # --- what must not leak
 
 
-@every_variant
-def test_later_keys_change_no_bit_of_earlier_queries(variant: Variant) -> None:
-    inputs = Inputs.draw(replace(BASE, q_lens=(16, 0, 8, 0), kv_lens=(30, 0, 11, 0)), harness.fresh_rng())
+@every_backend
+def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
+    inputs = draw(backend, replace(BASE, q_lens=(16, 0, 8, 0), kv_lens=(30, 0, 11, 0)))
     arguments = inputs.arguments()
-    want = run(variant, inputs.case, arguments)
+    want = run(backend, inputs.case, arguments)
     for key in (29, 25, 20, 40, 33):
         changed = {name: arguments[name].copy() for name in ("k", "v")}
         for array in changed.values():
             array[key] = 1e3 * inputs.rng.standard_normal(array[key].shape)
-        got = run(variant, inputs.case, arguments | changed)
+        got = run(backend, inputs.case, arguments | changed)
         blind = ~inputs.visible[:, key]
         harness.assert_same_bits([x[blind] for x in got], [x[blind] for x in want])
         assert (got[0][~blind] != want[0][~blind]).any(axis=(1, 2)).all()
 
 
 @both_masks
-@every_variant
-def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant, causal: bool) -> None:
+@every_backend
+def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: bool) -> None:
     case = replace(BASE, causal=causal)
-    inputs = Inputs.draw(case, harness.fresh_rng())
-    want = run(variant, case, inputs.arguments())
+    inputs = draw(backend, case)
+    want = run(backend, case, inputs.arguments())
     inputs.k[22, :, 3] = np.nan  # the second key of the third sequence
-    got = run(variant, case, inputs.arguments())
+    got = run(backend, case, inputs.arguments())
     third = np.isin(np.arange(case.tokens), range(4, 12))
     for g, w in zip(got, want, strict=True):
         assert np.isnan(g[inputs.visible[:, 22]]).all()
         harness.assert_same_bits(g[~third], w[~third])
 
 
-def check_queries_that_see_nothing(variant: Variant, case: RaggedCase) -> None:
+def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
     """They are 0, whatever others of their sequence see."""
-    inputs = Inputs.draw(case, harness.fresh_rng())
+    inputs = draw(backend, case)
     inputs.v[inputs.visible.any(axis=0)] = np.inf
     empty = ~inputs.visible.any(axis=1)
     assert empty[: sum(case.q_lens)].any()
-    harness.assert_empty(run(variant, case, inputs.arguments()), np.repeat(empty[:, None], case.q_heads, axis=1))
+    harness.assert_empty(run(backend, case, inputs.arguments()), np.repeat(empty[:, None], case.q_heads, axis=1))
 
 
-@every_variant
-def test_queries_that_see_nothing_beside_infinite_values(variant: Variant) -> None:
-    check_queries_that_see_nothing(variant, replace(BASE, q_lens=(16, 0, 8, 3), kv_lens=(10, 0, 2, 3)))
+@every_backend
+def test_queries_that_see_nothing_beside_infinite_values(backend: Backend) -> None:
+    check_queries_that_see_nothing(backend, replace(BASE, q_lens=(16, 0, 8, 3), kv_lens=(10, 0, 2, 3)))
 
 
 # --- sizes
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 7), (7, 0), (0, 0)])
-@every_variant
-def test_empty_arrays(variant: Variant, tokens: int, keys: int) -> None:
+@every_backend
+def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
     case = replace(BASE, q_lens=(0, tokens), kv_lens=(keys, 0), tokens=tokens, keys=keys)
-    inputs = Inputs.draw(case, harness.fresh_rng())
-    out, lse = run(variant, case, inputs.arguments())
-    chex.assert_shape([out, lse], [(tokens, 4, 16), (tokens, 4)])
-    harness.assert_attention_close((out, lse), inputs.expected(), variant.tolerance("float32"))
+    inputs = draw(backend, case)
+    out, lse = run(backend, case, inputs.arguments())
+    chex.assert_shape([out, lse], [(tokens, 4, 64), (tokens, 4)])
+    harness.assert_attention_close((out, lse), inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
 
 
-@bounded_variant
-def test_more_query_tokens_than_a_grid_axis_holds(variant: Variant) -> None:
+@bounded_backend
+def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
     """70,000 of them, in one sequence and in many."""
     rng = harness.fresh_rng()
     q = harness.normal(rng, (70_000, 1, 4), "float32")
@@ -280,7 +313,7 @@ def test_more_query_tokens_than_a_grid_axis_holds(variant: Variant) -> None:
         kv_lens = np.array([100, 10, 30] if len(lens) == 3 else [1] * 140)
         arguments = {"q": q, "k": k, "v": v, "cu_q_lens": cu_q_lens}
         arguments["cu_kv_lens"] = np.cumsum([0, *kv_lens], dtype=np.int32)
-        got = attend(Variant(variant.implementation), False, return_lse=True)(**arguments)
+        got = attend(backends.as_users_get(backend), False, return_lse=True)(**arguments)
         sequence_of_key = np.repeat(np.arange(len(lens)), kv_lens)
         sequence = np.searchsorted(cu_q_lens[1:], np.arange(70_000), side="right")
         scores = np.einsum("tc,uc->tu", q[:, 0], k[:, 0], dtype=np.float64) / 2
@@ -288,13 +321,13 @@ def test_more_query_tokens_than_a_grid_axis_holds(variant: Variant) -> None:
         total = weights.sum(axis=1, keepdims=True)
         with np.errstate(divide="ignore"):
             want = weights @ v[:, 0] / np.where(total > 0, total, 1), np.log(total)
-        harness.assert_attention_close(got, (want[0][:, None], want[1]), variant.tolerance("float32"))
+        harness.assert_attention_close(got, (want[0][:, None], want[1]), backend.variant.tolerance("float32"))
 
 
 @both_masks
-@bounded_variant
-def test_memory_grows_with_the_queries_and_not_with_the_keys(variant: Variant, causal: bool) -> None:
-    call = attend(Variant(variant.implementation), causal)
+@bounded_backend
+def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, causal: bool) -> None:
+    call = attend(backends.as_users_get(backend), causal)
 
     def temp_bytes(tokens: int, num_keys: int) -> int:
         queries, keys = (jax.ShapeDtypeStruct((n, 2, 16), jnp.float32) for n in (tokens, num_keys))
@@ -309,11 +342,11 @@ def test_memory_grows_with_the_queries_and_not_with_the_keys(variant: Variant, c
 # --- rows and batches, transformations, and what is compiled
 
 
-@every_variant
-def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
-    inputs = Inputs.draw(BASE, harness.fresh_rng())
+@every_backend
+def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
+    inputs = draw(backend, BASE)
     case, arguments = inputs.case, inputs.arguments()
-    want = run(variant, case, arguments)
+    want = run(backend, case, arguments)
     q_starts, kv_starts = arguments["cu_q_lens"], arguments["cu_kv_lens"]
     order = inputs.rng.permutation(4)
     tokens, keys = (
@@ -327,8 +360,8 @@ def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
         "cu_q_lens": np.cumsum([0, *np.diff(q_starts)[order]], dtype=np.int32),
         "cu_kv_lens": np.cumsum([0, *np.diff(kv_starts)[order]], dtype=np.int32),
     }
-    got = run(variant, case, shuffled)
-    tolerances = variant.tolerance("float32")
+    got = run(backend, case, shuffled)
+    tolerances = backend.variant.tolerance(inputs.case.dtype)
     harness.assert_attention_close(
         (got[0][: tokens.size], got[1][: tokens.size]), (want[0][tokens], want[1][tokens]), tolerances
     )
@@ -339,55 +372,55 @@ def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
         }
         alone |= {"q": np.roll(alone["q"], -q_starts[s], axis=0)}
         alone |= {name: np.roll(alone[name], -kv_starts[s], axis=0) for name in ("k", "v")}
-        got, size = run(variant, case, alone), case.q_lens[s]
+        got, size = run(backend, case, alone), case.q_lens[s]
         of_s = slice(q_starts[s], q_starts[s + 1])
         harness.assert_attention_close((got[0][:size], got[1][:size]), (want[0][of_s], want[1][of_s]), tolerances)
 
 
-@every_variant
-def test_repeats_are_equal_bit_for_bit(variant: Variant) -> None:
-    arguments = Inputs.draw(BASE, harness.fresh_rng()).arguments()
-    transformations.assert_repeats(attend(variant, True, return_lse=True), arguments)
+@every_backend
+def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
+    arguments = draw(backend, BASE).arguments()
+    transformations.assert_repeats(attend(backend, True, return_lse=True), arguments, backend.repeats)
 
 
-@every_variant
-def test_under_vmap(variant: Variant) -> None:
+@every_backend
+def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     other = replace(BASE, q_lens=(0, 9, 4, 2), kv_lens=(1, 9, 30, 16))
     # Finite throughout: queries that pad one call are mapped over with the lengths of the other.
-    calls = [Inputs.draw(case, rng).arguments(poisoned=False) for case in (BASE, other)]
-    call = attend(variant, True, return_lse=True)
-    transformations.assert_vmaps(call, calls, variant.tolerance("float32"), over="q")
+    calls = [draw(backend, case, rng).arguments(poisoned=False) for case in (BASE, other)]
+    call = attend(backend, True, return_lse=True)
+    transformations.assert_vmaps(call, calls, backend.variant.tolerance(backend.dtype), over="q")
 
 
-@every_variant
-def test_exported(variant: Variant) -> None:
-    arguments = Inputs.draw(BASE, harness.fresh_rng()).arguments()
-    transformations.assert_exports(attend(variant, True, return_lse=True), arguments)
+@compiled_backend
+def test_exported(backend: Backend) -> None:
+    arguments = draw(backend, BASE).arguments()
+    transformations.assert_exports(attend(backend, True, return_lse=True), arguments)
 
 
-@every_variant
-def test_inside_a_scan(variant: Variant) -> None:
+@every_backend
+def test_inside_a_scan(backend: Backend) -> None:
     """Layers of one model: the lengths are theirs in common, the rest their own."""
-    inputs = [Inputs.draw(BASE, harness.fresh_rng()) for _ in range(3)]
+    inputs = [draw(backend, BASE) for _ in range(3)]
     calls = [i.arguments() for i in inputs]
     layers = {name: jnp.stack([call[name] for call in calls]) for name in ("q", "k", "v")}
     lens = {name: jnp.asarray(calls[0][name]) for name in ("cu_q_lens", "cu_kv_lens")}
-    call = attend(variant, True, return_lse=True)
+    call = attend(backend, True, return_lse=True)
     _, (out, lse) = jax.jit(lambda layers: jax.lax.scan(lambda _, layer: (None, call(**layer, **lens)), None, layers))(
         layers
     )
     for i in range(3):
-        harness.assert_attention_close((out[i], lse[i]), inputs[i].expected(), variant.tolerance("float32"))
+        harness.assert_attention_close((out[i], lse[i]), inputs[i].expected(), backend.variant.tolerance(backend.dtype))
 
 
-@every_variant
-def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
+@compiled_backend
+def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     rng = harness.fresh_rng()
-    calls = [Inputs.draw(replace(BASE, q_lens=q, kv_lens=kv), rng).arguments() for q, kv in LENGTHS.values()]
-    transformations.assert_traced_once(ragged_attention, variant, calls)
-    harness.assert_no_host_callbacks(attend(variant, True), **calls[0])
-    assert "ragged_attention" in harness.scope_names(attend(variant, True), **calls[0])
+    calls = [draw(backend, replace(BASE, q_lens=q, kv_lens=kv), rng).arguments() for q, kv in LENGTHS.values()]
+    transformations.assert_traced_once(ragged_attention, backend.variant, calls)
+    harness.assert_no_host_callbacks(attend(backend, True), **calls[0])
+    assert "ragged_attention" in harness.scope_names(attend(backend, True), **calls[0])
 
 
 # --- bad arguments

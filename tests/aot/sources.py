@@ -1,0 +1,97 @@
+"""What the outcome of compiling a case depends on, as one hash: the files that it can reach, and the compilers' pins.
+
+Files are followed by what they import, wherever in them. An operation stands for its whole folder, since it loads its
+implementations by name; and `import pallas_attn` for the package's own modules and the operations that the file names.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("pallas_attn", "models", "scripts", "tests")
+LIBRARY, OPS = ROOT / "pallas_attn", ROOT / "pallas_attn" / "ops"
+OVERVIEWS = ("explain", "__main__")
+"""Modules of the library that import every operation, and that none calls."""
+GATE = ("case", "compile", "device", "environment", "report", "sources")
+"""The gate's own modules that every case is compiled with."""
+
+
+@functools.cache
+def key(module: str, plugin: str) -> str:
+    """The hash for the cases that a module defines, compiled with a plugin."""
+    files = reachable(_file(module))
+    for name in GATE:
+        files |= reachable(_file(f"tests.aot.{name}"), without=_file("tests.aot.cases"))
+    files |= {ROOT / "tests" / "aot" / f"{plugin}.txt", *(LIBRARY / "tuned").glob("*.json")}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(ROOT)}\n".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def reachable(start: Path, without: Path | None = None) -> set[Path]:
+    """The files of this repository that a file imports, and those that they import; itself included."""
+    found, left = set(), [start]
+    while left:
+        file = left.pop()
+        if file not in found and file != without:
+            found.add(file)
+            left += neighbours(file)
+    return found
+
+
+@functools.cache
+def neighbours(file: Path) -> frozenset[Path]:
+    """The files of this repository that a file imports itself."""
+    if file == LIBRARY / "__init__.py":
+        return frozenset(file for file in LIBRARY.glob("*.py") if file.stem not in OVERVIEWS)
+    tree = ast.parse(file.read_text())
+    found = {_file(module) for module in _imports(tree, file)}
+    if LIBRARY / "__init__.py" in found and file.parent != LIBRARY:
+        named = {_word(node) for node in ast.walk(tree)}
+        found |= {file for file in OPS.glob("*/__init__.py") if file.parent.name in named}
+    if file.parent.parent == OPS and file.name == "__init__.py":
+        found |= set(file.parent.glob("*.py"))
+    return frozenset(found)
+
+
+def _word(node: ast.AST) -> str:
+    """The name that a node has or refers to, empty if none."""
+    match node:
+        case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word) | ast.Constant(value=str(word)):
+            return word.rpartition(".")[2]
+    return ""
+
+
+def _imports(tree: ast.AST, file: Path) -> Iterator[str]:
+    """Modules of this repository, of `from package import name` both the package and, if it is one, the module."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                candidates = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                candidates = [module, *(f"{module}.{alias.name}" for alias in names)]
+            case ast.ImportFrom():
+                raise ValueError(f"{file}: relative imports are not followed")
+            case _:
+                continue
+        for module in candidates:
+            # `import a.b` runs a, too, but a package's own file matters only to what is taken from it.
+            if module.partition(".")[0] in PACKAGES and _exists(module):
+                yield module
+
+
+def _exists(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return (path / "__init__.py").is_file() or path.with_suffix(".py").is_file()
+
+
+def _file(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if (path / "__init__.py").is_file() else path.with_suffix(".py")

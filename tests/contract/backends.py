@@ -1,0 +1,246 @@
+"""The one table of the contract suites: every implementation, how it runs there, and which cases it refuses.
+
+A backend is added by an entry in `BACKENDS`; the suites find the operations that it has, hold it to all of their cases,
+and expect NotImplementedError, for the reason given here, where the table says that it refuses one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import jax
+import pytest
+
+from pallas_attn import DecodePlan, dispatch
+from pallas_attn.mosaic.sm90 import decode_config
+from pallas_attn.mosaic.sm90.flash import config as flash_config
+from pallas_attn.ops import plan_decode as plan_module
+from pallas_attn.ops.mla_decode import config as mla_config
+from pallas_attn.ops.plan_decode.config import PlanConfig
+from pallas_attn.ops.write_kv import config as write_config
+from pallas_attn.portable.online_softmax import XlaConfig
+from tests.ops import harness
+from tests.ops.harness import Jitted, Variant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backend:
+    """An implementation as the contract suites run it.
+
+    Attributes:
+      name: of the implementation.
+      configs: taken in place of tuned or heuristic configurations, whichever of their types an operation looks up.
+      dtype: of queries, in cases that name none.
+      dense: memory grows with queries times keys, so that no large case is run.
+      kernels: it runs kernels of its own: on a GPU compiled, elsewhere in an interpreter, with races looked for. There
+        inputs are poisoned only, but for one case an operation, calls are repeated less often, and nothing is said of
+        what XLA compiles; the compile gate says that of kernels.
+      plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
+      refuses: the tests whose calls are refused, as patterns of "file::test[parameters]", and why, as patterns of the
+        error's message.
+      slow: the tests, as patterns, that the interpreter leaves to the slow run.
+    """
+
+    name: str
+    configs: tuple[Any, ...] = ()
+    dtype: str = "float32"
+    dense: bool = False
+    kernels: bool = False
+    plans: bool = False
+    refuses: Mapping[str, str] = MappingProxyType({})
+    slow: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def variant(self) -> Variant:
+        """With the configurations of the suites, under which small inputs make many tiles."""
+        return Variant(self.name, self.configs, honours_plans=self.plans)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether its calls run in an interpreter here."""
+        return self.kernels and jax.default_backend() != "gpu"
+
+    @property
+    def repeats(self) -> int:
+        """Times that a call is repeated to see whether its bits stay."""
+        return 3 if self.interpreted else 100
+
+    def refusal(self, test: str) -> str | None:
+        """Why a test's call is refused, as a pattern of the message; None if it has to run."""
+        reasons = [why for pattern, why in self.refuses.items() if re.search(pattern, test)]
+        return reasons[0] if reasons else None
+
+    def is_slow(self, test: str) -> bool:
+        return self.interpreted and any(re.search(pattern, test) for pattern in self.slow)
+
+    @contextlib.contextmanager
+    def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+        """Within it the backend's calls run as they do here."""
+        with harness.interpreting(capsys) if self.interpreted else contextlib.nullcontext():
+            yield
+
+
+CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
+
+MOSAIC_REFUSALS = {
+    r"test_(decode|prefill|dtypes)\[mosaic-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
+    r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
+    r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+    r"test_paged_attention.*heads of 16\]": "takes heads of width 64, 128 or 256, got 16",
+    r"large soft cap\]": "takes a soft cap of up to 4096, got 5000",
+    r"test_decode\[.*G 67\]": "67 have no such divisor",
+    r"latents of 96\]": "takes latents of a multiple of 64 columns up to 512, got 96",
+    r"rotated columns of 16\]": "takes 32 or 64 rotated columns, got 16",
+    r"test_widths_and_heads.*(GQA of 16|narrow keys)": "takes keys and values of width",
+    r"test_write_turns.*1-before_rope-neox-mosaic": "two pairs of columns or more that are rotated in neox style",
+}
+
+MOSAIC_SLOW = (
+    # Combinations whose parts all meet in faster cases, and values near those of others.
+    r"test_(decode|prefill)\[mosaic-(tokens cached|all of |a window longer|a page of sink)",
+    r"test_(decode|prefill)\[mosaic-(drafts, ragged|tiles that end)",
+    r"test_(decode|prefill)\[mosaic-(no keys but|int window (ps - 1|longer)|head-wise drafts)",
+    r"test_(decode|prefill)\[mosaic-(small scale|float16, windows)",
+    r"test_(decode|prefill)\[mosaic-G (1,|2,|4,|5|8,|12,|14,)",
+    r"test_(decode|prefill)\[mosaic-(int8 per head, head-wise|int8 in 4)",
+    r"test_(decode|prefill)\[mosaic-fp8 (per channel|in 1 group|per head)",
+    r"test_decode\[mosaic-(tree of [23]|tree of 8, full|8 queries each)",
+    r"test_prefill\[mosaic-(a single|no padding|more seq|a page at|one seq|chunks, windows about|chunks, scores)",
+    r"test_paged_attention.py::test_(values_do_not|scan_with|chunks_give|agrees_with).*mosaic",
+    r"test_paged_attention.py::test_an_absent_page_between.*paged_prefill-mosaic",
+    r"test_values_of_one_shape\[mosaic-few heads-(one of maximum|large scores of)",
+    r"test_values_of_one_shape\[mosaic-many heads-(all|one of maximum|large scores of)",
+    r"test_several_queries\[mosaic-.*-(2, tree|8, tree|4 each.*)\]",
+    r"test_several_queries\[mosaic-many heads-(4, tree over|4, causal)",
+    r"test_heads_and_widths\[mosaic-(1-512|3-256|64-512|126|128)",
+    r"test_mla_decode.py::test_(without_a_plan|under_vmap|output_dtype|dtypes\[mosaic-bfloat16, large)",
+    r"test_mla_decode.py::test_(an_absent_page|a_query_of_nan).*many heads",
+    r"test_mla_decode.py::test_a_plan_changes_no_meaning\[mosaic-many heads-fixed",
+    r"test_ragged_attention.py::test_widths_and_heads\[mosaic-(MHA|GQA of [234])",
+    r"test_ragged_attention.py::test_(any_lengths|scale_output|under_vmap|inside_a_scan)",
+    # Writes whose layouts and dtypes meet in other pairs.
+    r"test_plain_caches.*\[(float32-.|bfloat16-2|float16-1)-mosaic",
+    r"test_static_scales.*(channel-float8_e4m3fn|channel-int8-2|head-int8|head-float8_e4m3fn-1)-?.*mosaic",
+    r"test_dynamic_scales.*(1-int8|4-int8|2-float8|8-float8).*mosaic",
+    r"test_tokens_without_a_slot_(count.*float8|leave.*(bfloat16|float8)).*mosaic",
+    r"test_(vmap_writes|a_scan_writes_what).*(bfloat16|float8).*mosaic",
+    r"TestGroups.*float8_e4m3fn",
+    r"test_write_turns.*(4-before_rope-interleaved|8-None-interleaved|4-after_rope-neox)-mosaic",
+    r"test_gather_(of_any_lengths|lays.*float16|of_a_single.*-1\]).*mosaic|test_gather_lays.*mosaic-float16",
+)
+
+BACKENDS = (
+    Backend("reference", dense=True),
+    # Tiles so small that small inputs make many of them, groups that do not divide the rows.
+    Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),)),
+    Backend(
+        "mosaic",
+        configs=(
+            decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
+            mla_config.SeesawConfig(pairs=1, cluster=1),
+            flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
+            # So few entries a program that the inputs make many, and groups that several of them touch.
+            write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
+            CUT_SHORT_ROWS,
+        ),
+        dtype="bfloat16",
+        kernels=True,
+        plans=True,
+        refuses=MOSAIC_REFUSALS,
+        slow=MOSAIC_SLOW,
+    ),
+)
+
+
+MOSAIC = BACKENDS[-1]
+
+
+# --- what suites are parametrised by
+
+
+def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
+    """Those of an operation, of the wanted kind."""
+    return [backend for backend in BACKENDS if backend.name in dispatch.implementations(op) and wanted(backend)]
+
+
+def every_backend(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """Runs a test, which takes `backend`, with each backend of an operation, of the wanted kind."""
+    params = [pytest.param(backend, id=backend.name) for backend in backends_of(op, wanted)]
+    return pytest.mark.parametrize("backend", params, indirect=True)
+
+
+def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Runs a test, which takes `backend` and a case's `name`, with each case and backend of an operation."""
+    params = [pytest.param(backend, name, id=f"{backend.name}-{name}") for backend in backends_of(op) for name in cases]
+    return pytest.mark.parametrize(("backend", "name"), params, indirect=["backend"])
+
+
+def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """As `every_backend`, for a test that takes no more of it than its `variant`."""
+    params = [pytest.param(backend, id=backend.name) for backend in backends_of(op, wanted)]
+    return pytest.mark.parametrize("variant", params, indirect=True)
+
+
+def is_lean(backend: Backend) -> bool:
+    return not backend.dense
+
+
+def is_compiled(backend: Backend) -> bool:
+    """Whether what XLA compiles for it says something."""
+    return not backend.kernels
+
+
+def is_compiled_and_lean(backend: Backend) -> bool:
+    return is_compiled(backend) and is_lean(backend)
+
+
+# --- calls
+
+
+def call(op: Callable[..., Any], backend: Backend, arrays: Mapping[str, Any], **static: Any) -> Any:
+    """An operation's result, compiled once for each backend and set of static arguments."""
+    return compiled(op, backend, **static)(**arrays)
+
+
+def compiled(op: Callable[..., Any], backend: Backend, **static: Any) -> Jitted:
+    return harness.compiled(op, backend.variant, **static)
+
+
+def as_users_get(backend: Backend) -> Backend:
+    """With the configurations that users get."""
+    return dataclasses.replace(backend, configs=())
+
+
+def plan_of(
+    backend: Backend, arrays: Mapping[str, Any], *, window: int | None = None, num_programs: int, mode: str
+) -> DecodePlan:
+    """A plan for a decode call of these arguments, `window` if it is no array.
+
+    XLA makes it: the kernel that plans has tests of its own, and is slow to interpret. Rows of few pages are cut, which
+    would pay only if they were long.
+    """
+    return _planner(backend, window, num_programs, mode)(dict(arrays))
+
+
+@functools.cache
+def _planner(backend: Backend, window: int | None, num_programs: int, mode: str) -> Jitted:
+    @jax.jit
+    def plan(arrays: dict[str, Any]) -> DecodePlan:
+        by_xla = {"plan_decode": {("xla", None): "xla"}}
+        shown = arrays if window is None else arrays | {"window": window}
+        with (
+            Variant("xla", CUT_SHORT_ROWS).settings(),
+            mock.patch.object(plan_module, "FIXED_PIECE_TOKENS", 32),
+            mock.patch.dict(dispatch.MODULES, by_xla),
+        ):
+            return harness.plan_for(shown, num_programs=num_programs, mode=mode, implementation=backend.name)
+
+    return plan

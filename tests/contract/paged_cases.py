@@ -1,0 +1,197 @@
+"""The cases of attention over pages, which decode and prefill share, and those of one of them.
+
+Cases name no dtype unless they are about dtypes: each backend has its own. Where only values differ (lengths, windows,
+sinks, absent pages), cases share a compilation, so most are variations of `CARRIER`; options that are compiled in are
+combined so that each meets most others at least once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pallas_attn import FULL
+from tests.contract.paged_case import PagedCase
+
+PS = 16
+TOKENS = 40
+"""Packed rows of prefill calls, so that many lengths share a compilation."""
+FP8 = "float8_e4m3fn"
+
+PLAIN = PagedCase(
+    kv_lens=(0, 1, PS - 1, PS, PS + 1, 65, 128),
+    q_lens=(0, 1, 1, 1, 1, 1, 1),
+    head_dim=64,
+    page_size=PS,
+    pages_per_row=8,
+    num_pages=64,
+    dtype=None,
+    tokens=TOKENS,
+)
+CARRIER = replace(PLAIN, head_windows=((FULL, 0), (FULL, 0)), sinks="mixed")
+DRAFTS = replace(CARRIER, kv_lens=(0, 20, 37, 66, 128), q_lens=(0, 4, 1, 3, 4), queries=4)
+
+
+def windowed(*per_head: tuple[int, int], **changes: Any) -> PagedCase:
+    return replace(CARRIER, head_windows=per_head, **changes)
+
+
+VALUES = {
+    "mixed lengths": CARRIER,
+    "all idle": replace(CARRIER, kv_lens=(0,) * 7, q_lens=(0,) * 7),
+    "tokens cached, none new": replace(CARRIER, q_lens=(0,) * 7),
+    "all of length 1": replace(CARRIER, kv_lens=(1,) * 7, q_lens=(1,) * 7),
+    "all of maximum length": replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7),
+    "absent pages": replace(CARRIER, absent_pages=True, sinks="ordinary"),
+    "windows 1 and ps - 1": windowed((1, 0), (PS - 1, 0), sinks="large"),
+    "windows ps and ps + 1, a sink token": windowed((PS, 0), (PS + 1, 1), sinks="ordinary"),
+    "a window longer than any sequence, many sink tokens": windowed((200, 0), (3, 1000), sinks="-inf"),
+    "sink tokens of a full head, and past a window's start": windowed((FULL, 9), (12, PS + 5)),
+    "a page of sink tokens, heads interleaved": windowed((3, PS), (FULL, 0)),
+    "windows and absent pages": windowed((20, 2), (5, 0), absent_pages=True),
+}
+"""Values of one call."""
+
+DRAFT_VALUES = {
+    "drafts, ragged": DRAFTS,
+    "tiles that end with the first draft": replace(DRAFTS, kv_lens=(0, 67, 64, 66, 65)),
+    "no keys but the draft's": replace(DRAFTS, kv_lens=(0, 4, 1, 3, 4)),
+    "drafts, windows, absent pages": replace(DRAFTS, head_windows=((3, 0), (18, 2)), absent_pages=True),
+}
+
+OPTIONS = {
+    "no option": PLAIN,
+    "int window ps - 1, head-wise": replace(PLAIN, window=PS - 1, head_wise=True),
+    "int window ps + 1, drafts, sinks": replace(DRAFTS, head_windows=None, window=PS + 1, sinks="ordinary"),
+    "int window longer than any sequence, soft cap": replace(PLAIN, window=200, soft_cap=5.0),
+    "head-wise windows and sink tokens, absent pages": windowed((4, 18), (FULL, 3), head_wise=True, absent_pages=True),
+    "head-wise drafts, float16": replace(DRAFTS, head_wise=True, dtype="float16", head_windows=((9, 1), (FULL, 0))),
+    "soft cap, sinks, scale": replace(PLAIN, soft_cap=30.0, sinks="mixed", sm_scale=2.0),
+    "scores to 5e5": replace(PLAIN, exact=True, sm_scale=1.0),
+    "large soft cap": replace(PLAIN, soft_cap=5000.0),
+    "small scale": replace(PLAIN, sm_scale=1e-3),
+}
+
+
+def shape(group: int, kv_heads: int, head_dim: int, page_size: int, **changes: Any) -> PagedCase:
+    case = PagedCase(
+        kv_lens=(0, 1, page_size, 3 * page_size + 1),
+        q_lens=(0, 1, 1, 1),
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_row=4,
+        num_pages=20,
+        dtype=None,
+        tokens=8,
+    )
+    return replace(case, **changes)
+
+
+SHAPES = {
+    "G 1, three KV heads": shape(1, 3, 64, 16),
+    "G 2, width 128": shape(2, 1, 128, 16, window=5),
+    "G 3, pages of 64": shape(3, 2, 64, 64, sinks="ordinary"),
+    "G 4, width 256": shape(4, 2, 256, 16),
+    "G 5": shape(5, 1, 64, 16, soft_cap=10.0),
+    "G 7, four KV heads, float16": shape(7, 4, 64, 32, dtype="float16", window=9),
+    "G 8, width 128": shape(8, 1, 128, 16, sinks="mixed"),
+    "G 12, head-wise": shape(12, 1, 64, 16, head_wise=True),
+    "G 14, head windows": shape(14, 2, 128, 16, head_windows=((6, 1), (FULL, 0))),
+    "G 16, width 256, pages of 128": shape(16, 1, 256, 128, kv_lens=(0, 1, 130), q_lens=(0, 1, 1), pages_per_row=2),
+    "G 67": shape(67, 1, 64, 16),
+    "page of 1 token": shape(1, 2, 64, 1, pages_per_row=40, num_pages=90),
+    "page of 8 tokens": shape(1, 2, 64, 8),
+    "heads of 16": shape(2, 2, 16, 16),
+}
+DTYPES = {
+    "float32": replace(PLAIN, dtype="float32"),
+    "float16, windows": windowed((FULL, 0), (5, 2), dtype="float16"),
+    "bfloat16": replace(CARRIER, dtype="bfloat16"),
+    "float32 over bfloat16": replace(PLAIN, dtype="float32", cache_dtype="bfloat16"),
+    "bfloat16 over float32": replace(PLAIN, dtype="bfloat16", cache_dtype="float32"),
+    "bfloat16 over float16": replace(PLAIN, dtype="bfloat16", cache_dtype="float16"),
+}
+LONG_PAGES = replace(
+    PLAIN, kv_lens=(0, 63, 64, 200), q_lens=(0, 1, 1, 1), page_size=64, pages_per_row=4, num_pages=14, tokens=8
+)
+QUANTISED = {
+    "int8 per head, odd group, int window, soft cap": replace(
+        LONG_PAGES, q_heads=3, kv_heads=1, head_dim=128, cache_dtype="int8", scales="head", window=90, soft_cap=3.0
+    ),
+    "int8 per head, head-wise": replace(PLAIN, cache_dtype="int8", scales="head", head_wise=True),
+    "int8 per channel, windows, float16": windowed(
+        (9, 1), (FULL, 0), cache_dtype="int8", scales="channel", dtype="float16"
+    ),
+    "int8 in 4 groups, absent pages": replace(PLAIN, cache_dtype="int8", scales=4, absent_pages=True),
+    "fp8 per head, drafts": replace(
+        DRAFTS, cache_dtype=FP8, scales="head", q_heads=6, kv_heads=1, head_windows=None, sinks=None
+    ),
+    "fp8 per channel, head-wise": replace(PLAIN, cache_dtype=FP8, scales="channel", head_wise=True),
+    "fp8 per token, windows": windowed((9, 17), (FULL, 0), cache_dtype=FP8, scales=PS),
+    "fp8 in 1 group, int window": replace(PLAIN, cache_dtype=FP8, scales=1, sinks="ordinary", window=12),
+    "fp8 in 4 groups of pages of two tiles": replace(
+        PLAIN, kv_lens=(100, 129, 256), q_lens=(1, 1, 1), cache_dtype=FP8, scales=4, page_size=128, pages_per_row=2,
+        num_pages=8,
+    ),
+}  # fmt: skip
+SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED
+
+TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
+Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
+DECODE = SHARED | {
+    "draft trees over any head's rows": TREE,
+    "draft trees that start tiles": replace(TREE, kv_lens=(0, 67, 64, 66, 65)),
+    "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),
+    "draft trees alone": replace(TREE, kv_lens=(0, 4, 1, 3, 4)),
+    **{
+        f"tree of {q}, {name}": replace(
+            PLAIN,
+            kv_lens=(0, 1, 9, 16, 37, 65, 128),
+            queries=q,
+            q_lens=lens,
+            tree=True,
+            head_windows=windows,
+            sinks=sinks,
+        )
+        for q, lens in Q_LENS.items()
+        for name, windows, sinks in (("full", None, None), ("windowed", ((3, 0), (12, 2)), "mixed"))
+    },
+    "8 queries each, no q_lens": replace(PLAIN, kv_lens=(8, 16, 65), q_lens=None, queries=8),
+    "drafts in blocks, pages of 32": replace(
+        PLAIN, kv_lens=(3, 129, 64), q_lens=(5, 3, 2), queries=5, q_heads=12, kv_heads=1, page_size=32, num_pages=14
+    ),
+}
+
+
+def packed(kv_lens: tuple[int, ...], q_lens: tuple[int, ...], **changes: Any) -> PagedCase:
+    return replace(CARRIER, kv_lens=kv_lens, q_lens=q_lens, **changes)
+
+
+CHUNK = packed((0, 20, 90, 65), (0, 3, 31, 1))
+PREFILL = SHARED | {
+    "first chunks, later chunks and none": CHUNK,
+    "whole prompts": packed((16, 15, 8, 1), (16, 15, 8, 1)),
+    "one sequence has them all": packed((0, 0, 90, 0), (0, 0, TOKENS, 0)),
+    "empty sequences around": packed((3, 128, 3, 33), (0, 13, 0, 9)),
+    "a page at a time": packed((16, 128, 32, 0), (16, 16, 8, 0)),
+    "chunks, windows 1 and past a page": replace(CHUNK, head_windows=((1, 0), (70, 17)), sinks="ordinary"),
+    "chunks, windows about as long as a page": replace(CHUNK, head_windows=((PS, 1), (PS + 1, 100)), sinks="large"),
+    "chunks, absent pages of any head's rows": replace(
+        CHUNK, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5)), dtype="float16", sinks=None
+    ),
+    "chunks, scores to 5e5": replace(CHUNK, exact=True, sm_scale=1.0, head_windows=None, sinks=None),
+    "chunks, parts of pages, int window, soft cap": packed(
+        (130, 200), (3, 9), page_size=128, pages_per_row=2, num_pages=8, q_heads=3, kv_heads=1, head_dim=128,
+        head_windows=None, sinks=None, soft_cap=5.0, window=150,
+    ),
+    "chunks, int8 per token": replace(CHUNK, cache_dtype="int8", scales=PS, head_windows=((FULL, 0), (60, 5))),
+    "a single sequence": packed((61,), (21,), head_windows=None, window=10, sinks="ordinary"),
+    "no padding": packed((30, 64), (30, 1), tokens=31, head_windows=None, soft_cap=4.0),
+    "a single token": packed((64,), (1,), tokens=1, head_windows=((5, 1), (FULL, 0))),
+    "more sequences than tokens": packed((3, 9, 64, 1), (0, 1, 1, 0), tokens=3, sinks=None, head_windows=None),
+}  # fmt: skip
+
+SAMPLE = windowed((9, 1), (FULL, 0))
+"""What calls are transformed, repeated and reordered with."""

@@ -1,0 +1,417 @@
+"""The contract of attention over pages, `paged_decode` and `paged_prefill`: every backend, every awkward input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, PAGE_NONE, DecodePlan, PagedKV, kv_cache_spec, paged_decode, paged_prefill
+from tests.contract import backends, paged_cases, transformations
+from tests.contract.backends import Backend, every_backend
+from tests.contract.paged_case import Inputs, PagedCase
+from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
+from tests.ops import harness
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+type Result = tuple[np.ndarray, np.ndarray]
+
+PROGRAMS = 5
+"""Of plans; another number would be another compilation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What the suite calls decode and prefill by.
+
+    Attributes:
+      arguments: array arguments of a call with given inputs.
+      expected: its output and LSE, in numpy.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    cases: Mapping[str, PagedCase]
+    arguments: Callable[..., dict[str, Any]]
+    expected: Callable[[Inputs], Result]
+
+    def run(self, backend: Backend, case: PagedCase, arrays: dict[str, Any], **static: Any) -> Result:
+        out, lse = backends.call(self.function, backend, arrays, return_lse=True, **case.static, **static)
+        return np.asarray(out), np.asarray(lse)
+
+
+DECODE = Operation("paged_decode", paged_decode, paged_cases.DECODE, Inputs.decode, Inputs.expected_decode)
+PREFILL = Operation("paged_prefill", paged_prefill, paged_cases.PREFILL, Inputs.prefill, Inputs.expected_prefill)
+
+
+def both(wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """Runs a test, which takes `operation` and `backend`, with each backend of either."""
+    return pytest.mark.parametrize(
+        ("operation", "backend"),
+        [
+            pytest.param(operation, backend, id=f"{operation.name}-{backend.name}")
+            for operation in (DECODE, PREFILL)
+            for backend in backends.backends_of(operation.name, wanted)
+        ],
+        indirect=["backend"],
+    )
+
+
+def draw(backend: Backend, case: PagedCase) -> Inputs:
+    return Inputs.draw(replace(case, dtype=case.dtype or backend.dtype), harness.fresh_rng())
+
+
+def planned(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: str = "balanced") -> dict[str, Any]:
+    """The arguments of a decode, with a plan where plans are followed."""
+    return arrays | {"plan": plan_for(backend, case, arrays, mode)} if backend.plans else arrays
+
+
+def plan_for(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: str) -> DecodePlan:
+    return backends.plan_of(backend, arrays, window=case.window, num_programs=PROGRAMS, mode=mode)
+
+
+def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool | None = None) -> None:
+    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    case = inputs.case
+    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
+
+    def result(poisoned: bool) -> Result:
+        arrays = operation.arguments(inputs, poisoned=poisoned)
+        arrays = planned(backend, case, arrays) if operation is DECODE else arrays
+        return operation.run(backend, case, arrays, **exact)
+
+    got = result(poisoned=True)
+    tolerances = backend.variant.tolerance("float32" if exact else case.dtype)
+    harness.assert_attention_close(got, operation.expected(inputs), tolerances)
+    if not backend.interpreted if clean is None else clean:
+        harness.assert_same_bits(got, result(poisoned=False))
+
+
+# --- numbers
+
+
+@backends.every_case("paged_decode", paged_cases.DECODE)
+def test_decode(backend: Backend, name: str) -> None:
+    check(DECODE, backend, draw(backend, DECODE.cases[name]))
+
+
+@backends.every_case("paged_prefill", paged_cases.PREFILL)
+def test_prefill(backend: Backend, name: str) -> None:
+    check(PREFILL, backend, draw(backend, PREFILL.cases[name]))
+
+
+POISONED = {
+    "head windows": windowed((9, 1), (FULL, 0), absent_pages=True),
+    "8 bits, scales of groups": paged_cases.QUANTISED["fp8 per token, windows"],
+}
+
+
+@both(lambda backend: backend.kernels)
+@pytest.mark.parametrize("name", POISONED)
+def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str) -> None:
+    """Of kernels, whose other cases are poisoned only."""
+    check(operation, backend, draw(backend, POISONED[name]), clean=True)
+
+
+@both()
+def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
+    """They are 0, whatever others of their sequence see."""
+    case = replace(CARRIER, kv_lens=(3, 5, 2, 1, 0, 9, 4), q_lens=None, queries=4, sinks=None, head_windows=None)
+    inputs = draw(backend, case)
+    empty = np.isneginf(operation.expected(inputs)[1])
+    inputs.make_live_values_infinite()
+    harness.assert_empty(operation.run(backend, case, operation.arguments(inputs)), empty)
+
+
+@both()
+def test_output_dtype(operation: Operation, backend: Backend) -> None:
+    inputs = draw(backend, paged_cases.DTYPES["bfloat16"])
+    arrays = operation.arguments(inputs)
+    rounded = operation.run(backend, inputs.case, arrays)
+    exact = operation.run(backend, inputs.case, arrays, out_dtype="float32")
+    assert (rounded[0].dtype, exact[0].dtype) == (jnp.bfloat16, jnp.float32)
+    assert rounded[1].dtype == exact[1].dtype == jnp.float32
+    harness.assert_same_bits(rounded[0], exact[0].astype(jnp.bfloat16))
+
+
+@every_backend("paged_prefill")
+def test_no_tokens_at_all(backend: Backend) -> None:
+    inputs = draw(backend, replace(CARRIER, kv_lens=(5, 0), q_lens=(0, 0), tokens=None))
+    out, lse = PREFILL.run(backend, inputs.case, inputs.prefill())
+    assert out.shape == (0, inputs.case.q_heads, inputs.case.head_dim)
+    assert lse.shape == (0, inputs.case.q_heads)
+
+
+@every_backend("paged_prefill")
+def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
+    """A prompt at once, and the same prompt cut anywhere, over the same pages."""
+    whole = draw(backend, packed((40, 0, 0, 0), (40, 0, 0, 0)))
+    arrays = whole.prefill(poisoned=False)
+    want, want_lse = PREFILL.run(backend, whole.case, arrays)
+    for start, end in ((0, 1), (0, 13), (13, 16), (16, 17), (17, 40)):
+        q = np.zeros_like(arrays["q"])
+        q[: end - start] = arrays["q"][start:end]
+        cu_q_lens = np.array([0, *[end - start] * 4], np.int32)
+        chunk = arrays | {"q": q, "cu_q_lens": cu_q_lens, "kv_lens": np.array([end, 0, 0, 0], np.int32)}
+        out, lse = (x[: end - start] for x in PREFILL.run(backend, whole.case, chunk))
+        expected = (want[start:end], want_lse[start:end])
+        harness.assert_attention_close((out, lse), expected, backend.variant.tolerance(whole.case.dtype))
+
+
+@every_backend("paged_prefill")
+def test_agrees_with_decode(backend: Backend) -> None:
+    """The same queries as a draft of three tokens a sequence."""
+    case = replace(SAMPLE, kv_lens=(3, 16, 17, 128), q_lens=(3,) * 4, queries=3, tokens=12)
+    inputs = draw(backend, case)
+    got = PREFILL.run(backend, case, inputs.prefill())
+    decoded = DECODE.run(backend, case, planned(backend, inputs.case, inputs.decode()))
+    out, lse = (x.reshape(12, *x.shape[2:]) for x in decoded)
+    harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(inputs.case.dtype))
+
+
+# --- rows and batches
+
+
+@every_backend("paged_decode")
+def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
+    """Shuffled, and alone among idle rows: bit for bit in `fixed` mode where plans are honoured, else closely."""
+    inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 40, 100), q_lens=(0, 1, 1, 1), num_pages=40))
+    case, arrays = inputs.case, inputs.decode()
+    batch = len(case.kv_lens)
+
+    def rows(order: np.ndarray, kept: int = batch) -> Result:
+        picked = {name: arrays[name][order] for name in ("q", "block_tables", "kv_lens")}
+        picked["kv_lens"] = np.where(np.arange(batch) < kept, picked["kv_lens"], 0)
+        return DECODE.run(backend, case, planned(backend, case, arrays | picked, "fixed"))
+
+    def same(got: Result, want: Result) -> None:
+        if backend.plans:
+            harness.assert_same_bits(got, want)
+        else:
+            harness.assert_attention_close(got, want, backend.variant.tolerance(case.dtype))
+
+    out, lse = rows(np.arange(batch))
+    harness.assert_attention_close((out, lse), inputs.expected_decode(), backend.variant.tolerance(case.dtype))
+    order = inputs.rng.permutation(batch)
+    same(rows(order), (out[order], lse[order]))
+    for row in range(1, batch):
+        alone = rows(np.roll(np.arange(batch), -row), kept=1)
+        same((alone[0][:1], alone[1][:1]), (out[row : row + 1], lse[row : row + 1]))
+
+
+@every_backend("paged_decode")
+@pytest.mark.parametrize("mode", ["balanced", "fixed"])
+def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
+    """Rows cut among programs, several rows a program, and programs without any."""
+    inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
+    arrays = inputs.decode()
+    plan = plan_for(backend, inputs.case, arrays, mode)
+    assert np.diff(plan.split_indptr).max() > 1
+    got = DECODE.run(backend, inputs.case, arrays | {"plan": plan})
+    harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
+
+
+@every_backend("paged_decode")
+def test_without_a_plan(backend: Backend) -> None:
+    """Which then is made from the arguments."""
+    inputs = draw(backend, SAMPLE)
+    got = DECODE.run(backend, inputs.case, inputs.decode())
+    harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
+
+
+@every_backend("paged_prefill")
+def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
+    """Each sequence alone, among empty ones."""
+    inputs = draw(backend, CHUNK)
+    arrays = inputs.prefill()
+    out, lse = PREFILL.run(backend, inputs.case, arrays)
+    for s, (start, end) in enumerate(zip(arrays["cu_q_lens"], arrays["cu_q_lens"][1:], strict=False)):
+        alone = np.arange(len(inputs.q)) == s
+        cu_q_lens = np.cumsum([0, *np.where(alone, end - start, 0)], dtype=np.int32)
+        q = np.roll(arrays["q"], -start, axis=0)
+        kv_lens = np.where(alone, arrays["kv_lens"], 0).astype(np.int32)
+        got = PREFILL.run(backend, inputs.case, arrays | {"q": q, "cu_q_lens": cu_q_lens, "kv_lens": kv_lens})
+        got_out, got_lse = (x[: end - start] for x in got)
+        tolerance = backend.variant.tolerance(inputs.case.dtype)
+        harness.assert_attention_close((got_out, got_lse), (out[start:end], lse[start:end]), tolerance)
+
+
+@every_backend("paged_decode")
+def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
+    """Whether values count may be asked of all query rows of a KV head; one that sees everything as NaN says yes."""
+    inputs = draw(backend, paged_cases.TREE)
+    arrays = planned(backend, inputs.case, inputs.decode())
+    clean = DECODE.run(backend, inputs.case, arrays)
+    q = arrays["q"].copy()
+    q[:, :, 0] = np.nan
+    got = DECODE.run(backend, inputs.case, arrays | {"q": q})
+    harness.assert_same_bits([x[:, :, 1:] for x in got], [x[:, :, 1:] for x in clean])
+
+
+@both()
+def test_an_absent_page_between_others_of_a_tile(operation: Operation, backend: Backend) -> None:
+    inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
+    inputs.tables[..., 1] = PAGE_NONE
+    inputs.visible[..., PS : 2 * PS] = False
+    check(operation, backend, inputs, clean=False)
+
+
+# --- sizes
+
+
+LARGE_DECODE = PagedCase(
+    tuple(range(0, 2200, 240)), page_size=16, pages_per_row=136, num_pages=800, head_windows=((FULL, 0), (900, 20))
+)
+LARGE_PREFILL = PagedCase(
+    (900, 0, 300, 33),
+    (200, 0, 300, 1),
+    tokens=512,
+    page_size=16,
+    pages_per_row=64,
+    num_pages=120,
+    head_windows=((FULL, 0), (400, 20)),
+)
+
+
+@both(backends.is_compiled_and_lean)
+def test_large_tiles(operation: Operation, backend: Backend) -> None:
+    """The configuration users get, on rows long enough to need several of its tiles and groups."""
+    inputs = draw(backend, LARGE_DECODE if operation is DECODE else LARGE_PREFILL)
+    arrays = operation.arguments(inputs)
+    got = operation.run(backends.as_users_get(backend), inputs.case, arrays)
+    want = operation.run(backends.BACKENDS[0], inputs.case, arrays)
+    harness.assert_attention_close(got, want, backend.variant.tolerance(inputs.case.dtype))
+
+
+@every_backend("paged_prefill", backends.is_compiled_and_lean)
+def test_seventy_thousand_tokens(backend: Backend) -> None:
+    """More query tokens than a grid dimension of a GPU holds, in sequences with and without a cached prefix."""
+    rng, window, page_size, head_dim = harness.fresh_rng(), 16, 16, 8
+    kv_lens, q_lens = (60_010, 9_000, 1_500), (60_000, 9_000, 1_000)
+    num_pages = [-(-n // page_size) for n in kv_lens]
+    ids = np.split(rng.permutation(np.arange(1, sum(num_pages) + 1)).astype(np.int32), np.cumsum(num_pages)[:-1])
+    tables = np.stack([np.pad(row, (0, max(num_pages) - row.size), constant_values=harness.GARBAGE) for row in ids])
+    k, v = (harness.normal(rng, (sum(num_pages) + 1, 1, page_size, head_dim), np.float32) for _ in "kv")
+    q = harness.normal(rng, (sum(q_lens), 2, head_dim), np.float32)
+    arrays = {
+        "q": q,
+        "kv": PagedKV(jnp.asarray(k), jnp.asarray(v)),
+        "block_tables": tables,
+        "cu_q_lens": np.cumsum([0, *q_lens], dtype=np.int32),
+        "kv_lens": np.array(kv_lens, np.int32),
+    }
+    got = backends.call(paged_prefill, backends.as_users_get(backend), arrays, return_lse=True, window=window)
+    want = []
+    for row, kv_len, new in zip(ids, kv_lens, np.split(q, np.cumsum(q_lens)[:-1]), strict=True):
+        keys, values = (x[row, 0].reshape(-1, head_dim)[:kv_len].astype(np.float64) for x in (k, v))
+        want.append(windowed_attention(new.astype(np.float64), keys, values, window))
+    out, lse = (np.concatenate(x) for x in zip(*want, strict=True))
+    harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(np.float32))
+
+
+def windowed_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> Result:
+    """The newest queries [n, H, D] of one sequence, each over the last `window` of its keys [K, D]."""
+    position = np.arange(len(k) - len(q), len(k))
+    seen = position[:, None] - np.arange(window)  # [n, window], newest first
+    scores = np.einsum("nhd,nwd->nhw", q, k[np.maximum(seen, 0)]) * q.shape[-1] ** -0.5
+    scores = np.where((seen >= 0)[:, None], scores, -np.inf)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    return np.einsum("nhw,nwd->nhd", weights / total, v[np.maximum(seen, 0)]), (highest + np.log(total))[..., 0]
+
+
+# --- transformations
+
+
+SMALL = replace(SAMPLE, kv_lens=(0, 37), q_lens=(0, 1), pages_per_row=4, num_pages=9, kv_heads=1, q_heads=2, tokens=4)
+SMALL = replace(SMALL, head_windows=((9, 1),))
+
+
+def transformed(operation: Operation, backend: Backend) -> tuple[harness.Jitted, dict[str, Any], Any]:
+    """The call, its arguments and tolerances."""
+    inputs = draw(backend, SMALL)
+    arrays = operation.arguments(inputs)
+    arrays = planned(backend, inputs.case, arrays) if operation is DECODE else arrays
+    tolerances = backend.variant.tolerance(inputs.case.dtype)
+    return backends.compiled(operation.function, backend, return_lse=True), arrays, tolerances
+
+
+@both()
+def test_repeats_are_bitwise_equal(operation: Operation, backend: Backend) -> None:
+    call, arrays, _ = transformed(operation, backend)
+    transformations.assert_repeats(call, arrays, backend.repeats)
+
+
+@both()
+def test_scan_with_a_donated_cache(operation: Operation, backend: Backend) -> None:
+    transformations.assert_scans(*transformed(operation, backend))
+
+
+@both()
+def test_vmap(operation: Operation, backend: Backend) -> None:
+    call, arrays, tolerances = transformed(operation, backend)
+    _, others, _ = transformed(operation, backend)
+    transformations.assert_vmaps(call, [arrays, others], tolerances, over="q")
+
+
+@both(backends.is_compiled)
+def test_export_round_trip(operation: Operation, backend: Backend) -> None:
+    call, arrays, _ = transformed(operation, backend)
+    transformations.assert_exports(call, arrays)
+
+
+@both()
+def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
+    cases = [paged_cases.VALUES[name] for name in ("mixed lengths", "all idle", "windows and absent pages")]
+    calls = [operation.arguments(draw(backend, case)) for case in cases]
+    transformations.assert_traced_once(operation.function, backend.variant, calls)
+
+
+# --- what is compiled
+
+
+def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
+    """Shapes of a call over a pool larger than everything else in it."""
+    spec = kv_cache_spec(num_pages=8192, page_size=16, num_kv_heads=2, head_dim=32, dtype=dtype, scales=scales)
+    packed = operation is PREFILL
+    arrays = {
+        "q": jax.ShapeDtypeStruct((64, 4, 32) if packed else (4, 1, 4, 32), jnp.float32 if scales else dtype),
+        "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
+        "block_tables": jax.ShapeDtypeStruct((4, 64), jnp.int32),
+        "kv_lens": jax.ShapeDtypeStruct((4,), jnp.int32),
+    }
+    return arrays | ({"cu_q_lens": jax.ShapeDtypeStruct((5,), jnp.int32)} if packed else {})
+
+
+@both(backends.is_compiled_and_lean)
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.int8, 4), (jnp.float8_e4m3fn, 16)]
+)
+def test_no_copy_of_the_cache(operation: Operation, backend: Backend, dtype: Any, scales: Any) -> None:
+    """As one step of a loop that carries the donated cache."""
+
+    def loop(kv: PagedKV, **arrays: Any) -> Any:
+        def step(kv: PagedKV, _: None) -> Any:
+            return kv, operation.function(kv=kv, **arrays, implementation=backend.name)
+
+        return jax.lax.scan(step, kv, length=3)
+
+    shapes = big(operation, dtype, scales)
+    harness.assert_stays_put(jax.jit(loop, donate_argnames="kv"), shapes["kv"].k, **shapes)
+
+
+@both(backends.is_compiled_and_lean)
+def test_no_host_callbacks_and_a_named_scope(operation: Operation, backend: Backend) -> None:
+    call = backends.compiled(operation.function, backend)
+    harness.assert_no_host_callbacks(call, **big(operation, jnp.float32))
+    assert operation.name in harness.scope_names(call, **big(operation, jnp.float32))
