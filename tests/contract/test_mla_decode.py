@@ -179,7 +179,7 @@ PAGES = {
     "pages of 128, many heads": replace(
         BASE, kv_lens=(100, 129, 256), heads=64, rope_dim=64, page_size=128, pages_per_row=2, num_pages=8
     ),
-    "pages of 8": replace(BASE, page_size=8),
+    "pages of 8": replace(BASE, page_size=8, pages_per_row=16, num_pages=112),
 }
 
 

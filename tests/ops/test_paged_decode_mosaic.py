@@ -211,7 +211,7 @@ def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.eval_shape(functools.partial(paged_decode, implementation="mosaic"), **narrow)
     plans = [jax.eval_shape(lambda x=x: harness.plan_for(x)) for x in (narrow, wide)]
     assert [plan.implementation for plan in plans] == ["mosaic_sm90", "xla"]
-    assert [plan.program_place.shape[0] - 1 for plan in plans] == [*planned, 1]
+    assert [plan.cta_row.shape[0] - 1 for plan in plans] == [*planned, 1]
 
 
 REFUSED = {

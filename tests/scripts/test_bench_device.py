@@ -16,6 +16,11 @@ def git(root, *arguments):
     return done.stdout.strip()
 
 
+@pytest.fixture(autouse=True)
+def nobody_names_a_commit(monkeypatch):
+    monkeypatch.delenv(device.COMMIT, raising=False)
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A repository of one commit, with a kernel and a result in it."""
@@ -54,7 +59,6 @@ def test_written_results_leave_the_tree_clean(repository):
 )
 def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch, given, commit, dirty):
     monkeypatch.setattr(device, "ROOT", tmp_path)
-    monkeypatch.delenv(device.COMMIT, raising=False)
     if given is not None:
         monkeypatch.setenv(device.COMMIT, given)
     assert device.commit() == {"commit": commit, "dirty": dirty}
