@@ -41,8 +41,9 @@ test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
 
-test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU (after make demo CUDA=13)
+test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, and the contract suites on compiled kernels (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/contract -m "not slow and not gpu" -k mosaic
 
 test-latest: | python  ## the tests, on the newest jax that pyproject.toml admits
 	$(call create,.venv-latest)
