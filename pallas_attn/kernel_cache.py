@@ -37,7 +37,7 @@ PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2",)
 """Targets whose form jax does not promise to keep between its versions, of which each has files of its own."""
 DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 """Those of jax's settings that what is traced may depend on."""
 MAGIC = b"pallas_attn kernel 1\n"
 
@@ -121,7 +121,7 @@ class _Key:
 
 @functools.cache
 def _process() -> tuple[str, ...]:
-    """What is the same throughout a process: versions, our sources, and variables that kernels are compiled by."""
+    """List what stays the same in a process: versions, our sources, and variables that kernels are compiled by."""
     versions = []
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

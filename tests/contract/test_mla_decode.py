@@ -100,7 +100,7 @@ def test_values_of_one_shape(backend: Backend, heads: int, case: MlaCase) -> Non
 @few_and_many_heads
 @backends.every_backend("mla_decode", lambda backend: backend.kernels)
 def test_poison_changes_no_bit(backend: Backend, heads: int) -> None:
-    """Of kernels, whose other cases are poisoned only."""
+    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
     check(backend, replace(VALUES["absent pages"], heads=heads), clean=True)
 
 

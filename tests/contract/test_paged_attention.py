@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 type Result = tuple[np.ndarray, np.ndarray]
 
 PROGRAMS = 5
-"""Of plans; another number would be another compilation."""
+"""Programs that plans are made for; another number would be another compilation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ POISONED = {
 @both(lambda backend: backend.kernels)
 @pytest.mark.parametrize("name", POISONED)
 def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str) -> None:
-    """Of kernels, whose other cases are poisoned only."""
+    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
     check(operation, backend, draw(backend, POISONED[name]), clean=True)
 
 

@@ -178,7 +178,7 @@ def test_long_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[
 
 @backends.every_backend("ragged_attention", lambda backend: backend.kernels)
 def test_poison_changes_no_bit(backend: Backend) -> None:
-    """Of kernels, whose other cases are poisoned only."""
+    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
     check(backend, LONG, clean=True)
 
 

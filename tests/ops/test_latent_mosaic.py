@@ -1,4 +1,4 @@
-"""What is the Mosaic kernels' own of `write_latent` and `gather_latent`, beside the contract: odd widths, choice, and
+"""Tests of the Mosaic kernels alone of `write_latent` and `gather_latent`, beside the contract: odd widths, choice, and
 real sizes on a GPU.
 """
 

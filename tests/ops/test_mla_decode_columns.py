@@ -1,4 +1,4 @@
-"""What is the own of the Mosaic kernel of `mla_decode` for few query rows, beside the contract: interpreted on the CPU
+"""Tests of the Mosaic kernel alone of `mla_decode` for few query rows, beside the contract: interpreted on the CPU
 with race detection, compiled on a GPU.
 """
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5
-"""Of plans; another number would be another compilation."""
+"""Programs that plans are made for; another number would be another compilation."""
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])

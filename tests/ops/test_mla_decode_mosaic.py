@@ -1,4 +1,4 @@
-"""What is the own of the Mosaic kernel of `mla_decode` for many query rows, beside the contract: interpreted on the CPU
+"""Tests of the Mosaic kernel alone of `mla_decode` for many query rows, beside the contract: interpreted on the CPU
 with race detection, compiled on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""What is the Mosaic kernel's own of `paged_decode`, beside the contract: interpreted on the CPU with race detection,
+"""Tests of the Mosaic kernel alone of `paged_decode`, beside the contract: interpreted on the CPU with race detection,
 compiled on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""What is the Mosaic kernel's own of `paged_prefill`, beside the contract: interpreted on the CPU with race detection,
+"""Tests of the Mosaic kernel alone of `paged_prefill`, beside the contract: interpreted on the CPU with race detection,
 compiled on a GPU.
 
 Blocks hold 64 rows for each consumer, tiles 64 keys. Cases that differ in values only share a compilation.

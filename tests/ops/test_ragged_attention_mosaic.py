@@ -1,4 +1,4 @@
-"""What is the Mosaic kernel's own of `ragged_attention`, beside the contract: interpreted on the CPU with race
+"""Tests of the Mosaic kernel alone of `ragged_attention`, beside the contract: interpreted on the CPU with race
 detection, compiled on a GPU.
 
 Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ in values only share

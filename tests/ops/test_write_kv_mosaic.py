@@ -1,4 +1,4 @@
-"""What is the Mosaic kernel's own of `write_kv`, beside the contract."""
+"""Tests of the Mosaic kernel alone of `write_kv`, beside the contract."""
 
 from __future__ import annotations
 
