@@ -112,13 +112,16 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every width with every number of columns, and other pages, and another dtype."""
+    """Every width with every number of columns, and other pages, another dtype, and small ones with a third stage."""
     for latent_dim, rope_dim in WIDTHS:
         for columns in range(8, max_columns(jnp.float32) + 1, 8):
             yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32)
         for columns in range(8, max_columns(jnp.bfloat16) + 1, 8):
             yield from (Configuration(latent_dim, rope_dim, columns, page_size) for page_size in (16, 32, 64, 128))
         yield Configuration(latent_dim, rope_dim, dtype=jnp.float16, out=jnp.float16)
+    for page_size in (16, 32, 64, 128):  # a third stage fits
+        yield Configuration(64, 32, 32, page_size)
+        yield Configuration(384, 64, 24, page_size, out=jnp.float32)
 
 
 def drafts(configuration: Configuration, queries: int) -> Case:
