@@ -1,4 +1,4 @@
-"""What is kept of lowered kernels: found again by equal calls only, in other processes too, and never half written."""
+"""Kept kernels are found again by equal calls only, in other processes too, and are never half written."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RaggedCase:
 
     @property
     def value_scale(self) -> float:
-        """Of keys and values; queries are divided by it."""
+        """Factor of keys and values; queries are divided by it."""
         return 1.0 if self.dtype == "float32" else harness.HALF_SCALE
 
 
