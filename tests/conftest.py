@@ -23,6 +23,10 @@ _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla" / os.environ.get
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
+# Tests change what kernels are traced with: configurations, constants, the number of multiprocessors. Keys of kept
+# kernels know nothing of that, so on a card the second of two variants would be the first once more.
+os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
+
 # Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
 _CHECKED = ["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models"]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
