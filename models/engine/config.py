@@ -30,6 +30,7 @@ class EngineConfig:
         float8_e4m3fn.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
       decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
+      history: finished requests, and steps, whose records are kept: the newest; None for all of them.
 
     Raises:
       ValueError: a size is out of range, or buckets do not reach the sizes they must.
@@ -48,13 +49,15 @@ class EngineConfig:
     kv_scales: KVScales | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    history: int | None = 1024
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_prefill_seqs is not None and self.max_prefill_seqs < 1:
-            raise ValueError(f"max_prefill_seqs: expected at least 1 or None, got {self.max_prefill_seqs}")
+        for name in ("max_prefill_seqs", "history"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1 or None, got {getattr(self, name)}")
         if self.num_pages * self.page_size >= 2**31:
             raise ValueError(
                 f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -19,26 +20,65 @@ import numpy as np
 from models.decoder import Decoder
 from models.engine.config import EngineConfig
 from models.engine.group_sizes import group_sizes, make_pools
-from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord
-from models.engine.request import FinishReason, Request, SamplingParams
+from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
+from models.engine.request import NONFINITE, FinishReason, Request, SamplingParams, as_integers
 from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
 from models.engine.step_plan import StepPlan
 from pallas_attn.cache import PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
-"""Callback for every token as it arrives; the reason is None until the last one."""
+"""Callback for every token as it arrives; the reason is None until the last one. A request that ends for want of finite
+logits gets a call with token -1 and the reason "nonfinite"."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Tracked:
-    """A request with the engine's own records of it."""
+    """A request with the engine's own records of it.
+
+    Attributes:
+      request: the request; its tokens and its reason to end are what everything else follows from.
+      added_s: when it was added.
+      on_token: the caller's callback.
+      token_times: when each token arrived.
+      num_told: calls of `on_token` so far, counted before each, so that none is repeated.
+      refusal: why it was refused, if it was.
+      kept: whether its caller, and not the bound of the history, decides when it is forgotten.
+      prompt_logits: float32 [prompt length, V], if logits are captured and any was computed.
+    """
 
     request: Request
     added_s: float
     on_token: OnToken | None
     token_times: list[float] = dataclasses.field(default_factory=list)
+    num_told: int = 0
     refusal: str | None = None
+    kept: bool = False
+    prompt_logits: np.ndarray | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return "refused" if self.refusal is not None else self.request.finish_reason
+
+    @property
+    def num_untold(self) -> int:
+        """Calls of `on_token` that are due."""
+        if self.on_token is None:
+            return 0
+        request = self.request
+        num_tokens = len(request.token_ids) - len(request.prompt_ids)
+        return num_tokens + (request.finish_reason == "nonfinite") - self.num_told
+
+    def tell(self) -> tuple[int, FinishReason | None] | None:
+        """Counts the next call of `on_token` that is due, and returns its token and reason; None if none is."""
+        request, at = self.request, len(self.request.prompt_ids) + self.num_told
+        if not self.num_untold:
+            return None
+        self.num_told += 1
+        if at == len(request.token_ids):
+            return NONFINITE, "nonfinite"
+        ends = at == len(request.token_ids) - 1 and request.finish_reason in ("stop", "length")
+        return request.token_ids[at], request.finish_reason if ends else None
 
     def output(self) -> RequestOutput:
         times = self.token_times
@@ -47,7 +87,7 @@ class _Tracked:
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self.request.num_cached or 0,
             output_ids=self.request.output_ids,
-            finish_reason="refused" if self.refusal is not None else self.request.finish_reason,
+            finish_reason=self.finish_reason,
             refusal=self.refusal,
             ttft_s=times[0] - self.added_s if times else None,
             itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],
@@ -70,6 +110,10 @@ class Engine:
     A step is launched before the tokens of the one before it are read back, so that the host works while the device
     does. Requests are first come first served; when pages run out the youngest is preempted and computed again later,
     which changes no token.
+
+    Requests, with the tokens that have arrived, are the one thing that cannot be made anew. A call that is cut short by
+    any exception leaves the rest in whatever state it is in, and the next call that changes anything first makes pools,
+    queues and caches anew from the requests.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig(), *, capture_logits: bool = False):
@@ -91,7 +135,6 @@ class Engine:
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
-        self._prompt_logits: dict[RequestId, np.ndarray] = {}
         self._groups = group_sizes(
             model.config,
             num_pages=config.num_pages,
@@ -118,11 +161,14 @@ class Engine:
             chunked_prefill=config.chunked_prefill,
             eos_token_ids=model.config.eos_token_ids,
         )
-        self._tracked: dict[RequestId, _Tracked] = {}
+        self._tracked: dict[RequestId, _Tracked] = {}  # in order of arrival
         self._ids = itertools.count()
+        self._intact = True
         self._in_flight: _Launched | None = None
-        self._undelivered: deque[tuple[OnToken, RequestId, int, FinishReason | None]] = deque()
-        self._records: list[StepRecord] = []
+        self._untold: deque[_Tracked] = deque()  # once for each call of `on_token` that is due
+        self._finished: deque[_Tracked] = deque()  # those that the bound of the history decides on, oldest first
+        self._records: deque[StepRecord] = deque(maxlen=config.history)
+        self._totals = Totals()
         self._peak_rows = (0,) * len(self._groups)
         self._peak_pages = 0
         self._made_s = self._now()
@@ -135,7 +181,9 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has any work left."""
-        return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._undelivered)
+        if not self._intact:
+            return any(tracked.finish_reason is None or tracked.num_untold for tracked in self._tracked.values())
+        return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._untold)
 
     def warmup(self) -> float:
         """Compiles every shape a step can have, and on a GPU runs it without rows, so that its kernels are loaded;
@@ -144,7 +192,8 @@ class Engine:
         Without it a shape is compiled when the first step needs it.
         """
         before = self._runner.compile_s
-        self._runner.compile(self._runner.buckets(self._capture_logits))
+        with self._changing():
+            self._runner.compile(self._runner.buckets(self._capture_logits))
         return self._runner.compile_s - before
 
     def add_request(
@@ -172,23 +221,10 @@ class Engine:
           The request's id.
 
         Raises:
-          ValueError: an empty prompt, an id outside the vocabulary, or a request_id in use.
+          ValueError: an empty prompt, ids that are no integers or outside the vocabulary, a request_id in use, or
+            arguments of another kind. Nothing is queued.
         """
-        if request_id is None:
-            request_id = next(number for number in self._ids if number not in self._tracked)
-        if request_id in self._tracked:
-            raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
-        ids = tuple(int(token) for token in prompt_ids)
-        outside = [token for token in ids if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ValueError(f"prompt_ids: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}")
-        tracked = _Tracked(Request(request_id, ids, params, salt), self._now(), on_token)
-        try:
-            self._scheduler.add(tracked.request)
-        except RequestRefused as refusal:
-            tracked.refusal = str(refusal)
-        self._tracked[request_id] = tracked
-        return request_id
+        return self._add(prompt_ids, params, request_id, salt, on_token).request.request_id
 
     def abort(self, request_id: RequestId) -> bool:
         """Ends a request; its output keeps the tokens that have arrived. False if it had ended already.
@@ -196,36 +232,39 @@ class Engine:
         Raises:
           ValueError: no such request.
         """
-        self._find(request_id)
-        return self._scheduler.abort(request_id)
+        tracked = self._find(request_id)
+        with self._changing():
+            aborted = self._scheduler.abort(request_id)
+            if aborted:
+                self._retain(tracked)
+        return aborted
 
     def step(self) -> list[RequestId]:
         """Launches the next step and collects the tokens of the one before it.
 
-        If this raises (a callback, or the device), no token is lost or repeated: every unfinished request goes on with
-        the next call, computed again if the cache was lost.
+        Whatever raises in here (the device, a callback, want of memory, Ctrl-C), no token that has arrived is lost, and
+        every unfinished request goes on with the next call: computed again, unless a callback raised. A callback gets
+        each token once, or not at all if Ctrl-C comes as it is about to be called.
 
         Returns:
           Ids of the requests that got a token.
         """
-        collected = False
-        try:
+        with self._changing():
             launched = self._launch()
             progressed = self._collect(self._in_flight) if self._in_flight else []
-            collected = True
-        finally:
-            if not collected:
-                self._recover()
-        self._in_flight = launched
-        while self._undelivered:
-            on_token, request_id, token, reason = self._undelivered.popleft()
-            on_token(request_id, token, reason)
+            self._in_flight = launched
+        while self._untold:
+            tracked = self._untold[0]
+            call = tracked.tell()
+            self._untold.popleft()
+            if call is not None and tracked.on_token is not None:
+                tracked.on_token(tracked.request.request_id, *call)
         return progressed
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[RequestOutput]:
-        """Runs prompts to their ends.
+        """Runs prompts to their ends, and forgets them.
 
         Args:
           prompts: token ids.
@@ -235,23 +274,24 @@ class Engine:
           One output a prompt, in their order.
 
         Raises:
-          ValueError: as `add_request`; or not as many params as prompts. No prompt is queued.
+          ValueError: as `add_request`; or not as many params as prompts. No prompt is queued, nor is any left after
+            whatever else `step` raises.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-        ids: list[RequestId] = []
+        own: list[_Tracked] = []
         try:
             for prompt, of_prompt in zip(prompts, each, strict=True):
-                ids.append(self.add_request(prompt, of_prompt))
-        except Exception:
-            for request_id in ids:
-                self.abort(request_id)
-                self.forget(request_id)
-            raise
-        while self.has_unfinished:
-            self.step()
-        return [self.output(request_id) for request_id in ids]
+                self._add(prompt, of_prompt, own=own)
+            while self.has_unfinished:
+                self.step()
+            return [tracked.output() for tracked in own]
+        finally:
+            for tracked in own:
+                if self._tracked.get(tracked.request.request_id) is tracked:
+                    self.abort(tracked.request.request_id)
+                    self.forget(tracked.request.request_id)
 
     def output(self, request_id: RequestId) -> RequestOutput:
         """Returns a request's output so far.
@@ -262,15 +302,19 @@ class Engine:
         return self._find(request_id).output()
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops the records of a finished request, which are otherwise kept for good.
+        """Drops the records of a finished request, which are otherwise kept until `EngineConfig.history` requests have
+        finished after it.
 
         Raises:
           ValueError: no such request, or it has not finished.
         """
-        if self._find(request_id).output().finish_reason is None:
+        tracked = self._find(request_id)
+        if tracked.finish_reason is None:
             raise ValueError(f"request_id: expected a finished request, {request_id!r} is not")
-        del self._tracked[request_id]
-        self._prompt_logits.pop(request_id, None)
+        with self._changing():
+            self._tracked.pop(request_id, None)
+            with contextlib.suppress(ValueError):  # it is not in there if its caller kept it
+                self._finished.remove(tracked)
 
     def prompt_logits(self, request_id: RequestId) -> np.ndarray:
         """Returns float32 logits [prompt length, V], NaN where the prefix cache spared computing; needs capture_logits.
@@ -278,25 +322,22 @@ class Engine:
         Raises:
           ValueError: no such request, or the engine was not made to capture logits.
         """
-        tracked = self._find(request_id)
         if not self._capture_logits:
             raise ValueError("capture_logits: the engine was made without it")
-        empty = np.full((len(tracked.request.prompt_ids), self._vocab_size), np.nan, np.float32)
-        return self._prompt_logits.get(request_id, empty)
+        tracked = self._find(request_id)
+        return self._no_logits(tracked) if tracked.prompt_logits is None else tracked.prompt_logits
 
     def stats(self) -> EngineStats:
-        """Returns totals since the engine was made."""
-        cache = self._prefix_cache
-        prefill_s = sum(r.duration_s * r.prefill_tokens / (r.prefill_tokens + r.decode_tokens) for r in self._records)
-        decode_s = sum(r.duration_s for r in self._records) - prefill_s
-        prefill, decode = (sum(getattr(r, f"{kind}_tokens") for r in self._records) for kind in ("prefill", "decode"))
+        """Returns totals since the engine was made, which are kept as it runs, and the records of the newest steps."""
+        totals, scheduler = self._totals, self._scheduler
         return EngineStats(
             steps=tuple(self._records),
-            prefill_tokens=prefill,
-            decode_tokens=decode,
-            prefill_tokens_per_s=prefill / prefill_s if prefill_s else 0.0,
-            decode_tokens_per_s=decode / decode_s if decode_s > 0 and decode else 0.0,
-            prefix_hit_rate=cache.hit_tokens / cache.query_tokens if cache and cache.query_tokens else 0.0,
+            num_steps=totals.steps,
+            prefill_tokens=totals.prefill_tokens,
+            decode_tokens=totals.decode_tokens,
+            prefill_tokens_per_s=totals.prefill_tokens / totals.prefill_s if totals.prefill_s else 0.0,
+            decode_tokens_per_s=totals.decode_tokens / totals.decode_s if totals.decode_s else 0.0,
+            prefix_hit_rate=scheduler.found_tokens / (scheduler.looked_up_tokens or 1),
             used_pages=self._pages(self._pools.num_owned),
             peak_pages=self._peak_pages,
             num_pages=self.config.num_pages,
@@ -304,7 +345,7 @@ class Engine:
                 GroupStats(group.layers, group.num_heads, group.num_rows, used, peak)
                 for group, used, peak in zip(self._groups, self._pools.num_owned, self._peak_rows, strict=True)
             ),
-            preemptions=self._scheduler.num_preemptions,
+            preemptions=scheduler.num_preemptions,
             compilations=self._runner.num_compilations,
             compile_s=self._runner.compile_s,
             cache_bytes=self._runner.cache_bytes,
@@ -312,8 +353,82 @@ class Engine:
 
     def _find(self, request_id: RequestId) -> _Tracked:
         if request_id not in self._tracked:
-            raise ValueError(f"request_id: no request {request_id!r}")
+            kept = "" if self.config.history is None else f"; of finished ones the newest {self.config.history} are kept"
+            raise ValueError(f"request_id: no request {request_id!r}{kept}")
         return self._tracked[request_id]
+
+    def _add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: RequestId | None = None,
+        salt: str = "",
+        on_token: OnToken | None = None,
+        *,
+        own: list[_Tracked] | None = None,
+    ) -> _Tracked:
+        """Queues a request, or notes its refusal; arguments as for `add_request`. The caller may keep a list of its
+        own, which then holds the request whatever comes, and has to forget it."""
+        if request_id is None:
+            request_id = next(number for number in self._ids if number not in self._tracked)
+        if not isinstance(request_id, Hashable):
+            raise ValueError(f"request_id: expected an int or a str, got {request_id!r}")
+        if request_id in self._tracked:
+            raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
+        if on_token is not None and not callable(on_token):
+            raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
+        ids = as_integers("prompt_ids", prompt_ids)
+        outside = [token for token in ids if not 0 <= token < self._vocab_size]
+        if outside:
+            raise ValueError(f"prompt_ids: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}")
+        tracked = _Tracked(Request(request_id, ids, params, salt), self._now(), on_token, kept=own is not None)
+        with self._changing():
+            try:
+                self._scheduler.add(tracked.request)
+            except RequestRefused as refusal:
+                tracked.refusal = str(refusal)
+            if own is not None:
+                own.append(tracked)
+            self._tracked[request_id] = tracked  # from here on there is such a request
+            if tracked.refusal is not None:
+                self._retain(tracked)
+        return tracked
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Surrounds every change: if one was cut short, however far it had come, the next one first starts over."""
+        if not self._intact:
+            self._start_over()
+        self._intact = False
+        yield
+        self._intact = True
+
+    def _start_over(self) -> None:
+        """Makes everything anew from the requests: pools, queues, empty caches, and what is to be told or kept. It may
+        itself be cut short, and is then repeated."""
+        self._in_flight = None
+        self._runner.reset()
+        tracked = [*self._tracked.values()]
+        self._scheduler.requeue_all([t.request for t in tracked if t.finish_reason is None])
+        now = self._now()
+        for t in tracked:
+            t.token_times.extend([now] * (len(t.request.output_ids) - len(t.token_times)))
+        with_callbacks = dict.fromkeys([*self._untold, *tracked])
+        self._untold = deque(t for t in with_callbacks for _ in range(t.num_untold))
+        self._finished = deque()
+        for t in tracked:
+            t.kept = False  # who kept it was cut short, too
+            if t.finish_reason is not None:
+                self._retain(t)
+
+    def _retain(self, tracked: _Tracked) -> None:
+        """Keeps the records of a request that has finished, and forgets the oldest if those are too many."""
+        if tracked.kept or self.config.history is None:
+            return
+        self._finished.append(tracked)
+        if len(self._finished) > self.config.history:
+            self._tracked.pop(self._finished[0].request.request_id, None)
+            self._finished.popleft()
 
     def _pages(self, rows: Sequence[int]) -> int:
         """Memory of so many rows of each cache group, in pages of all layers, rounded up."""
@@ -342,25 +457,29 @@ class Engine:
         if step.result.logits is not None:
             self._keep_logits(plan, np.asarray(step.result.logits))
         now = self._now()
-        continued = self._scheduler.retire(plan, tokens)
-        for request, token in continued:
+        progressed = []
+        for request, token in self._scheduler.retire(plan, tokens):
             tracked = self._tracked[request.request_id]
-            tracked.token_times.append(now)
+            if token != NONFINITE:
+                tracked.token_times.append(now)
+                progressed.append(request.request_id)
             if tracked.on_token is not None:
-                self._undelivered.append((tracked.on_token, request.request_id, token, request.finish_reason))
+                self._untold.append(tracked)
+            if request.is_finished:
+                self._retain(tracked)
         ended = self._records[-1].ended_s + self._made_s if self._records else 0.0
-        self._records.append(
-            StepRecord(
-                ended_s=now - self._made_s,
-                duration_s=now - max(ended, step.planned_s),
-                prefill_tokens=sum(row.num_tokens for row in plan.prefill),
-                decode_tokens=len(plan.decode),
-                cached_tokens=step.cached_tokens,
-                used_pages=self._pages(step.used_rows),
-                used_rows=step.used_rows,
-            )
+        record = StepRecord(
+            ended_s=now - self._made_s,
+            duration_s=now - max(ended, step.planned_s),
+            prefill_tokens=sum(row.num_tokens for row in plan.prefill),
+            decode_tokens=len(plan.decode),
+            cached_tokens=step.cached_tokens,
+            used_pages=self._pages(step.used_rows),
+            used_rows=step.used_rows,
         )
-        return [request.request_id for request, _ in continued]
+        self._records.append(record)
+        self._totals = self._totals.plus(record)
+        return progressed
 
     def _keep_logits(self, plan: StepPlan, logits: np.ndarray) -> None:
         end = 0
@@ -371,12 +490,9 @@ class Engine:
             tracked = self._tracked.get(request.request_id)
             # Since the launch the request may have been forgotten, and its id given to another one.
             if num_prompt > 0 and tracked is not None and tracked.request is request:
-                kept = self._prompt_logits.setdefault(request.request_id, self.prompt_logits(request.request_id))
-                kept[row.start : row.start + num_prompt] = logits[first : first + num_prompt]
+                if tracked.prompt_logits is None:
+                    tracked.prompt_logits = self._no_logits(tracked)
+                tracked.prompt_logits[row.start : row.start + num_prompt] = logits[first : first + num_prompt]
 
-    def _recover(self) -> None:
-        """Starts from empty caches and computes everything again, since the step's caches were donated and may be
-        gone."""
-        self._in_flight = None
-        self._scheduler.requeue_all()
-        self._runner.reset()
+    def _no_logits(self, tracked: _Tracked) -> np.ndarray:
+        return np.full((len(tracked.request.prompt_ids), self._vocab_size), np.nan, np.float32)

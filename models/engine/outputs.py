@@ -18,7 +18,8 @@ class RequestOutput:
       prompt_tokens: tokens of the prompt.
       cached_tokens: prompt tokens found in the prefix cache when the request was first admitted.
       output_ids: generated tokens.
-      finish_reason: "stop", "length", "abort", "refused", or None while it runs.
+      finish_reason: "stop", "length", "abort", "refused", "nonfinite" (the next token's logits were NaN or infinite),
+        or None while it runs.
       refusal: why it was refused, else None.
       ttft_s: seconds from `add_request` to the first token, None before.
       itl_s: seconds between consecutive tokens.
@@ -75,20 +76,50 @@ class GroupStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over all steps; the time of a step with both is split by its tokens.
+
+    Attributes:
+      steps: number of steps.
+      prefill_tokens, decode_tokens: numbers of computed tokens.
+      prefill_s, decode_s: seconds these took.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def plus(self, step: StepRecord) -> Totals:
+        """Adds a step."""
+        tokens = step.prefill_tokens + step.decode_tokens
+        return Totals(
+            self.steps + 1,
+            self.prefill_tokens + step.prefill_tokens,
+            self.decode_tokens + step.decode_tokens,
+            self.prefill_s + step.duration_s * step.prefill_tokens / tokens,
+            self.decode_s + step.duration_s * step.decode_tokens / tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made. No time includes compilation, which is reported apart.
 
     Attributes:
-      steps: one record a step.
+      steps: records of the newest `EngineConfig.history` steps.
       prefill_tokens, decode_tokens: numbers of computed tokens.
       prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
-      prefix_hit_rate: prompt tokens found in the prefix cache, of all that looked there; 0 without any.
+      prefix_hit_rate: prompt tokens found in the prefix cache when their requests were first admitted, of all that
+        were looked up then; 0 without any.
       used_pages, peak_pages, num_pages: pages that belong to requests now, at most so far, and in all. If layers or
         heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up.
       preemptions: times a request gave up its pages to an older one.
       compilations, compile_s: step shapes compiled, and the seconds that took.
       cache_bytes: bytes of all layers' caches.
       groups: statistics of every cache group.
+      num_steps: number of all steps.
     """
 
     steps: tuple[StepRecord, ...]
@@ -105,3 +136,4 @@ class EngineStats:
     compile_s: float
     cache_bytes: int
     groups: tuple[GroupStats, ...] = ()
+    num_steps: int = 0

@@ -1,11 +1,17 @@
 """Requests: the caller's prompt and sampling parameters, and the engine's progress with them."""
 
 import operator
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort", "refused"]
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite"]
+
+NONFINITE = -1
+"""In place of a sampled token, where the logits are NaN or infinite."""
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
 """Limits beyond which a draw is the likeliest token, or all tokens are equally likely; from 1e-34 and 1e37 on, logits
@@ -20,6 +26,8 @@ class RequestRefused(Exception):
 class SamplingParams:
     """Parameters for choosing a request's tokens, and for ending it.
 
+    Numbers may be of any kind that means one number, such as numpy's, and are kept as Python's.
+
     Attributes:
       max_tokens: Most tokens to generate, at least 1.
       temperature: 0 takes the likeliest token; otherwise logits are divided by it, from 1e-6 to 1e6.
@@ -30,7 +38,7 @@ class SamplingParams:
       stop_token_ids: Tokens that end the output whatever `ignore_eos` says; kept as a tuple.
 
     Raises:
-      ValueError: a value is out of range, or stop_token_ids are no sequence of integers.
+      ValueError: a value is of another kind or out of range, or stop_token_ids are no sequence of integers.
     """
 
     max_tokens: int = 16
@@ -42,6 +50,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        coerced = {
+            **{name: _as_integer(name, getattr(self, name)) for name in ("max_tokens", "top_k", "seed")},
+            **{name: _as_float(name, getattr(self, name)) for name in ("temperature", "top_p")},
+            "ignore_eos": _as_bool("ignore_eos", self.ignore_eos),
+            "stop_token_ids": as_integers("stop_token_ids", self.stop_token_ids),
+        }
+        for name, value in coerced.items():
+            object.__setattr__(self, name, value)
         if not self.max_tokens >= 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if self.temperature != 0 and not _LOWEST_TEMPERATURE <= self.temperature <= _HIGHEST_TEMPERATURE:
@@ -53,11 +69,45 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
-        try:
-            stop_token_ids = tuple(map(operator.index, self.stop_token_ids))
-        except TypeError as error:
-            raise ValueError(f"stop_token_ids must be a sequence of integers, got {self.stop_token_ids!r}") from error
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+
+
+def _as_integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from error
+
+
+def as_integers(name: str, values: Any) -> tuple[int, ...]:
+    """Converts a sequence of integers of any kind to a tuple of Python's.
+
+    Raises:
+      ValueError: anything else, such as a text, bytes, or truth values; naming the argument.
+    """
+    try:
+        given = tuple(values)
+        if isinstance(values, str | bytes | bytearray) or any(isinstance(value, bool) for value in given):
+            raise TypeError
+        return tuple(map(operator.index, given))
+    except TypeError as error:
+        raise ValueError(f"{name} must be a sequence of integers, got {reprlib.repr(values)}") from error
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool | str | bytes) or np.ndim(value):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number, got {value!r}") from error
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 @dataclass(eq=False)
@@ -78,7 +128,8 @@ class Request:
         running request.
       num_cached: Prompt tokens found in the prefix cache at first admission; None before.
       finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (of the output, the
-        model or the pool), "abort", or "refused" (could never have run).
+        model or the pool), "abort", "refused" (could never have run), or "nonfinite" (the logits of its next token were
+        NaN or infinite, as of a broken checkpoint).
 
     Raises:
       ValueError: the prompt is empty, or params or salt are of another kind.
@@ -105,6 +156,11 @@ class Request:
         if not isinstance(self.salt, str) or any("\ud800" <= char <= "\udfff" for char in self.salt):
             raise ValueError(f"salt of request {self.request_id} must be a str without surrogates, got {self.salt!r}")
         self.token_ids = list(self.prompt_ids)
+
+    def requeue(self) -> None:
+        """Drops its progress in the cache and on the device; what was read back stays."""
+        self.slot = None
+        self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
 
     @property
     def output_ids(self) -> list[int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,9 +26,22 @@ from models.engine.step_plan import StepPlan
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
-"""Operations that XLA launches as CUDA graphs, whatever XLA_FLAGS are. Loops are not among its defaults, and without
-them the host would wait for the device in every layer of a step with prompts, to learn how many pieces of a cached
-prefix to read."""
+"""Operations that XLA launches as CUDA graphs, unless XLA_FLAGS say otherwise. Loops are not among its defaults, and
+without them the host would wait for the device in every layer of a step with prompts, to learn how many pieces of a
+cached prefix to read."""
+
+
+def gpu_options() -> dict[str, str | bool]:
+    """Returns `GPU_OPTIONS` but those that XLA_FLAGS set, which options of a compilation would override.
+
+    Raises:
+      ValueError: XLA_FLAGS cannot be parsed.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # XLA takes anything else for the name of a file with flags
+        flags = Path(flags).read_text(encoding="utf-8")
+    given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
+    return {name: value for name, value in GPU_OPTIONS.items() if name not in given}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +50,7 @@ class StepResult:
 
     Attributes:
       plan: the launched plan.
-      tokens: int32, sampled tokens: decode rows of the bucket first, then prefill rows.
+      tokens: int32, sampled tokens, NONFINITE where logits were: decode rows of the bucket first, then prefill rows.
       bucket: the bucket it was padded to.
       logits: float32 [prefill tokens, V] of a bucket with all_logits, else None.
     """
@@ -66,7 +82,8 @@ class Runner:
         self._compiled: dict[Bucket, Any] = {}
         self.compile_s = 0.0
         self._caches: Caches = ()
-        self.reset()
+        self._last_tokens: Int32[Array, "slots"] | None = None
+        self._allocate()
 
     @property
     def num_compilations(self) -> int:
@@ -79,10 +96,17 @@ class Runner:
         return sum(spec.num_bytes for spec in self._specs)
 
     def reset(self) -> None:
-        """Allocates empty caches, as at the start or after a step failed with the old ones donated."""
-        self._caches = ()  # memory may not hold both
-        self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
-        self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+        """Gives up the caches, which may be gone after a step was cut short; the next step starts with empty ones. Asks
+        nothing of the device, so that it works where the device does not."""
+        self._last_tokens, self._caches = None, ()
+
+    def _allocate(self) -> Int32[Array, "slots"]:
+        """Allocates empty caches if there are none; returns the last sampled tokens."""
+        if self._last_tokens is None:
+            self._caches = ()  # memory may not hold both
+            self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
+            self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+        return self._last_tokens
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
@@ -111,13 +135,14 @@ class Runner:
         if not new:
             return
         began = time.perf_counter()
-        on_gpu = all(device.platform == "gpu" for device in self._last_tokens.devices())
+        last_tokens = self._allocate()
+        on_gpu = all(device.platform == "gpu" for device in last_tokens.devices())
         for bucket in new:
             function = functools.partial(run_step, self._step, self._config, bucket)
             packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
             donating = jax.jit(function, donate_argnums=(1, 2))
-            lowered = donating.lower(self._weights, self._caches, self._last_tokens, packed)
-            self._compiled[bucket] = lowered.compile(GPU_OPTIONS if on_gpu else None)
+            lowered = donating.lower(self._weights, self._caches, last_tokens, packed)
+            self._compiled[bucket] = lowered.compile(gpu_options() if on_gpu else None)
         if on_gpu:
             for bucket in [*self._compiled] * 2:
                 self.run_idle(bucket)
@@ -143,8 +168,9 @@ class Runner:
     def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
         """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
         packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
+        last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
-            self._weights, self._caches, self._last_tokens, packed
+            self._weights, self._caches, last_tokens, packed
         )
         return tokens, logits
 
@@ -170,5 +196,6 @@ def run_step(
     chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
     slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
     slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
-    last_tokens = last_tokens.at[slots].set(chosen, mode="drop")
+    # A request without finite logits ends, but may have a step more under way, which needs some token.
+    last_tokens = last_tokens.at[slots].set(jnp.maximum(chosen, 0), mode="drop")
     return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, caches, last_tokens

@@ -11,6 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from models.engine.request import NONFINITE
+
 
 @typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
@@ -39,12 +41,14 @@ def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array
     Temperature, then top-k, then top-p; the draw is the Gumbel-max trick, so that it too is an argmax.
 
     Returns:
-      Token ids, and the margins between the best and the second-best perturbed logits (plain ones at temperature 0):
-      how much rounding a choice withstands, in the logits' unit.
+      Token ids, NONFINITE for rows with a logit that is NaN or infinite; and the margins between the best and the
+      second-best perturbed logits (plain ones at temperature 0): how much rounding a choice withstands, in the logits'
+      unit.
     """
     drawn = lax.cond(jnp.any(rows.temperature > 0), _perturbed, lambda logits, _: logits, logits, rows)
     best, tokens = lax.top_k(drawn, 2)
-    return tokens[:, 0].astype(jnp.int32), best[:, 0] - best[:, 1]
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)  # of NaN the likeliest would be token 0, without a word
+    return jnp.where(finite, tokens[:, 0].astype(jnp.int32), NONFINITE), best[:, 0] - best[:, 1]
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:

@@ -1,10 +1,10 @@
 """The scheduler: which tokens of which requests the next step computes, and in which pages their K/V goes."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-from models.engine.request import FinishReason, Request, RequestRefused
+from models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
@@ -28,6 +28,10 @@ class Scheduler:
     tokens. Tokens of it in flight are still delivered by `retire`, and it is not admitted before. A request that has
     the pools to itself takes prompt chunks as large as they allow. So the oldest request always moves, up to the size
     of the pools.
+
+    Requests and the tokens that were read back are all that has to be kept; `requeue_all` makes the rest anew from them.
+    A call that was cut short by an exception (of memory, or Ctrl-C) may have left anything half done, and `requeue_all`
+    has to come next.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_slots = list(reversed(range(pools.max_num_seqs)))
         self._launched: deque[StepPlan] = deque()
-        self._num_preemptions = 0
+        self._num_preemptions = self._looked_up_tokens = self._found_tokens = 0
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -89,6 +93,16 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that a request lost its pages to an older one."""
         return self._num_preemptions
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache, when their requests were first admitted."""
+        return self._looked_up_tokens
+
+    @property
+    def found_tokens(self) -> int:
+        """Those of `looked_up_tokens` that were found."""
+        return self._found_tokens
 
     @property
     def max_len(self) -> int:
@@ -142,11 +156,11 @@ class Scheduler:
 
         Args:
             plan: The oldest launched plan that has not been retired.
-            tokens: Sampled ids, one for each of `plan.sampling_rows`.
+            tokens: Sampled ids, one for each of `plan.sampling_rows`; NONFINITE where there was nothing to sample.
 
         Returns:
             (request, token) for each token that continues a request; its `finish_reason` is set if this was the last
-            one.
+            one. A request whose token is NONFINITE gets none, and ends.
 
         Raises:
             ValueError: another plan is next, or the number of `tokens` is not that of the plan's samples.
@@ -159,12 +173,13 @@ class Scheduler:
         continued = [
             (row.request, token) for row, token in zip(rows, tokens, strict=True) if not row.request.is_finished
         ]
-        reasons = [self._reason_to_finish(request, token) for request, token in continued]
+        reasons = [self._reason_to_finish(request, token, len(request.token_ids) + 1) for request, token in continued]
         self._launched.popleft()  # nothing has changed so far, in case a token is no number
         for (request, token), reason in zip(continued, reasons, strict=True):
             request.num_in_flight -= 1
-            request.token_ids.append(token)
-            self._publish(request)
+            if token != NONFINITE:
+                request.token_ids.append(token)
+                self._publish(request)
             if reason:
                 self._finish(request, reason)
         return continued
@@ -176,20 +191,33 @@ class Scheduler:
         self._finish(self._requests[request_id], "abort")
         return True
 
-    def requeue_all(self) -> None:
+    def requeue_all(self, requests: Iterable[Request]) -> None:
         """Starts over after the contents of the cache were lost, such as when a step raised after its caches were
-        donated.
+        donated, or after any call was cut short.
 
-        Every request keeps the tokens that were read back and is computed again. Launched plans cannot be retired any
-        more: as a draw depends on seed and position only, the tokens they lose are sampled again.
+        Nothing is taken over from the state so far: pools, slots, queues and the progress of every request are made
+        anew, so that the call may itself be cut short and repeated. Every request keeps the tokens that were read back
+        and is computed again. Launched plans cannot be retired any more: as a draw depends on seed and position only,
+        the tokens they lose are sampled again.
+
+        Args:
+            requests: All that are not known to have ended, in order of arrival.
         """
-        while self._running:
-            self._requeue(self._running[-1])
-        for request in self._waiting:
-            request.num_in_flight = 0
-        self._launched.clear()
+        self._pools.reset()
         if self._prefix_cache is not None:
             self._prefix_cache.clear()
+        self._free_slots = list(reversed(range(self._pools.max_num_seqs)))
+        self._launched = deque()
+        self._running = []
+        unfinished = []
+        for request in requests:
+            request.requeue()
+            if request.output_ids and not request.is_finished:  # it may have been cut short between token and reason
+                request.finish_reason = self._reason_to_finish(request, request.token_ids[-1], len(request.token_ids))
+            if not request.is_finished:
+                unfinished.append(request)
+        self._waiting = deque(unfinished)
+        self._requests = {request.request_id: request for request in unfinished}
 
     def _recycle(self) -> None:
         """Recycles the pages of running requests that no later step reads."""
@@ -253,6 +281,9 @@ class Scheduler:
         request.prefill_end = len(known)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            if cache is not None:
+                self._looked_up_tokens += len(known)
+                self._found_tokens += request.num_computed
         self._running.append(self._waiting.popleft())
         return request
 
@@ -289,11 +320,11 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason  # first: all else can be made anew
         if request.is_running:
             self._give_up(request)
         else:
             self._waiting.remove(request)
-        request.finish_reason = reason
         del self._requests[request.request_id]
 
     def _give_up(self, request: Request) -> None:
@@ -302,14 +333,16 @@ class Scheduler:
         self._free_slots.append(cast(int, request.slot))
         self._pools.release(cast(int, request.slot))
         request.slot = None
-        request.num_computed = request.prefill_end = 0
+        request.num_computed = request.prefill_end = 0  # its tokens in flight are still to be retired
 
-    def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
-        """Reason for which a request ends with its next token; None if it goes on."""
+    def _reason_to_finish(self, request: Request, token: int, num_tokens: int) -> FinishReason | None:
+        """Reason for which a request ends with this token, the last of `num_tokens`; None if it goes on."""
         params = request.params
+        if token == NONFINITE:
+            return "nonfinite"
         if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
             return "stop"
-        return "length" if self._is_full_length(request, len(request.token_ids) + 1) else None
+        return "length" if self._is_full_length(request, num_tokens) else None
 
     def _is_full_length(self, request: Request, num_tokens: int) -> bool:
         return num_tokens >= min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)

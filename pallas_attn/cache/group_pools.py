@@ -146,6 +146,11 @@ class GroupPools:
         for pool in self._pools:
             pool.release(batch_slot)
 
+    def reset(self) -> None:
+        """Starts over with all rows of all pools free, whatever state an interrupted call has left."""
+        for pool in self._pools:
+            pool.reset()
+
     def swap(self, first: int, second: int) -> None:
         """Exchanges the sequences of two batch slots, with the rows of all their heads; either may be idle.
 

@@ -75,11 +75,21 @@ class HeadPagePool:
         self._sink_pages = -(-sink_tokens // page_size)
         self._page_size = page_size
         self._rows = PagePool(num_rows)
-        self._tables = np.full((max_num_seqs, self.num_heads, max_pages_per_seq), PAGE_NONE, np.int32)
-        self._num_pages = np.zeros(max_num_seqs, np.int64)  # entries that rows were allocated for
-        self._oldest_query = np.zeros(max_num_seqs, np.int64)
+        self._tables = np.empty((max_num_seqs, self.num_heads, max_pages_per_seq), np.int32)
+        self._num_pages = np.empty(max_num_seqs, np.int64)  # entries that rows were allocated for
+        self._oldest_query = np.empty(max_num_seqs, np.int64)
         # The first page after a head's sink tokens that is not recycled.
-        self._first_page = np.tile(self._sink_pages, (max_num_seqs, 1))
+        self._first_page = np.empty((max_num_seqs, self.num_heads), np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all batch slots idle and all rows free, as at the start, whatever state an interrupted call has left;
+        the watcher stays."""
+        self._rows.reset()
+        self._tables.fill(PAGE_NONE)
+        self._num_pages.fill(0)
+        self._oldest_query.fill(0)
+        self._first_page[:] = self._sink_pages
 
     @property
     def page_size(self) -> int:

@@ -25,15 +25,20 @@ class PagePool:
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-        self._refcounts = [0] * num_pages
+        self._num_pages = num_pages
+        self._on_reuse: Callable[[int], None] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all pages free, as at the start, whatever state an interrupted call has left; the watcher stays."""
+        self._refcounts = [0] * self._num_pages
         # Next to be handed out first. An OrderedDict and not a dict, whose first item takes longer and longer to find
         # as items are removed from its front.
-        self._free = OrderedDict.fromkeys(range(num_pages))
-        self._on_reuse: Callable[[int], None] | None = None
+        self._free = OrderedDict.fromkeys(range(self._num_pages))
 
     @property
     def num_pages(self) -> int:
-        return len(self._refcounts)
+        return self._num_pages
 
     @property
     def num_free(self) -> int:

@@ -182,7 +182,9 @@ class PrefixCache:
             self._prune(path[-1][0])
 
     def clear(self) -> None:
-        """Forgets every page, as when the contents of the cache are lost. References and statistics stay."""
+        """Forgets every page, as when the contents of the cache are lost, whatever state an interrupted call has left.
+        References and statistics stay."""
+        self._last_lookup = (([], ""), [])
         self._by_digest.clear()
         for by_row in self._by_row:
             by_row.clear()

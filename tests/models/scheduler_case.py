@@ -194,7 +194,7 @@ class FakeEngine:
         self.memory = dict.fromkeys(self.memory, "garbage")
         self.last_tokens.clear()
         self.in_flight.clear()
-        self.scheduler.requeue_all()
+        self.scheduler.requeue_all(self.unfinished)
         assert not any(self.pools.num_owned)
         self.check()
 

@@ -1,8 +1,9 @@
 """The scheduler under a fake engine, request by request."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -317,8 +318,21 @@ def test_bad_arguments_are_refused():
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
         ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
-        ({"max_tokens": float("nan")}, "max_tokens must be at least 1, got nan"),
-        ({"top_k": float("nan")}, "top_k must not be negative, got nan"),
+        ({"max_tokens": float("nan")}, "max_tokens must be an integer, got nan"),
+        ({"max_tokens": 3.0}, "max_tokens must be an integer, got 3.0"),
+        ({"max_tokens": "3"}, "max_tokens must be an integer, got '3'"),
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
+        ({"top_k": True}, "top_k must be an integer, got True"),
+        ({"seed": np.array([3])}, r"seed must be an integer, got array\(\[3\]\)"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"temperature": np.array([0.5])}, r"temperature must be a number, got array\(\[0.5\]\)"),
+        ({"temperature": "0.5"}, "temperature must be a number, got '0.5'"),
+        ({"temperature": 10**400}, "temperature must be a number, got 1000"),
+        ({"top_p": True}, "top_p must be a number, got True"),
+        ({"ignore_eos": np.array([True, False])}, "ignore_eos must be True or False, got array"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"stop_token_ids": b"5"}, "stop_token_ids must be a sequence of integers, got b'5'"),
+        ({"stop_token_ids": [1.0]}, r"stop_token_ids must be a sequence of integers, got \[1.0\]"),
         ({"stop_token_ids": None}, "stop_token_ids must be a sequence of integers, got None"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of integers, got 5"),
         ({"stop_token_ids": ["5"]}, r"stop_token_ids must be a sequence of integers, got \['5'\]"),
@@ -341,6 +355,22 @@ def test_stop_tokens_are_any_sequence_of_integers():
     for ids in ([3, 4], range(3, 5), [*np.array([3, 4])]):
         assert SamplingParams(stop_token_ids=ids) == kept
         assert hash(SamplingParams(stop_token_ids=ids)) == hash(kept)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_sampling_params_are_kept_as_plain_numbers():
+    """What means one number is taken, and no step has to look at it again."""
+    params = SamplingParams(
+        max_tokens=np.int64(4),
+        temperature=np.float32(0.5),
+        top_k=np.array(3),
+        top_p=jnp.float32(0.5),
+        seed=np.uint32(2**32 - 1),
+        ignore_eos=np.True_,
+    )
+    assert params == SamplingParams(4, 0.5, 3, 0.5, 2**32 - 1, True)
+    kinds = {field.name: type(getattr(params, field.name)) for field in fields(params)}
+    assert list(kinds.values()) == [int, float, int, float, int, bool, tuple]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -1,0 +1,349 @@
+"""The engine cut short at any point: whatever raises in whichever line, no token is lost, and it can always go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import hashlib
+import itertools
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import models.engine
+import pallas_attn.cache
+from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from models.engine import engine as engine_module
+from models.engine.request import NONFINITE
+from models.engine.runner import Runner
+from models.engine.step_plan import StepPlan
+from tests.models import engine_case
+from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
+
+HOST_CODE = tuple(str(Path(package.__file__).parent) for package in (models.engine, pallas_attn.cache))
+ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
+BROKEN = VOCAB_SIZE - 1
+"""Token after which the fake model has no finite logits."""
+
+SMALL = EngineConfig(
+    num_pages=12, page_size=2, max_batched_tokens=6, max_num_seqs=3, max_model_len=40, history=50, max_prefill_seqs=2
+)
+
+
+class Fault:
+    """Raises an error at the n-th line (or instruction) that runs in the engine or the pools, within a `with`."""
+
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, instructions: bool = False):
+        self.at, self.error, self.instructions = at, error, instructions
+        self.count = 0
+
+    def __enter__(self) -> Fault:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(None)
+
+    @property
+    def happened(self) -> bool:
+        return self.count >= self.at
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(HOST_CODE):
+            return None
+        frame.f_trace_opcodes = self.instructions
+        self.count += 1
+        if self.count == self.at:
+            raise self.error("a fault of the test")
+        return self._trace
+
+
+def next_token(seen: Sequence[object]) -> int:
+    """The fake model's next token, which depends on all that it is shown."""
+    if seen[-1] == ("", BROKEN):
+        return NONFINITE
+    return hashlib.sha256(repr(seen).encode()).digest()[0] % BROKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeResult:
+    plan: StepPlan
+    tokens: list[int]
+    logits: None = None
+
+    def sampled(self) -> list[int]:
+        return self.tokens
+
+
+class FakeRunner:
+    """Runner without a device, which computes tokens from what the pages hold: a KeyError means that nobody wrote it."""
+
+    compile_s, num_compilations, cache_bytes = 0.0, 0, 0
+
+    def __init__(self, model: object, config: Any):
+        self.page_size = config.page_size
+        self.reset()
+
+    def reset(self) -> None:
+        self.memory: dict[tuple[int, int], object] = {}
+        self.last_tokens: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan, all_logits: bool) -> FakeResult:
+        steps: list[Any] = []
+        for i, row in enumerate(plan.rows):  # all is read before anything is written
+            end, table = row.start + row.num_tokens, plan.tables[0][i, 0]
+            places = [(int(table[at // self.page_size]), at % self.page_size) for at in range(end)]
+            known = row.request.token_ids[row.start : end]
+            tokens = [self.last_tokens[row.slot]] if i < len(plan.decode) else known
+            seen = [self.memory[place] for place in places[: row.start]]
+            steps.append((row, places, seen + [(row.request.salt, token) for token in tokens]))
+        samples = []
+        for row, places, seen in steps:
+            self.memory |= zip(places, seen, strict=True)
+            if row.samples:
+                samples.append(next_token(seen))
+                self.last_tokens[row.slot] = max(samples[-1], 0)
+        return FakeResult(plan, samples)
+
+
+@functools.cache
+def continued(prompt: tuple[int, ...], salt: str) -> tuple[tuple[int, ...], str]:
+    """All that the fake model can say after a prompt, and why it then ends."""
+    tokens = list(prompt)
+    while len(tokens) < SMALL.num_pages * SMALL.page_size + 1:
+        token = next_token([(salt, token) for token in tokens])
+        if token == NONFINITE:
+            return tuple(tokens[len(prompt) :]), "nonfinite"
+        tokens.append(token)
+    return tuple(tokens[len(prompt) :]), "length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request of the traffic: its prompt, and what it has to give if nobody aborts it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    salt: str
+
+    @property
+    def wanted(self) -> tuple[tuple[int, ...], str]:
+        tokens, reason = continued(self.prompt, self.salt)
+        for i, token in enumerate(tokens[: self.params.max_tokens]):
+            if token in self.params.stop_token_ids:
+                return tokens[: i + 1], "stop"
+        cut = len(tokens) >= self.params.max_tokens
+        return tokens[: self.params.max_tokens], "length" if cut else reason
+
+
+class Traffic:
+    """Random traffic on an engine, any call of which may be cut short; everything is checked as it goes."""
+
+    def __init__(self, engine: Engine, draw: random.Random, ask: Callable[[random.Random], Asked]):
+        self.engine, self.draw, self.ask = engine, draw, ask
+        self.asked: dict[int | str, Asked] = {}
+        self.arrived: dict[int | str, list[int]] = {}  # as last seen
+        self.told: dict[int | str, list[tuple[int, str | None]]] = {}
+        self.numbers = itertools.count()
+        self.faults = self.untold = 0
+        self.reasons: set[str | None] = set()
+
+    def call(self, function: Callable[..., Any], *args: Any, fault: Fault | None = None, **kwargs: Any) -> Any:
+        """Makes a call with or without a fault; None if it was cut short."""
+        if fault is None:
+            return function(*args, **kwargs)
+        try:
+            with fault:
+                return function(*args, **kwargs)
+        except fault.error:
+            assert fault.happened, "an error of the engine's own"
+            self.faults += 1
+            return None
+        finally:
+            self.check()
+
+    def add(self, fault: Fault | None = None) -> None:
+        """Adds a request: wholly or, if cut short, perhaps not at all."""
+        asked, request_id = self.ask(self.draw), f"r{next(self.numbers)}"
+        self.told[request_id] = []
+        self.asked[request_id] = asked
+        self.arrived[request_id] = []
+        arguments = {"request_id": request_id, "salt": asked.salt, "on_token": self.tell}
+        self.call(self.engine.add_request, asked.prompt, asked.params, fault=fault, **arguments)
+        if request_id not in self.engine._tracked:
+            assert fault is not None
+            del self.asked[request_id], self.arrived[request_id], self.told[request_id]
+
+    def tell(self, request_id: int | str, token: int, reason: str | None) -> None:
+        self.told[request_id].append((token, reason))
+
+    def abort(self, fault: Fault | None = None) -> None:
+        if self.asked:
+            self.call(self.engine.abort, self.draw.choice([*self.asked]), fault=fault)
+
+    def generate(self, fault: Fault | None = None) -> None:
+        """Runs everything there is to its end, and leaves nothing of its own behind, also if it is cut short."""
+        asked = [self.ask(self.draw) for _ in range(2)]
+        asked = [one for one in asked if not one.salt]
+        prompts, params = [one.prompt for one in asked], [one.params for one in asked]
+        outputs = self.call(self.engine.generate, prompts, params, fault=fault)
+        assert outputs is None or [self.result(output) for output in outputs] == [one.wanted for one in asked]
+        left = [tracked for key, tracked in self.engine._tracked.items() if key not in self.asked]
+        assert all(tracked.finish_reason is not None and not tracked.kept for tracked in left) or fault is None
+
+    def step(self, fault: Fault | None = None) -> None:
+        self.call(self.engine.step, fault=fault)
+
+    @staticmethod
+    def result(output: RequestOutput) -> tuple[tuple[int, ...], str | None]:
+        return tuple(output.output_ids), output.finish_reason
+
+    def check(self) -> None:
+        """Every request's output can be had, and has only grown, by the right tokens."""
+        for request_id, before in self.arrived.items():
+            if request_id not in self.engine._tracked:
+                continue
+            output = self.engine.output(request_id)
+            assert output.output_ids[: len(before)] == before
+            assert tuple(output.output_ids) == self.asked[request_id].wanted[0][: len(output.output_ids)]
+            self.arrived[request_id] = output.output_ids
+        self.engine.stats()
+
+    def drain(self) -> None:
+        """Runs to the end without faults, checks all that is left, and forgets it."""
+        for _ in range(5000):
+            if not self.engine.has_unfinished:
+                break
+            self.engine.step()
+        assert not self.engine.has_unfinished, "no end in sight"
+        self.check()
+        for request_id, asked in self.asked.items():
+            if request_id not in self.engine._tracked:
+                continue
+            output = self.engine.output(request_id)
+            self.reasons.add(output.finish_reason)
+            if output.finish_reason != "abort":
+                assert self.result(output) == asked.wanted
+            self.check_told(output)
+        self.asked.clear(), self.arrived.clear(), self.told.clear()
+        self.check_pools()
+
+    def check_told(self, output: RequestOutput) -> None:
+        """Every token was told once and in order, but for those that a fault came between."""
+        told = self.told[output.request_id]
+        tokens = iter([*output.output_ids, NONFINITE] if output.finish_reason == "nonfinite" else output.output_ids)
+        assert all(any(token == one for token in tokens) for one, _ in told)
+        whole = len(told) == len(output.output_ids) + (output.finish_reason == "nonfinite")
+        self.untold += not whole
+        if whole and output.finish_reason != "abort":
+            assert [reason for _, reason in told] == [None] * (len(told) - 1) + [output.finish_reason]
+
+    def check_pools(self) -> None:
+        self.engine._pools.check()
+        if self.engine._prefix_cache is not None:
+            self.engine._prefix_cache.check()
+        assert self.engine.stats().used_pages == 0
+
+
+def asks_fake(draw: random.Random) -> Asked:
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2][: draw.randint(0, 8)] + draw.choices((1, 2, 3), k=draw.randint(1, 6))
+    if draw.random() < 0.2:
+        prompt.append(BROKEN)
+    params = SamplingParams(max_tokens=draw.randint(1, 12), stop_token_ids=tuple(range(0, BROKEN, draw.choice((5, 100)))))
+    return Asked(tuple(prompt), params, draw.choice(["", "", "other"]))
+
+
+def asks_real(draw: random.Random) -> Asked:
+    prompt = draw.randrange(len(engine_case.PROMPTS))
+    params = dataclasses.replace(draw.choice([engine_case.GREEDY, engine_case.DRAWN]), max_tokens=draw.randint(1, 20))
+    return Asked(tuple(engine_case.PROMPTS[prompt]), params, "")
+
+
+def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -> Engine:
+    monkeypatch.setattr(engine_module, "Runner", FakeRunner)
+    return Engine(model(), config)
+
+
+def play(traffic: Traffic, steps: int, fault_share: float, watch: Callable[[int], None] = lambda step: None) -> None:
+    """Steps, with requests that come, go and are cut short."""
+    draw = traffic.draw
+    for step in range(steps):
+
+        def fault() -> Fault | None:
+            if draw.random() >= fault_share:
+                return None
+            return Fault(int(10 ** draw.uniform(0, 3.7)), draw.choice(ERRORS), instructions=draw.random() < 0.5)
+
+        unfinished = sum(t.finish_reason is None for t in traffic.engine._tracked.values())
+        if unfinished < 8 and draw.random() < 0.4:
+            traffic.add(fault())
+        if draw.random() < 0.05:
+            traffic.abort(fault())
+        if draw.random() < 0.005:
+            traffic.generate(fault())
+        traffic.step(fault())
+        if step % 50 == 49:
+            traffic.drain()
+            watch(step)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("seed", range(2))
+def test_traffic_that_is_cut_short_loses_and_repeats_no_token(monkeypatch, seed):
+    """Errors, want of memory and Ctrl-C, at lines and instructions of every call; also while the engine recovers."""
+    traffic = Traffic(fake_engine(monkeypatch), random.Random(seed), asks_fake)
+    play(traffic, 300, fault_share=0.3)
+    assert traffic.faults > 50
+    assert traffic.reasons == {"stop", "length", "abort", "nonfinite"}
+    assert traffic.engine.stats().preemptions > 0
+
+
+def memory_growth(traffic: Traffic, steps: int, fault_share: float) -> float:
+    """Bytes that Python holds after all steps beyond those after a quarter of them."""
+    held: dict[int, int] = {}
+
+    def watch(step: int) -> None:
+        if step + 1 in (steps // 4, steps):
+            gc.collect()
+            held[step + 1] = tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        play(traffic, steps, fault_share, watch)
+    finally:
+        tracemalloc.stop()
+    return held[steps] - held[steps // 4]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("seed", range(5))
+def test_much_traffic_that_is_cut_short(monkeypatch, seed):
+    traffic = Traffic(fake_engine(monkeypatch), random.Random(seed), asks_fake)
+    assert memory_growth(traffic, 20_000, fault_share=0.1) < 100_000
+    assert traffic.faults > 1000
+
+
+@pytest.mark.slow
+def test_much_traffic_on_a_model_that_is_cut_short(monkeypatch):
+    """The same on a real model, whose memory stays flat, too; its tokens are those of a plain run."""
+    monkeypatch.setattr(Asked, "wanted", property(_plain))
+    config = dataclasses.replace(engine_case.padded(engine_case.ENGINES["short of pages"]), history=20)
+    traffic = Traffic(Engine(model(), config), random.Random(0), asks_real)
+    assert memory_growth(traffic, 20_000, fault_share=0.01) < 1_000_000
+    assert traffic.faults > 50
+
+
+def _plain(asked: Asked) -> tuple[tuple[int, ...], str]:
+    params = dataclasses.replace(asked.params, max_tokens=MAX_TOKENS)
+    tokens = engine_case.plain(engine_case.PROMPTS.index([*asked.prompt]), params)
+    return tokens[: asked.params.max_tokens], "length"
