@@ -19,13 +19,13 @@ from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales
 from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
 from models.engine.verify import verify
-from scripts.cli.command_line import StandardOutput, UsageError, as_failure, as_usage_error, exit_status
+from scripts.cli.command_line import FAILED, StandardOutput, UsageError, as_failure, as_usage_error, exit_status
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
-from scripts.decode.report import Report, device_name, differences
+from scripts.decode.report import Report, device_name, differences, nonfinite
 
 DIFFERENT = 1
 
@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: a result cannot be written or printed, or verifying fails; all other results were written and printed.
+      Failure: decoding fails, a result cannot be written or printed, or verifying fails; all other results, and what
+        was decoded so far, were written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
@@ -50,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
-        largest_step = sizes.runner_config(config.max_position_embeddings).largest_step
+        largest_step = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
         implementation = implementations(config, _settings(options), largest_step, dtype_of(options, config))
         with display.doing("loading the model"):
             model = load(options, config, _settings(options))
     engine = _engine(options, model, sizes, prompts, display)
-    run_s, interrupted = _drive(options, engine, len(prompts), display)
+    run_s, stopped = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
     report = Report(
         model=name_of(options),
@@ -70,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
     try:  # Printing comes last, since the reader may be gone; earlier failures keep back none of the other results.
         try:
             _write_files(options, report, engine)
-            if interrupted:
-                raise KeyboardInterrupt
+            if stopped is not None:
+                raise stopped
             if options.verify:
                 if options.json is not None and (options.json.is_file() or not options.json.exists()):
                     _write_json(options, report)  # in case verifying is killed; a pipe takes a report only once
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             _write_json(options, report)
     finally:
         report.print(StandardOutput())
-    return _status(report.verification)
+    return _status(report)
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -95,36 +96,46 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other."""
+    """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other. Where bits
+    must not depend on the other requests, they suit any prompts."""
     lengths = sorted(len(prompt) for prompt in prompts)
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
-        num_seqs = 4 if num_tokens is None else min(4, num_tokens)
+        num_seqs = options.decode_buckets[-1] if options.decode_buckets else min(4, num_tokens or 4)
     if num_tokens is None:
-        num_tokens = max(64, num_seqs, 0 if options.chunked_prefill else lengths[-1])
+        whole = 0 if options.chunked_prefill else lengths[-1]
+        num_tokens = options.prefill_buckets[-1] if options.prefill_buckets else max(64, num_seqs, whole)
     if num_pages is None:
-        most = [min(length + options.max_tokens, config.max_position_embeddings) for length in lengths[-num_seqs:]]
+        longest = config.max_position_embeddings if options.max_model_len is None else options.max_model_len
+        most = [min(length + options.max_tokens, longest) for length in lengths[-num_seqs:]]
         num_pages = sum(-(-length // options.page_size) for length in most)
     sizes = EngineConfig(
         num_pages=num_pages,
         page_size=options.page_size,
         max_batched_tokens=num_tokens,
         max_num_seqs=num_seqs,
+        max_prefill_seqs=options.max_prefill_seqs,
+        max_model_len=options.max_model_len,
         chunked_prefill=options.chunked_prefill,
         prefix_caching=options.prefix_caching,
+        recycling=options.recycling,
         cache_dtype=options.kv_dtype,
         kv_scales=None if options.kv_scales is None else _kv_scales(options.kv_scales),
+        decode_buckets=options.decode_buckets,
+        prefill_buckets=options.prefill_buckets,
+        batch_invariant=options.batch_invariant,
+        history=None,
     )
+    if options.batch_invariant:
+        return sizes
     # A step is never larger than the whole batch: larger buckets would only take time to compile.
-    num_seqs = min(num_seqs, len(prompts))
-    num_tokens = min(num_tokens, sum(lengths) + len(prompts) * options.max_tokens)
-    return dataclasses.replace(
-        sizes,
-        max_batched_tokens=num_tokens,
-        max_num_seqs=num_seqs,
-        decode_buckets=_buckets(num_seqs),
-        prefill_buckets=_buckets(num_tokens),
-    )
+    if options.decode_buckets is None:
+        num_seqs = min(num_seqs, len(prompts))
+        sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
+    if options.prefill_buckets is None:
+        num_tokens = max(sizes.max_num_seqs, min(num_tokens, sum(lengths) + len(prompts) * options.max_tokens))
+        sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=_buckets(num_tokens))
+    return sizes
 
 
 def _kv_scales(path: Path) -> KVScales:
@@ -143,7 +154,9 @@ def _buckets(size: int) -> tuple[int, ...] | None:
 
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:
-    return AttentionSettings(mla=options.mla, implementation=options.implementation)
+    return AttentionSettings(
+        mla=options.mla, implementation=options.implementation, batch_invariant=options.batch_invariant
+    )
 
 
 def _engine(
@@ -173,20 +186,27 @@ def _engine(
     return engine
 
 
-def _drive(options: argparse.Namespace, engine: Engine, num_requests: int, display: Display) -> tuple[float, bool]:
-    """Steps until all requests have ended or Ctrl-C; returns the seconds it took, and whether it was interrupted."""
-    profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
-    interrupted = False
-    with profile, display.tokens(num_requests * options.max_tokens) as advance:
-        began = time.perf_counter()
-        try:
-            while engine.has_unfinished:
-                advance(len(engine.step()))
-        except KeyboardInterrupt:
-            interrupted = True
-            for i in range(num_requests):
-                engine.abort(i)
-        return time.perf_counter() - began, interrupted
+def _drive(
+    options: argparse.Namespace, engine: Engine, num_requests: int, display: Display
+) -> tuple[float, BaseException | None]:
+    """Steps until all requests have ended; returns the seconds it took, and what cut it short, such as Ctrl-C or a
+    device that fails. Then requests that had not ended are aborted, and keep the tokens that have arrived."""
+    began = time.perf_counter()
+    stopped: BaseException | None = None
+    try:
+        profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
+        with profile, display.tokens(num_requests * options.max_tokens) as advance:
+            began = time.perf_counter()
+            with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="decoding: "):
+                while engine.has_unfinished:
+                    advance(len(engine.step()))
+            return time.perf_counter() - began, None
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  it is raised again after all was written
+        stopped = error
+    run_s = time.perf_counter() - began
+    for i in range(num_requests):
+        engine.abort(i)
+    return run_s, stopped
 
 
 def _verify(
@@ -231,12 +251,14 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine) ->
             plot_run(options.plot, report)
 
 
-def _status(verification: Verification | None) -> int:
-    if verification is None or verification.passed:
-        return 0
-    for sentence in differences(verification):
+def _status(report: Report) -> int:
+    for sentence in nonfinite(report.outputs):
+        print(f"{PROG}: error: {sentence}", file=sys.stderr)
+    for sentence in () if report.verification is None else differences(report.verification):
         print(f"{PROG}: not verified: {sentence}", file=sys.stderr)
-    return DIFFERENT
+    if report.verification is not None and not report.verification.passed:
+        return DIFFERENT
+    return FAILED if nonfinite(report.outputs) else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from models.decoder.explain import explain_attention as explain_attention
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
 from models.decoder.model import split_model as split_model
+from models.decoder.model import with_settings as with_settings
 from models.decoder.settings import AttentionSettings as AttentionSettings
 from models.decoder.step_metadata import GroupTables as GroupTables
 from models.decoder.step_metadata import StepMetadata as StepMetadata

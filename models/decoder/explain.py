@@ -54,13 +54,15 @@ def explain_attention(
     Raises:
       ValueError: an implementation that no operation has, or a dtype or size that they refuse.
     """
+    if settings.batch_invariant:  # every token is a decode row
+        sizes = dataclasses.replace(sizes, decode_rows=sizes.decode_rows + sizes.prefill_tokens, prefill_tokens=0)
     if isinstance(config, GQAConfig):
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
     explained = {"write_latent": shapes.write_latent()}
     if settings.mla != "expand":
         explained["mla_decode"] = shapes.mla_decode()
-    if settings.mla != "absorb":
+    if settings.mla != "absorb" and not settings.batch_invariant:
         explained["gather_latent"] = shapes.gather_latent()
         explained["ragged_attention"] = shapes.ragged_attention()
     return explained
@@ -75,11 +77,13 @@ def _explain_gqa(
     def hardest(explained: list[Explanation]) -> Explanation:
         return max(explained, key=lambda explanation: (explanation.chosen is None, len(explanation.refused)))
 
-    return {
+    explained = {
         "write_kv": hardest([layer.write_kv() for layer in layers]),
         "paged_decode": hardest([layer.paged_decode() for layer in layers]),
-        "paged_prefill": hardest([layer.paged_prefill() for layer in layers]),
     }
+    if not settings.batch_invariant:
+        explained["paged_prefill"] = hardest([layer.paged_prefill() for layer in layers])
+    return explained
 
 
 class _HeadShapes:

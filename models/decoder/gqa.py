@@ -83,6 +83,7 @@ def plan_step(
             step.tables.decode_block_tables,
             metadata.decode_kv_lens,
             window=step.window_argument(),
+            mode="fixed" if settings.batch_invariant else "balanced",
             implementation=settings.implementation,
         )
         for step in steps

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from models.config import DeepSeekConfig
-from models.decoder.layers import Linear, RMSNorm
+from models.decoder.layers import Linear, RMSNorm, matmul
 from models.decoder.rope import CosSin, rotate
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
@@ -107,12 +107,8 @@ def _prefill_chunks(metadata: StepMetadata) -> Chunks:
 def _prefill_rows(metadata: StepMetadata) -> Rows:
     """Every prefill token as a decode row of its own, which sees its sequence up to itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
-    index = jnp.arange(metadata.num_tokens - metadata.num_decode, dtype=jnp.int32)
-    ends = metadata.cu_q_lens[1:]
-    sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    kv_lens = jnp.where(index < ends[-1], metadata.positions[tokens] + 1, 0)
-    tables = metadata.of_group(0).prefill_block_tables[jnp.minimum(sequence, ends.shape[0] - 1)]
-    return Rows(tokens, tables, kv_lens)
+    rows = metadata.as_decode_rows()
+    return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
 def plan_rows(
@@ -136,7 +132,12 @@ def plan_rows(
             for width in (config.kv_lora_rank, config.qk_rope_head_dim)
         )
         plan = plan_decode(
-            (q_latent, q_rope), cache, part.block_tables, part.kv_lens, implementation=settings.implementation
+            (q_latent, q_rope),
+            cache,
+            part.block_tables,
+            part.kv_lens,
+            mode="fixed" if settings.batch_invariant else "balanced",
+            implementation=settings.implementation,
         )
         return dataclasses.replace(part, plan=plan)
 
@@ -237,4 +238,4 @@ class MLA(nnx.Module):
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
     """x @ weight for every head. Heads go first, since an einsum lets XLA swap the operands, 10 times slower on a
     CPU."""
-    return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)
+    return matmul(x.swapaxes(0, 1), weight, x.dtype).swapaxes(0, 1)

@@ -15,12 +15,24 @@ class AttentionSettings:
       implementation: of every attention operation, as `pallas_attn` takes it.
       piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
         operation.
+      batch_invariant: whether a token's result has the same bits whatever stands beside it in steps of one shape: every
+        token, of a prompt too, attends as a decode row of its own, by plans of mode "fixed".
+
+    Raises:
+      ValueError: another value of mla.
+      NotImplementedError: batch_invariant with mla="expand".
     """
 
     mla: Literal["auto", "absorb", "expand"] = "auto"
     implementation: str | tuple[str, ...] | None = None
     piece_tokens: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.mla not in ("auto", "absorb", "expand"):
             raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
+        if self.batch_invariant and self.mla == "expand":
+            raise NotImplementedError(
+                "batch_invariant: expanded attention merges a chunk with its cached prefix, and where one ends and the"
+                " other begins depends on the other requests; mla auto or absorb has no such border"
+            )

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
@@ -57,6 +58,30 @@ class StepMetadata:
     def of_group(self, group: int) -> GroupTables:
         """Tables and slots of a cache group."""
         return self.groups[group if len(self.groups) > 1 else 0]
+
+    def as_decode_rows(self) -> StepMetadata:
+        """Makes every prefill token a decode row of its own, which sees its sequence up to itself."""
+        index = jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
+        ends = self.cu_q_lens[1:]
+        if not index.size:
+            return self
+        sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+        kv_lens = jnp.where(index < ends[-1], self.positions[self.num_decode :] + 1, 0)
+        sequence = jnp.minimum(sequence, ends.shape[0] - 1)
+
+        def rows(tables: GroupTables) -> GroupTables:
+            of_tokens = tables.prefill_block_tables[sequence]
+            return GroupTables(
+                tables.slots, jnp.concatenate([tables.decode_block_tables, of_tokens]), tables.prefill_block_tables[:0]
+            )
+
+        return dataclasses.replace(
+            self,
+            groups=tuple(map(rows, self.groups)),
+            decode_kv_lens=jnp.concatenate([self.decode_kv_lens, kv_lens]),
+            cu_q_lens=self.cu_q_lens[:1],
+            prefill_kv_lens=self.prefill_kv_lens[:0],
+        )
 
     def check(self) -> None:
         """Raises ValueError for more decode rows than tokens, or prefill tokens without a prefill sequence."""

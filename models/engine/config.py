@@ -30,10 +30,15 @@ class EngineConfig:
         float8_e4m3fn.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
       decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
+      batch_invariant: whether a request's logits and tokens are the same bits in any company: whatever runs beside it,
+        however its prompt is cut, found in the cache or computed again. Every step then has one shape, that of the
+        largest, and prompts attend token by token, both of which cost time. Bits do depend on the sizes here, but for
+        num_pages.
       history: finished requests, and steps, whose records are kept: the newest; None for all of them.
 
     Raises:
-      ValueError: a size is out of range, or buckets do not reach the sizes they must.
+      ValueError: a size is out of range, buckets do not reach the sizes they must, or there are several although
+        steps are batch-invariant.
     """
 
     num_pages: int = 512
@@ -49,6 +54,7 @@ class EngineConfig:
     kv_scales: KVScales | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    batch_invariant: bool = False
     history: int | None = 1024
 
     def __post_init__(self) -> None:
@@ -74,18 +80,25 @@ class EngineConfig:
                 continue
             if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != reach:
                 raise ValueError(f"{name}: expected ascending sizes from 1 or more up to {reach}, got {buckets}")
+            if self.batch_invariant and len(buckets) > 1:
+                raise ValueError(f"{name}: expected None or ({reach},) if batch_invariant, got {buckets}")
 
     def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
         """Makes the static sizes of the device's side, for one cache group unless given others."""
         table_pages = -(-max_model_len // self.page_size)
+        decode, prefill = (self.max_num_seqs,), (self.max_batched_tokens,)
+        if not self.batch_invariant:
+            decode = self.decode_buckets or _powers(2, 1, self.max_num_seqs)
+            prefill = self.prefill_buckets or _powers(4, 32, self.max_batched_tokens)
         return RunnerConfig(
             num_pages=self.num_pages,
             page_size=self.page_size,
-            table_pages=table_pages if groups else min(self.num_pages, table_pages),
+            table_pages=table_pages if groups or self.batch_invariant else min(self.num_pages, table_pages),
             max_num_seqs=self.max_num_seqs,
             max_prefill_seqs=self.prefill_seqs,
-            decode_buckets=self.decode_buckets or _powers(2, 1, self.max_num_seqs),
-            prefill_buckets=self.prefill_buckets or _powers(4, 32, self.max_batched_tokens),
+            decode_buckets=decode,
+            prefill_buckets=prefill,
+            batch_invariant=self.batch_invariant,
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
             groups=groups,
@@ -131,6 +144,7 @@ class RunnerConfig:
       cache_dtype: of latents or keys and values; None for the model's dtype.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
       groups: the model's cache groups; None for one, of all layers and with tables of page ids.
+      batch_invariant: whether all steps are one bucket, in which a row has the same bits in any company.
     """
 
     num_pages: int
@@ -143,6 +157,7 @@ class RunnerConfig:
     cache_dtype: DTypeLike | None = None
     kv_scales: KVScales | None = None
     groups: tuple[GroupSizes, ...] | None = None
+    batch_invariant: bool = False
 
     @property
     def largest_step(self) -> StepSizes:

@@ -126,6 +126,7 @@ class Engine:
 
         Raises:
           ValueError: max_model_len is more than the model was made for, or less than 2.
+          NotImplementedError: batch_invariant, for a model whose settings rule it out.
         """
         limit = model.config.max_position_embeddings
         max_model_len = limit if config.max_model_len is None else config.max_model_len
@@ -149,6 +150,7 @@ class Engine:
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
+            whole_tables=config.batch_invariant,
         )
         self._runner = Runner(model, config.runner_config(self._pools.table_tokens, self._groups))
         self._prefix_cache = PrefixCache(self._pools) if config.prefix_caching else None

@@ -92,15 +92,23 @@ def group_sizes(
     )
 
 
-def make_pools(groups: Sequence[GroupSizes], *, page_size: int, max_num_seqs: int, max_model_len: int) -> GroupPools:
-    """Makes the pools, with tables for sequences of `max_model_len` or as long as the pools hold."""
+def make_pools(
+    groups: Sequence[GroupSizes],
+    *,
+    page_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    whole_tables: bool = False,
+) -> GroupPools:
+    """Makes the pools, with tables for sequences of `max_model_len` or, unless tables are to be whole, as long as the
+    pools hold."""
 
     def with_tables(num_pages: int) -> GroupPools:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
         return GroupPools([HeadPagePool(group.num_rows, group.heads, **sizes) for group in groups])
 
-    longest = with_tables(-(-max_model_len // page_size)).max_tokens
-    return with_tables(max(longest // page_size, 1))
+    whole = with_tables(-(-max_model_len // page_size))
+    return whole if whole_tables else with_tables(max(whole.max_tokens // page_size, 1))
 
 
 def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:

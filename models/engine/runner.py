@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from models.decoder import Caches, Decoder, split_model
+from models.decoder import Caches, Decoder, split_model, with_settings
 from models.decoder.caches import allocate_caches
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.packed_step import PackedStep
@@ -72,6 +72,8 @@ class Runner:
     """Owns the weights, the caches and the last sampled token of every running request, all on the device."""
 
     def __init__(self, model: Decoder, config: RunnerConfig):
+        if config.batch_invariant:
+            model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config = config
         self._model_config = model.config
         self._specs = [
@@ -110,8 +112,11 @@ class Runner:
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
-        their prefill costs more than idle decode rows, and compiling every combination would cost far more."""
+        their prefill costs more than idle decode rows, and compiling every combination would cost far more.
+        Batch-invariant steps are all of the largest one, since a program of another shape rounds differently."""
         config = self._config
+        if config.batch_invariant:
+            return [Bucket(config.decode_buckets[-1], config.prefill_buckets[-1], all_logits)]
         decode_only = [Bucket(d, 0) for d in config.decode_buckets]
         prefill_only = [Bucket(0, t, all_logits) for t in config.prefill_buckets]
         mixed = [Bucket(config.decode_buckets[-1], t, all_logits) for t in config.prefill_buckets]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -36,8 +35,9 @@ from models.decoder import (
     power_of_two,
     run_sequence,
     split_model,
+    with_settings,
 )
-from models.engine.request import SamplingParams
+from models.engine.request import NONFINITE, SamplingParams
 from models.engine.sampler import SamplingRows, sample
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.05}
@@ -72,14 +72,16 @@ class Difference:
     Attributes:
       position: in the output, from 0.
       got: the engine's token, None where its output ended too early.
-      wanted: the plain run's token, None where the output should have ended.
-      margin: distance in logits by which `wanted` won in the plain run; 0 where the output should have ended.
+      wanted: the plain run's token, None where the output should have ended or the plain run has none.
+      margin: distance in logits by which `wanted` won in the plain run; 0 where there is none.
+      finite: whether the plain run's logits were finite here; where they are not, no token is right.
     """
 
     position: int
     got: int | None
     wanted: int | None
     margin: float
+    finite: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +182,7 @@ class PlainRun:
           max_output: most tokens of an output.
           cache_dtype, kv_scales: of the cache, so that quantised keys and values are rounded as the engine's were.
         """
-        settings = AttentionSettings(implementation="xla")
-        shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
-        step, self._weights = split_model(nnx.merge(nnx.graphdef(shapes), nnx.state(model)))
+        step, self._weights = split_model(with_settings(model, AttentionSettings(implementation="xla")))
         self._eos = model.config.eos_token_ids
         self._num_rows = power_of_two(max_output + 1, 32)
         allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)
@@ -195,6 +195,8 @@ class PlainRun:
         due = _due_length(decoded, max_len, self._eos)
         equal = tied = 0
         for i, got in enumerate(output[:due]):
+            if wanted[i] == NONFINITE:
+                return RequestCheck(equal, tied, Difference(i, got, None, 0.0, finite=False))
             if got == wanted[i]:
                 equal += 1
             elif is_tied[i]:
@@ -205,14 +207,17 @@ class PlainRun:
         if len(output) > due:
             difference = Difference(due, output[due], None, 0.0)
         elif len(output) < due and decoded.finished:
-            difference = Difference(len(output), None, int(wanted[-1]), float(margins[-1]))
+            if wanted[-1] == NONFINITE:
+                difference = Difference(len(output), None, None, 0.0, finite=False)
+            else:
+                difference = Difference(len(output), None, int(wanted[-1]), float(margins[-1]))
         return RequestCheck(equal, tied, difference)
 
     def choose(self, decoded: Decoded, tolerance: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Samples after the prompt, and after each output token.
 
         Returns:
-          int32 tokens, float32 margins by which they won, and whether the token that did come next is tied with them
+          int32 tokens (NONFINITE where there is none), float32 margins by which they won, and whether the token that did come next is tied with them
           (False after the last); each [outputs + 1].
         """
         tokens = [*decoded.prompt_ids, *decoded.output_ids]

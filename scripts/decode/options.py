@@ -41,8 +41,9 @@ Compilation is done before the run and timed apart. A file of --prompt-ids looks
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
   2  wrong input, or more than the device holds: one line on stderr says what, and nothing is decoded
-  3  anything else that fails, such as a result that cannot be written or printed, or --verify for want of memory:
-     stderr says what
+  3  anything else that fails, such as a device that does, logits that are NaN or infinite, a result that cannot be
+     written or printed, or --verify for want of memory: stderr says what
+Whatever ends a run early, Ctrl-C too, what was decoded until then is printed and written.
 """
 
 
@@ -55,7 +56,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
-    for flag in ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs"):
+    for flag in ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len"):
         size = getattr(options, flag)
         if size is not None and size < 1:
             raise UsageError(f"--{flag.replace('_', '-')}: expected at least 1, got {size}")
@@ -73,6 +74,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(str(error)) from error
     options.implementation = _implementation(options.implementation)
+    sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
+    if options.batch_invariant and not options.chunked_prefill and not sized:
+        raise UsageError(
+            "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens, which must not suit the prompts"
+        )
     if options.kv_scales is not None and options.kv_dtype not in ("int8", "fp8"):
         raise UsageError("--kv-scales needs --kv-dtype int8 or fp8")
     options.kv_dtype = None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]
@@ -137,6 +143,32 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--max-num-seqs", type=int, metavar="N", help="requests that run at once, the others wait (default: 4)"
     )
     group.add_argument(
+        "--max-prefill-seqs",
+        type=int,
+        metavar="N",
+        help="requests whose prompts one step computes (default: as many as run at once, but at most 8)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of a request at most, prompt and output (default: the model's limit)",
+    )
+    group.add_argument(
+        "--decode-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="requests that a decode step is padded to, ascending up to --max-num-seqs; each is compiled (default: powers"
+        " of 2, or one size if it is small)",
+    )
+    group.add_argument(
+        "--prefill-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="prompt tokens that a step is padded to, ascending up to --max-batched-tokens; each is compiled (default:"
+        " powers of 4, or one size if it is small)",
+    )
+    group.add_argument(
         "--chunked-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -147,6 +179,18 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="share the pages of equal prefixes (default: yes)",
+    )
+    group.add_argument(
+        "--recycling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="give back the pages that windows leave behind while a request runs (default: yes)",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="logits and tokens of the same bits in any company, for equal sizes of the engine; slower, since every step"
+        " has the largest shape and prompts attend token by token",
     )
 
 
@@ -189,6 +233,11 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plot", type=Path, metavar="OUT.png", help="steps, pages and latencies in a picture")
     group.add_argument("--profile", type=Path, metavar="DIR", help="a jax.profiler trace of the run")
     group.add_argument("--no-progress", action="store_true", help="no progress bar, though stderr is a terminal")
+
+
+def sizes(given: str) -> tuple[int, ...]:
+    """Reads sizes that commas separate; argparse names this function where it fails."""
+    return tuple(int(size) for size in given.split(","))
 
 
 def _implementation(given: str) -> tuple[str, ...] | None:

@@ -72,7 +72,7 @@ class Report:
             "peak_pages": stats.peak_pages,
             "num_pages": stats.num_pages,
             "preemptions": stats.preemptions,
-            "steps": len(stats.steps),
+            "steps": stats.num_steps,
             "compilations": stats.compilations,
             "compile_s": stats.compile_s,
             "run_s": self.run_s,
@@ -124,7 +124,7 @@ class Report:
             "pages": f"{stats.peak_pages:,} of {stats.num_pages:,} at the peak, {self.page_size} tokens each;"
             f" {stats.cache_bytes / 2**20:,.1f} MiB in all layers",
             "preemptions": f"{stats.preemptions}",
-            "run": f"{self.run_s:.2f} s, {len(stats.steps):,} steps",
+            "run": f"{self.run_s:.2f} s, {stats.num_steps:,} steps",
             "compilation": f"{stats.compile_s:.1f} s before that, {stats.compilations} shapes of a step",
             "attention": _by_implementation(self.implementation),
             "device": ", ".join([device_name(), *(f"{name} {version}" for name, version in versions().items())]),
@@ -148,6 +148,15 @@ def versions() -> dict[str, str]:
     return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
 
 
+def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
+    """Makes one sentence for each request that ended for want of finite logits."""
+    return [
+        f"request {i} ended at output position {len(output.output_ids)}: logits are NaN or infinite, as of broken weights"
+        for i, output in enumerate(outputs)
+        if output.finish_reason == "nonfinite"
+    ]
+
+
 def differences(verification: Verification) -> list[str]:
     """Makes one sentence for each request that differs from the plain run, and one if too many tokens are tied."""
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
@@ -162,6 +171,8 @@ def differences(verification: Verification) -> list[str]:
 
 def _difference(i: int, found: Difference) -> str:
     got = "the end" if found.got is None else found.got
+    if not found.finite:
+        return f"request {i}, output position {found.position}: got {got}, the plain run's logits are NaN or infinite"
     wanted = "the end" if found.wanted is None else found.wanted
     return f"request {i}, output position {found.position}: got {got}, wanted {wanted}, margin {found.margin:.3g}"
 

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.engine import Engine, EngineConfig, SamplingParams
+from models.checkpoints import random_model
+from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, runner
 from models.engine.runner import Runner, StepResult
+from models.engine.verify import verify
 from tests.models.engine_case import (
     CONFIG,
     DRAWN,
@@ -214,8 +216,6 @@ def test_the_models_own_end_stops_unless_ignored():
 
 
 def random_model_with_eos(token: int):
-    from models.checkpoints import random_model
-
     return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3)
 
 
@@ -315,6 +315,67 @@ def test_a_callback_that_raises_costs_no_token():
             ample.step()
     assert [tuple(ample.output(i).output_ids) for i in ids] == [plain(0, GREEDY)] * 2
     assert sorted(seen) == sorted(plain(0, GREEDY) * 2)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
+    """A broken embedding makes NaN of every prompt that holds its token."""
+    broken, token = random_model(CONFIG, seed=3), VOCAB_SIZE - 1
+    broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
+    under_test = Engine(broken, padded(ENGINES["ample"]))
+    under_test._runner._compiled = engine("ample")._runner._compiled
+    told: list[tuple[int | str, int, str | None]] = []
+    prompts = [PROMPTS[0], [*PROMPTS[1][:5], token, 1], PROMPTS[1]]
+    ids = [under_test.add_request(prompt, GREEDY, on_token=lambda *args: told.append(args)) for prompt in prompts]
+    while under_test.has_unfinished:
+        under_test.step()
+    first, ended, last = (under_test.output(i) for i in ids)
+    assert (ended.finish_reason, ended.output_ids) == ("nonfinite", [])
+    assert [call for call in told if call[0] == ids[1]] == [(ids[1], -1, "nonfinite")]
+    for output, index in ((first, 0), (last, 1)):
+        assert (output.finish_reason, tuple(output.output_ids)) == ("length", plain(index, GREEDY))
+    assert under_test.stats().used_pages == 0
+    decoded = [Decoded(prompt, under_test.output(i).output_ids, GREEDY) for prompt, i in zip(prompts, ids, strict=True)]
+    verification = verify(broken, decoded, max_len=96)
+    assert not verification.passed
+    assert [check.difference for check in verification.requests] == [
+        None,
+        Difference(0, None, None, 0.0, finite=False),
+        None,
+    ]
+
+
+def test_a_device_that_fails_loses_no_token(monkeypatch):
+    """Reading a step's tokens raises what a device raises, its caches are gone, and there is no memory for new ones at
+    first. Requests can be looked at and aborted all the while."""
+    ample = engine("ample")
+    ids = [ample.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    while not ample.output(ids[0]).output_ids:
+        ample.step()
+    before = ample.output(ids[0]).output_ids
+    for cache in ample._runner._caches:
+        cache.pages.delete()
+    monkeypatch.setattr(runner, "allocate_caches", failing_once(runner.allocate_caches))
+    for error in (RuntimeError, jax.errors.JaxRuntimeError):
+        with pytest.raises(error, match=r"deleted|donated|RESOURCE_EXHAUSTED"):
+            ample.step()
+        assert ample.has_unfinished
+        assert ample.output(ids[0]).output_ids == before
+    assert ample.abort(ids[1])
+    while ample.has_unfinished:
+        ample.step()
+    assert [tuple(ample.output(i).output_ids) for i in (ids[0], ids[2])] == [plain(0, GREEDY), plain(2, GREEDY)]
+
+
+def failing_once(function):
+    calls = itertools.count()
+
+    def call(*args, **kwargs):
+        if next(calls) == 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from models.engine import Engine, EngineConfig, SamplingParams
@@ -14,6 +15,30 @@ from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model,
 def test_a_wrong_prompt_is_refused_in_words(prompt, match):
     with pytest.raises(ValueError, match=match):
         engine("ample").add_request(prompt)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("prompt", [[1.7], "12", [b"1"], ["1"], b"12", [True], None, 5, [[1]], np.array([1.0])])
+def test_a_prompt_is_not_coerced(prompt):
+    with pytest.raises(ValueError, match="prompt_ids must be a sequence of integers, got "):
+        engine("ample").add_request(prompt)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_integers_of_numpy_are_a_prompt():
+    ample = engine("ample")
+    [output] = ample.generate([np.array(PROMPTS[0], np.uint16)], GREEDY)
+    assert tuple(output.output_ids) == plain(0, GREEDY)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("wrong", "match"), [({"request_id": [1]}, "request_id: expected an int or a str"), ({"on_token": 5}, "on_token")]
+)
+def test_a_wrong_name_or_callback_is_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        engine("ample").add_request(PROMPTS[0], **wrong)
+    assert not engine("ample").has_unfinished
 
 
 def test_a_wrong_prompt_among_others_leaves_none_of_them_queued():

@@ -14,7 +14,7 @@ from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
 from models.engine.request import Request
-from models.engine.runner import Runner
+from models.engine.runner import GPU_OPTIONS, Runner, gpu_options
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, model
@@ -167,3 +167,20 @@ def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     fresh.compile([bucket])
     fresh.run_idle(bucket)
     jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", True),
+        ("--xla_dump_to=/tmp/x", True),
+        ("--xla_gpu_enable_command_buffer=", False),
+        ("--xla_dump_to='a b'  --xla_gpu_enable_command_buffer=FUSION,CUBLAS", False),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
+    if in_file:  # which XLA reads them from, too
+        (tmp_path / "flags").write_text(flags + "\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)
+    assert gpu_options() == (GPU_OPTIONS if kept else {})

@@ -109,7 +109,7 @@ def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
     """The second case ends with a tenth of the floor reached, so the third would take ten times its own floor."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
     monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
-    stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=())
+    stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=(), num_steps=0)
     engine: Any = SimpleNamespace(stats=lambda: stats, warmup=lambda: None)
     monkeypatch.setattr(serving, "Engine", lambda *_: engine)
     monkeypatch.setattr(serving, "random_model", lambda *_: model)

@@ -35,6 +35,7 @@ def report(num_requests=2, num_steps=4, texts=None, verification=None, **changes
         compilations=3,
         compile_s=4.2,
         cache_bytes=3 * 2**20,
+        num_steps=num_steps,
     )
     made = Report("tiny", outputs, texts, stats, 16, 0.5, {"write_latent": "xla"}, verification)
     return dataclasses.replace(made, **changes)

@@ -239,6 +239,7 @@ def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling
             recycling=recycling,
             decode_buckets=tuple(sorted({min(sizes.pool_contexts + 1, max_num_seqs), max_num_seqs})),
             prefill_buckets=(sizes.step_tokens,),
+            history=None,
         ),
     )
 
@@ -257,6 +258,7 @@ def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
         prefix_caching=False,
         decode_buckets=(sizes.waiting_batch,),
         prefill_buckets=(sizes.step_tokens,),
+        history=None,
     )
     engines = {name: Engine(model, config) for name, model in models.items()}
     firsts, betweens = ({name: [] for name in engines} for _ in range(2))

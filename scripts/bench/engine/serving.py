@@ -80,6 +80,7 @@ class Serving:
             prefix_caching=False,
             decode_buckets=tuple(sorted(self.batches)),
             prefill_buckets=(self.max_batched_tokens,),
+            history=None,
         )
 
 
@@ -173,12 +174,11 @@ def generate(
     engine: Engine, prompts: list[list[int]], new_tokens: list[int]
 ) -> tuple[list[RequestOutput], list[StepRecord]]:
     """Runs requests that come at once; returns their outputs and steps."""
-    before = len(engine.stats().steps)
+    before = engine.stats().num_steps
     outputs = engine.generate(prompts, [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in new_tokens])
     for output, tokens in zip(outputs, new_tokens, strict=True):
         if len(output.output_ids) != tokens:
             raise RuntimeError(f"request {output.request_id} ended early: {output.finish_reason}")
-        engine.forget(output.request_id)
     return outputs, list(engine.stats().steps[before:])
 
 

@@ -76,7 +76,6 @@ def timed_run(engine: Engine, batch: list[list[int]], new_tokens: int) -> float:
     for output in outputs:
         if len(output.output_ids) != new_tokens:
             raise RuntimeError(f"request {output.request_id} ended early: {output.finish_reason}")
-        engine.forget(output.request_id)
     return elapsed
 
 

@@ -1,0 +1,91 @@
+"""Batch-invariant engines: a request's logits have the same bits alone and in any company.
+
+The sampler is replaced by one that makes a token of all bits of a row of logits, so that a difference in a single bit
+changes the tokens from there on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from models.checkpoints import random_model
+from models.config import GQA_PRESETS, ModelConfig
+from models.decoder import AttentionSettings, Decoder
+from models.engine import Engine, EngineConfig, SamplingParams
+from models.engine import runner as runner_module
+from tests.models import engine_case, test_engine_windows, test_gqa_hopper
+from tests.models.engine_case import PROMPTS
+
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+SIZES = EngineConfig(
+    num_pages=22, page_size=4, max_batched_tokens=13, max_num_seqs=3, max_model_len=96, batch_invariant=True
+)
+
+
+def sample_bits(logits, rows):
+    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    odd = 2 * jnp.arange(logits.shape[-1], dtype=jnp.int32) + 1
+    mixed = jnp.sum(bits * odd[None], axis=-1, dtype=jnp.int32)  # it wraps, so that the order does not matter
+    return mixed & (logits.shape[-1] - 1), jnp.zeros(logits.shape[0])
+
+
+def expect_equal_bits(model: Decoder, sizes: EngineConfig, prompts: list[list[int]], num_pages: int) -> None:
+    """Runs prompts one after the other without a cache; then together, with chunks, hits and preemptions, twice."""
+    alone = Engine(model, dataclasses.replace(sizes, prefix_caching=False, num_pages=96))
+    wanted = [alone.generate([prompt], PARAMS)[0].output_ids for prompt in prompts]
+    together = Engine(model, dataclasses.replace(sizes, num_pages=num_pages))
+    for order in (prompts, prompts[::-1]):
+        outputs = together.generate(order, PARAMS)
+        assert [output.output_ids for output in outputs] == (wanted if order is prompts else wanted[::-1])
+    stats = together.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hit_rate > 0
+    assert stats.compilations == 1
+
+
+GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2, vocab_size=64, windows=(8, None))
+CONFIGS: dict[str, tuple[ModelConfig, str]] = {
+    "latents and experts": (engine_case.CONFIG, "xla"),
+    "windows of heads": (test_engine_windows.CONFIG, "xla"),
+    "sinks and experts": (GPT_OSS, "xla"),
+    "dense oracle": (test_engine_windows.CONFIG, "reference"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_the_same_alone_and_in_company(monkeypatch, name):
+    monkeypatch.setattr(runner_module, "sample", sample_bits)
+    config, implementation = CONFIGS[name]
+    model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
+    expect_equal_bits(model, SIZES, [*PROMPTS], SIZES.num_pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", test_gqa_hopper.CONFIGS)
+def test_bits_are_the_same_in_any_company_on_hopper(monkeypatch, name):
+    if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
+        pytest.skip("kernels are for compute capability 9.0")
+    monkeypatch.setattr(runner_module, "sample", sample_bits)
+    settings = AttentionSettings(implementation="mosaic")
+    model = random_model(test_gqa_hopper.CONFIGS[name], seed=5, dtype=jnp.bfloat16, settings=settings)
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, 512, 300).tolist()
+    prompts = [prefix + rng.integers(0, 512, n).tolist() for n in (1, 5, 250)] + [rng.integers(0, 512, 70).tolist()]
+    sizes = EngineConfig(page_size=64, max_batched_tokens=128, max_num_seqs=4, max_model_len=640, batch_invariant=True)
+    expect_equal_bits(model, sizes, prompts, num_pages=16)
+
+
+def test_what_cannot_be_invariant_is_refused():
+    with pytest.raises(NotImplementedError, match="batch_invariant: expanded attention merges a chunk"):
+        AttentionSettings(mla="expand", batch_invariant=True)
+    expanding = random_model(engine_case.CONFIG, seed=3, settings=AttentionSettings(mla="expand"))
+    with pytest.raises(NotImplementedError, match="batch_invariant: expanded attention merges a chunk"):
+        Engine(expanding, SIZES)
+    with pytest.raises(ValueError, match=r"prefill_buckets: expected None or \(13,\) if batch_invariant, got \(4, 13\)"):
+        dataclasses.replace(SIZES, prefill_buckets=(4, 13))

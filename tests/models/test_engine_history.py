@@ -1,0 +1,106 @@
+"""What an engine remembers: a bounded history unless all of it is asked for, and nothing that `generate` leaves
+behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from models.engine import Engine, SamplingParams
+from tests.models.test_engine_faults import SMALL, FakeRunner, fake_engine
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+PROMPTS = [[1, 2, 3, 4, i] for i in range(4)]
+
+
+class Injected(Exception):
+    """A failure that the test raises."""
+
+
+def finish(engine: Engine, prompt: list[int]) -> int | str:
+    request_id = engine.add_request(prompt, SamplingParams(max_tokens=2))
+    while engine.has_unfinished:
+        engine.step()
+    return request_id
+
+
+def test_generate_forgets_what_it_returned(monkeypatch):
+    engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=None))
+    mine = finish(engine, [5])
+    for _ in range(20):
+        assert [len(output.output_ids) for output in engine.generate(PROMPTS)] == [16, 16, 16, 16]
+    assert list(engine._tracked) == [mine]
+
+
+def test_generate_returns_more_than_the_history_holds(monkeypatch):
+    engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=2))
+    mine = finish(engine, [5])
+    outputs = engine.generate(PROMPTS * 3, SamplingParams(max_tokens=2))
+    assert [output.finish_reason for output in outputs] == ["length"] * 12
+    assert engine.output(mine).finish_reason == "length"
+
+
+def test_generate_that_fails_leaves_nothing_queued(monkeypatch):
+    engine = fake_engine(monkeypatch)
+    mine = engine.add_request([5], SamplingParams(max_tokens=9))
+    launch, calls = FakeRunner.launch, iter(range(100))
+
+    def failing(*args):
+        if next(calls) == 3:
+            raise Injected
+        return launch(*args)
+
+    monkeypatch.setattr(FakeRunner, "launch", failing)
+    with pytest.raises(Injected):
+        engine.generate(PROMPTS)
+    assert list(engine._tracked) == [mine]
+    while engine.has_unfinished:
+        engine.step()
+    assert len(engine.output(mine).output_ids) == 9
+
+
+def test_the_newest_requests_and_steps_are_kept(monkeypatch):
+    engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=5))
+    ids = [finish(engine, [i]) for i in range(12)]
+    waiting = engine.add_request([1], SamplingParams(max_tokens=30))
+    refused = [engine.add_request([1] * 50) for _ in range(2)]
+    assert list(engine._tracked) == [*ids[-3:], waiting, *refused]
+    with pytest.raises(ValueError, match="no request 0; of finished ones the newest 5 are kept"):
+        engine.output(ids[0])
+    stats = engine.stats()
+    assert len(stats.steps) == 5
+    assert stats.num_steps == 12 * 2 + 0
+    assert (stats.prefill_tokens, stats.decode_tokens) == (12, 12)
+
+
+def test_all_is_kept_on_request(monkeypatch):
+    engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=None))
+    ids = [finish(engine, [i % 50]) for i in range(300)]
+    assert list(engine._tracked) == ids
+    assert len(engine.stats().steps) == engine.stats().num_steps == 600
+
+
+def test_a_preempted_request_that_finds_its_own_pages_is_no_hit(monkeypatch):
+    engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, num_pages=10, history=None))
+    draw = random.Random(1)
+    ids = [
+        engine.add_request([1, 2] * draw.randint(0, 2) + draw.choices(range(3, 9), k=5), SamplingParams(max_tokens=9))
+        for _ in range(12)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    outputs = [engine.output(i) for i in ids]
+    found, cache = sum(output.cached_tokens for output in outputs), engine._prefix_cache
+    assert cache is not None
+    assert engine.stats().preemptions > 0
+    assert cache.hit_tokens > found > 0, "they found pages again that were computed for themselves"
+    assert engine.stats().prefix_hit_rate == found / sum(output.prompt_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("history", [0, -1])
+def test_a_history_of_nothing_is_refused(history):
+    with pytest.raises(ValueError, match="history: expected at least 1 or None"):
+        dataclasses.replace(SMALL, history=history)
