@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from pallas_attn import capability
 
-
 _BATCH_INVARIANT = contextvars.ContextVar("batch_invariant", default=False)
 
 

@@ -355,7 +355,9 @@ class Engine:
 
     def _find(self, request_id: RequestId) -> _Tracked:
         if request_id not in self._tracked:
-            kept = "" if self.config.history is None else f"; of finished ones the newest {self.config.history} are kept"
+            kept = (
+                "" if self.config.history is None else f"; of finished ones the newest {self.config.history} are kept"
+            )
             raise ValueError(f"request_id: no request {request_id!r}{kept}")
         return self._tracked[request_id]
 

@@ -29,9 +29,9 @@ class Scheduler:
     the pools to itself takes prompt chunks as large as they allow. So the oldest request always moves, up to the size
     of the pools.
 
-    Requests and the tokens that were read back are all that has to be kept; `requeue_all` makes the rest anew from them.
-    A call that was cut short by an exception (of memory, or Ctrl-C) may have left anything half done, and `requeue_all`
-    has to come next.
+    Requests and the tokens that were read back are all that has to be kept; `requeue_all` makes the rest anew. A call
+    that was cut short by an exception (of memory, or Ctrl-C) may have left anything half done, so `requeue_all` has to
+    come next.
     """
 
     def __init__(

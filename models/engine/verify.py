@@ -217,8 +217,8 @@ class PlainRun:
         """Samples after the prompt, and after each output token.
 
         Returns:
-          int32 tokens (NONFINITE where there is none), float32 margins by which they won, and whether the token that did come next is tied with them
-          (False after the last); each [outputs + 1].
+          int32 tokens, NONFINITE where there is none; float32 margins by which they won; and whether the token that
+          did come next is tied with them (False after the last); each [outputs + 1].
         """
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
         padded = pad_tokens(tokens)

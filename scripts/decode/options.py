@@ -158,8 +158,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--decode-buckets",
         type=sizes,
         metavar="N[,N...]",
-        help="requests that a decode step is padded to, ascending up to --max-num-seqs; each is compiled (default: powers"
-        " of 2, or one size if it is small)",
+        help="requests that a decode step is padded to, ascending up to --max-num-seqs; each is compiled (default:"
+        " powers of 2, or one size if it is small)",
     )
     group.add_argument(
         "--prefill-buckets",
@@ -189,8 +189,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="logits and tokens of the same bits in any company, for equal sizes of the engine; slower, since every step"
-        " has the largest shape and prompts attend token by token",
+        help="logits and tokens of the same bits in any company, for equal sizes of the engine; slower, since every"
+        " step has the largest shape and prompts attend token by token",
     )
 
 

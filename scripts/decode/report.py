@@ -150,8 +150,9 @@ def versions() -> dict[str, str]:
 
 def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
     """Makes one sentence for each request that ended for want of finite logits."""
+    why = "logits are NaN or infinite, as of broken weights"
     return [
-        f"request {i} ended at output position {len(output.output_ids)}: logits are NaN or infinite, as of broken weights"
+        f"request {i} ended at output position {len(output.output_ids)}: {why}"
         for i, output in enumerate(outputs)
         if output.finish_reason == "nonfinite"
     ]

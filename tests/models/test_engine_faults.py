@@ -15,8 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 import models.engine
@@ -24,7 +22,6 @@ import pallas_attn.cache
 from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from models.engine import engine as engine_module
 from models.engine.request import NONFINITE
-from models.engine.runner import Runner
 from models.engine.step_plan import StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
@@ -85,7 +82,7 @@ class FakeResult:
 
 
 class FakeRunner:
-    """Runner without a device, which computes tokens from what the pages hold: a KeyError means that nobody wrote it."""
+    """Runner without a device, which computes tokens from what the pages hold; KeyError if that was never written."""
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
 
@@ -258,7 +255,9 @@ def asks_fake(draw: random.Random) -> Asked:
     prompt = [1, 2, 3, 4, 5, 6, 1, 2][: draw.randint(0, 8)] + draw.choices((1, 2, 3), k=draw.randint(1, 6))
     if draw.random() < 0.2:
         prompt.append(BROKEN)
-    params = SamplingParams(max_tokens=draw.randint(1, 12), stop_token_ids=tuple(range(0, BROKEN, draw.choice((5, 100)))))
+    params = SamplingParams(
+        max_tokens=draw.randint(1, 12), stop_token_ids=tuple(range(0, BROKEN, draw.choice((5, 100))))
+    )
     return Asked(tuple(prompt), params, draw.choice(["", "", "other"]))
 
 

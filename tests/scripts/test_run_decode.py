@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from models.engine import Engine
+from models.engine.runner import Runner
 from scripts import run_decode
-from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL
+from tests.models.test_engine_faults import Fault
+from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
 
 
 @pytest.fixture
@@ -262,6 +264,101 @@ def test_an_interrupt_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tm
     assert "verified" not in result["run"]
 
 
+@pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
+def test_ctrl_c_anywhere_in_a_run_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tmp_path, at, golden):
+    """It comes at the given line that runs in the engine and its pools."""
+    engines, engine_of = [], run_decode._engine
+    fault = Fault(at)
+
+    def engine(*args):
+        engines.append(engine_of(*args))
+        fault.__enter__()
+        return engines[-1]
+
+    monkeypatch.setattr(run_decode, "_engine", engine)
+    out = tmp_path / "out.json"
+    try:
+        status = run_decode.main([*SMALL, *write_ids(PROMPTS), "--json", str(out)])
+    finally:
+        fault.__exit__()
+    assert status == 130
+    assert fault.happened
+    for request, tokens in zip(
+        json.loads(out.read_text())["requests"], (golden[f"tokens_{i}"] for i in range(4)), strict=True
+    ):
+        assert request["output_ids"] == tokens[: len(request["output_ids"])].tolist()
+        assert (request["finish_reason"] == "length") is (len(request["output_ids"]) == 6)
+        assert request["finish_reason"] in ("length", "abort")
+    assert capsys.readouterr().err == "run_decode: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: the device is gone"), "INTERNAL: the device is gone"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_was_decoded_outlives_a_device_that_fails(monkeypatch, capsys, write_ids, tmp_path, error, reason):
+    launch, calls = Runner.launch, iter(range(100))
+
+    def fail(*args):
+        if next(calls) >= 8:
+            raise error
+        return launch(*args)
+
+    monkeypatch.setattr(Runner, "launch", fail)
+    out = tmp_path / "out.json"
+    assert run_decode.main([*SMALL, *write_ids(PROMPTS), "--verify", "--json", str(out)]) == 3
+    captured = capsys.readouterr()
+    assert captured.err == f"run_decode: error: decoding: {reason}\n"
+    assert "4 requests" in captured.out
+    requests = json.loads(out.read_text())["requests"]
+    assert len(requests[0]["output_ids"]) > 1
+    assert {request["finish_reason"] for request in requests} <= {"abort", "length"}
+
+
+@pytest.mark.parametrize(("asked", "status"), [([], 3), (["--verify"], 1)])
+def test_logits_that_are_not_finite_are_told(monkeypatch, capsys, write_ids, tmp_path, asked, status):
+    loaded = run_decode.load
+
+    def broken(*args):
+        model = loaded(*args)
+        model.embed_tokens[...] = model.embed_tokens[...].at[VOCAB_SIZE - 1].set(jax.numpy.nan)
+        return model
+
+    monkeypatch.setattr(run_decode, "load", broken)
+    out = tmp_path / "out.json"
+    prompts = [PROMPTS[1], [1, VOCAB_SIZE - 1, 2]]
+    assert run_decode.main([*SMALL, *write_ids(prompts), *asked, "--json", str(out)]) == status
+    told = "run_decode: error: request 1 ended at output position 0: logits are NaN or infinite, as of broken weights\n"
+    if asked:
+        told += "run_decode: not verified: request 1, output position 0: got the end, the plain run's logits are NaN or"
+        told += " infinite\n"
+    assert capsys.readouterr().err == told
+    result = json.loads(out.read_text())
+    assert [request["finish_reason"] for request in result["requests"]] == ["length", "nonfinite"]
+    assert result["run"].get("verified") == (False if asked else None)
+
+
+def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, write_ids, golden):
+    asked = ["--model", GOLDEN, "--page-size", "4", "--max-tokens", "6", "--max-num-seqs", "2", "--batch-invariant"]
+    asked += ["--max-batched-tokens", "9", "--max-model-len", "160", "--no-recycling", "--max-prefill-seqs", "1"]
+    alone = run_json(*asked, *write_ids(PROMPTS[1:2]), "--verify")
+    together = run_json(*asked, *write_ids(PROMPTS[:2]))
+    assert outputs(alone) == outputs(together)[1:] == [golden["tokens_1"][:6].tolist()]
+    assert alone["run"]["implementation"] == {"write_latent": "xla", "mla_decode": "xla"}
+    assert alone["run"]["compilations"] == together["run"]["compilations"] == 1
+
+
+def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
+    asked = ["--model", GOLDEN, "--page-size", "4", "--num-pages", "26", "--max-tokens", "6"]
+    asked += ["--decode-buckets", "1,2", "--prefill-buckets", "8,16"]
+    result = run_json(*asked, *write_ids(PROMPTS[1:3]))
+    assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in (1, 2)]
+    assert result["run"]["compilations"] == 2 + 2 + 2
+
+
 def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids, tmp_path):
     directory = tmp_path / "results"
     directory.mkdir()
@@ -348,6 +445,7 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     flags = "model random prompt prompt-ids max-tokens temperature top-k top-p seed ignore-eos page-size num-pages"
     flags += " max-batched-tokens max-num-seqs chunked-prefill no-chunked-prefill prefix-caching no-prefix-caching"
+    flags += " max-prefill-seqs max-model-len decode-buckets prefill-buckets recycling no-recycling batch-invariant"
     flags += " dtype implementation mla verify json dump-logits plot profile no-progress"
     for flag in flags.split():
         assert f"--{flag}" in text
