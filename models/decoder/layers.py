@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_attn import capability
-
-_BATCH_INVARIANT = contextvars.ContextVar("batch_invariant", default=False)
-
-
-@contextlib.contextmanager
-def batch_invariance(wanted: bool) -> Iterator[None]:
-    """Lets `matmul` give a row the same bits wherever it stands among others, in what is traced within."""
-    token = _BATCH_INVARIANT.set(wanted)
-    try:
-        yield
-    finally:
-        _BATCH_INVARIANT.reset(token)
-
-
-def multiplies_row_by_row() -> bool:
-    """Whether `matmul` takes rows one by one: where bits must not depend on a row's place, on a CPU, whose products sum
-    the rows at the end of a block in another order than the others. A GPU's tiles treat all their rows alike."""
-    return _BATCH_INVARIANT.get() and capability().platform == "cpu"
-
-
-def matmul(
-    x: Float[Array, "*rows D"], weight: Float[Array, "*batch D F"], out_dtype: DTypeLike
-) -> Float[Array, "*rows F"]:
-    """x @ weight in float32's full precision; x is [..., rows, D] with the batch dimensions of the weight first."""
-    if multiplies_row_by_row():
-        rows = jnp.moveaxis(x, -2, 0)
-        products = jax.lax.map(lambda row: _matmul(row[..., None, :], weight, out_dtype)[..., 0, :], rows)
-        return jnp.moveaxis(products, 0, -2)
-    return _matmul(x, weight, out_dtype)
-
-
-def _matmul(x: Array, weight: Array, out_dtype: DTypeLike) -> Array:
-    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype)
 
 
 def project(
@@ -61,7 +25,7 @@ def project(
     if math.prod(x.shape[:-1]) == 1 and capability().platform == "gpu":
         two = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
         return project(two, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
-    return matmul(x, weight, out_dtype or x.dtype)
+    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 
 
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
-from models.decoder.layers import MLP, Linear, RMSNorm, batch_invariance, matmul
+from models.decoder.layers import MLP, Linear, RMSNorm
 from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
@@ -95,12 +95,8 @@ class Decoder(nnx.Module):
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
         metadata.check()
-        with batch_invariance(self.settings.batch_invariant):
-            return self._run(tokens, caches, metadata.as_decode_rows() if self.settings.batch_invariant else metadata)
-
-    def _run(
-        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
-    ) -> tuple[Float32[Array, "n V"], Caches]:
+        if self.settings.batch_invariant:
+            metadata = metadata.as_decode_rows()
         x = self.embed_tokens[...][tokens]
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
@@ -116,7 +112,7 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
-        return matmul(x, weight, jnp.float32)
+        return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""

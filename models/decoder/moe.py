@@ -260,6 +260,7 @@ def group_tile(num_rows: int, num_experts: int, width: int) -> tuple[int, int]:
     return block_m, next(columns for columns in (256, 128, 64) if columns <= widest and width % columns == 0)
 
 
+@jax.jit
 def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
     """Applies each row's expert to it, block by block; rows are sorted by expert, `sizes` of each."""
     num_rows, num_experts = rows.shape[0], sizes.shape[0]

@@ -51,6 +51,17 @@ def test_groups_recycle_release_and_swap_together():
     both.check()
 
 
+def test_reset_pools_are_as_new_whatever_was_half_done():
+    both = pools()
+    both.allocate(0, 20)
+    both.recycle([0], [17])
+    both.pools[1]._rows._free.clear()  # as if a call had been cut short
+    both.pools[0]._num_pages[1] = 3
+    both.reset()
+    assert snapshot(both) == snapshot(pools())
+    both.check()
+
+
 @pytest.mark.parametrize(
     ("groups", "tokens"),
     [

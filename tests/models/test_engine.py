@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -324,7 +325,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
     broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
     under_test = Engine(broken, padded(ENGINES["ample"]))
     under_test._runner._compiled = engine("ample")._runner._compiled
-    told: list[tuple[int | str, int, str | None]] = []
+    told: list[tuple[Any, ...]] = []
     prompts = [PROMPTS[0], [*PROMPTS[1][:5], token, 1], PROMPTS[1]]
     ids = [under_test.add_request(prompt, GREEDY, on_token=lambda *args: told.append(args)) for prompt in prompts]
     while under_test.has_unfinished:
@@ -353,8 +354,7 @@ def test_a_device_that_fails_loses_no_token(monkeypatch):
     while not ample.output(ids[0]).output_ids:
         ample.step()
     before = ample.output(ids[0]).output_ids
-    for cache in ample._runner._caches:
-        cache.pages.delete()
+    jax.tree.map(lambda pages: pages.delete(), ample._runner._caches)
     monkeypatch.setattr(runner, "allocate_caches", failing_once(runner.allocate_caches))
     for error in (RuntimeError, jax.errors.JaxRuntimeError):
         with pytest.raises(error, match=r"deleted|donated|RESOURCE_EXHAUSTED"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,8 @@ def test_a_prompt_is_not_coerced(prompt):
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_integers_of_numpy_are_a_prompt():
     ample = engine("ample")
-    [output] = ample.generate([np.array(PROMPTS[0], np.uint16)], GREEDY)
+    prompt: Any = np.array(PROMPTS[0], np.uint16)
+    [output] = ample.generate([prompt], GREEDY)
     assert tuple(output.output_ids) == plain(0, GREEDY)
 
 

@@ -360,14 +360,15 @@ def test_stop_tokens_are_any_sequence_of_integers():
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_sampling_params_are_kept_as_plain_numbers():
     """What means one number is taken, and no step has to look at it again."""
-    params = SamplingParams(
-        max_tokens=np.int64(4),
-        temperature=np.float32(0.5),
-        top_k=np.array(3),
-        top_p=jnp.float32(0.5),
-        seed=np.uint32(2**32 - 1),
-        ignore_eos=np.True_,
-    )
+    given: dict[str, Any] = {
+        "max_tokens": np.int64(4),
+        "temperature": np.float32(0.5),
+        "top_k": np.array(3),
+        "top_p": jnp.float32(0.5),
+        "seed": np.uint32(2**32 - 1),
+        "ignore_eos": np.True_,
+    }
+    params = SamplingParams(**given)
     assert params == SamplingParams(4, 0.5, 3, 0.5, 2**32 - 1, True)
     kinds = {field.name: type(getattr(params, field.name)) for field in fields(params)}
     assert list(kinds.values()) == [int, float, int, float, int, bool, tuple]
