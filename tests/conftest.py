@@ -10,8 +10,12 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
+from tests import faster_interpreter
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+faster_interpreter.apply()
 
 # Threads of XLA's pool, else as many as there are cores. The warpgroups of an interpreted kernel hold some while they
 # wait for one another, and those they wait for need some, too. XLA reads it when the first computation runs.
