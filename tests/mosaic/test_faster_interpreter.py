@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax._src import callback as callbacks
 from jax.experimental import io_callback
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests import faster_interpreter
