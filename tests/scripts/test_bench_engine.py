@@ -25,7 +25,7 @@ def tiny(monkeypatch):
 
 def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
     out = tmp_path / "engine.json"
-    work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1"]
+    work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1", "--implementation", "reference"]
     assert bench_engine.main(["--config", "v3-tiny", "--batch", "2", *work, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert {"python", "jax"} <= report["versions"].keys()
