@@ -1,5 +1,6 @@
 """The engine's benchmark: it runs, and its report adds up. Its measurements are not tested."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -17,8 +18,8 @@ OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A tiny model, and steps of one size: each size is a compilation."""
-    monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", CONFIG)
+    """A model of one layer, and steps of one size: each size is a compilation."""
+    monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", dataclasses.replace(CONFIG, num_hidden_layers=1))
     one_bucket = functools.partial(bench_engine.Workload, max_batched_tokens=32)
     monkeypatch.setattr(bench_engine, "Workload", one_bucket)
 

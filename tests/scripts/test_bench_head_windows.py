@@ -49,6 +49,7 @@ def files(tmp_path_factory):
     return json.loads(out.read_text()), plot
 
 
+@pytest.mark.slow
 def test_recycling_holds_what_arithmetic_allows(files):
     report, _ = files
     (case,) = report["cases"]
@@ -62,6 +63,7 @@ def test_recycling_holds_what_arithmetic_allows(files):
     assert case["fraction_of_allowed"] == case["contexts_ratio"] / case["allowed_ratio"]
 
 
+@pytest.mark.slow
 def test_waiting_times_are_of_both_kinds_of_tables(files):
     (case,) = files[0]["cases"]
     for kind in ("ttft", "between_tokens"):
@@ -69,6 +71,7 @@ def test_waiting_times_are_of_both_kinds_of_tables(files):
         assert case[f"{kind}_saved"] == pytest.approx(1 - head_wise / uniform)
 
 
+@pytest.mark.slow
 def test_rows_in_use_do_not_exceed_sink_pages_window_and_the_page_being_written(files):
     report, plot = files
     series = report["long_decode"]
