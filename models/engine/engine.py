@@ -355,9 +355,8 @@ class Engine:
 
     def _find(self, request_id: RequestId) -> _Tracked:
         if request_id not in self._tracked:
-            kept = (
-                "" if self.config.history is None else f"; of finished ones the newest {self.config.history} are kept"
-            )
+            bound = self.config.history
+            kept = "" if bound is None else f"; of finished ones the newest {bound} are kept"
             raise ValueError(f"request_id: no request {request_id!r}{kept}")
         return self._tracked[request_id]
 

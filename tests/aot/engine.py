@@ -35,9 +35,9 @@ SIZES = RunnerConfig(
 )
 
 
-def step(config: ModelConfig, bucket: Bucket) -> Case:
+def step(config: ModelConfig, bucket: Bucket, settings: AttentionSettings = AttentionSettings()) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
-    model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))
+    model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     groups = group_sizes(
         config,
         num_pages=SIZES.num_pages,
@@ -70,4 +70,6 @@ ENGINE = {
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
+    "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+    "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }

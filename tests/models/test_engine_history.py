@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 PROMPTS = [[1, 2, 3, 4, i] for i in range(4)]
 
 
-class Injected(Exception):
+class StepFailed(Exception):
     """A failure that the test raises."""
 
 
@@ -50,11 +50,11 @@ def test_generate_that_fails_leaves_nothing_queued(monkeypatch):
 
     def failing(*args):
         if next(calls) == 3:
-            raise Injected
+            raise StepFailed
         return launch(*args)
 
     monkeypatch.setattr(FakeRunner, "launch", failing)
-    with pytest.raises(Injected):
+    with pytest.raises(StepFailed):
         engine.generate(PROMPTS)
     assert list(engine._tracked) == [mine]
     while engine.has_unfinished:
