@@ -118,7 +118,7 @@ class FakeRunner:
         return FakeResult(plan, samples)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=100)
 def continued(prompt: tuple[int, ...], salt: str) -> tuple[tuple[int, ...], str]:
     """All that the fake model can say after a prompt, and why it then ends."""
     tokens = list(prompt)
