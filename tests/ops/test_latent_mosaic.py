@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, write_latent
-from pallas_attn.mosaic.row_copy import copy_layout
+from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.ops.gather_latent.mosaic_sm90 import MAX_SEQUENCES
 from tests.ops import harness
 from tests.ops import test_latent as contract
@@ -36,7 +36,7 @@ def test_rows_of_any_width(width: int) -> None:
     """Odd ones, and those that a thread does not hold at once."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pallas_attn.mosaic.row_copy.HELD_BYTES", 32)
+        patch.setattr("pallas_attn.mosaic.row_layout.HELD_BYTES", 32)
         pages, latent = any_bits(rng, (6, 4, width), jnp.bfloat16), any_bits(rng, (5, width), jnp.bfloat16)
         slots = np.array([7, 0, 23, -1, 2], np.int32)
         write = jax.jit(functools.partial(write_latent, implementation="mosaic"))
@@ -72,11 +72,11 @@ def test_scans_write_what_calls_write() -> None:
 def test_threads_share_rows_evenly(dtype: Any) -> None:
     """Of rows of any width, and by accesses of 16 bytes those of DeepSeek's."""
     for width in range(1, 600):
-        layout = copy_layout(width, dtype)
+        layout = RowLayout.for_copies(width, dtype)
         assert width % layout.columns == 0
         assert layout.threads <= 32
         assert layout.vector * jnp.dtype(dtype).itemsize <= 16
-    assert copy_layout(576, dtype).vector * jnp.dtype(dtype).itemsize == 16
+    assert RowLayout.for_copies(576, dtype).vector * jnp.dtype(dtype).itemsize == 16
 
 
 # --- choice

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, unknown_zero
-from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
+from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
@@ -211,13 +211,13 @@ def _flagged(static: PlanStatic, pieces: Any, are_worse: Any) -> Any:
 def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, own_share: Any) -> None:
     _list_in_order(static, x, plan, mem.lanes)
     _list_rows(
-        static, plan, mem, lambda place: find(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
+        static, plan, mem, lambda place: segment_of(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
     )
 
     def start(program: Any, _: None) -> None:
-        row = find(mem.piece_ends, static.rows, program)
+        row = segment_of(mem.piece_ends, static.rows, program)
         pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
-        before = sum_before(mem.piece_ends, row)
+        before = exclusive_sum(mem.piece_ends, row)
         page = jnp.where(row < static.rows, (program - before) * pages, 0)
         _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
 
@@ -241,16 +241,16 @@ def _share(
         """The next place of a row that is not idle."""
         if in_snake_order:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
-        return find(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
+        return segment_of(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
         """Where groups begin and end, and the share of each one's programs."""
-        begin, end = (sum_before(mem.ends, groups.start(group + i)) for i in range(2))
+        begin, end = (exclusive_sum(mem.ends, groups.start(group + i)) for i in range(2))
         return begin, end, sharing.share(end - begin, groups.programs)
 
     def pieces_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
-        begin, end = sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place)
+        begin, end = exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place)
         pieces = sharing.pieces(begin - start, end - start, shares)
         return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
 
@@ -262,7 +262,7 @@ def _share(
         return ProgramStart(number, shares, begin, begin + at)
 
     def pieces(place: Any) -> Any:
-        return sharing.pieces(sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
+        return sharing.pieces(exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
     def start(program: Any) -> ProgramStart:
         at = jnp.minimum(sharing.start(program, share, total), total)
@@ -335,13 +335,13 @@ def _list_pieces(
 
     def list_programs(program: Any, _: None) -> None:
         number, share, begin, at = start(program)
-        place = find(mem.ends, static.rows, at)
+        place = segment_of(mem.ends, static.rows, at)
         last = jnp.minimum(place, static.rows - 1)
         snapped = sharing.snap_to_row_end(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
         place = jnp.where(snapped > at, following(last), place)
-        row_begin = sum_before(mem.ends, place)
+        row_begin = exclusive_sum(mem.ends, place)
         into = snapped - row_begin
-        piece = sharing.piece(number, row_begin - begin, into, sum_before(mem.piece_ends, place), share)
+        piece = sharing.piece(number, row_begin - begin, into, exclusive_sum(mem.piece_ends, place), share)
         _list_programs(static, plan, program, (place, sharing.page(into), piece))
 
     mem.lanes.each_chunk(static.programs + 1, list_programs)
@@ -371,7 +371,7 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
 
     def write(place: Any, merged_before: Any) -> Any:
         exists, is_last = place < static.rows, place == static.rows - 1
-        end, begin = PER_THREAD.take(mem.piece_ends, place), sum_before(mem.piece_ends, place)
+        end, begin = PER_THREAD.take(mem.piece_ends, place), exclusive_sum(mem.piece_ends, place)
         PER_THREAD.put(plan.next_row, jnp.where(exists, place, -1), following(place))
         PER_THREAD.put(plan.split_indptr, jnp.where(exists, place, -1), begin)
         PER_THREAD.put(plan.split_indptr, jnp.where(is_last, static.rows, -1), end)
@@ -414,7 +414,7 @@ def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
 def _pages(static: PlanStatic, mem: PlanScratch, row: Any) -> Any:
     """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
     last = jnp.minimum(row, static.rows - 1)
-    cost = PER_THREAD.take(mem.ends, last) - sum_before(mem.ends, last)
+    cost = PER_THREAD.take(mem.ends, last) - exclusive_sum(mem.ends, last)
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
