@@ -2,9 +2,9 @@
 
 Float16 holds every value of e4m3 and int8, and two of them take one instruction (e4m3) or less than three (int8).
 
-In decode, 8-bit tiles are converted in registers, from which wgmma reads its left operand; they do not go back to shared
-memory. `ldmatrix` loads them, 16 bytes of a row to four neighbouring threads. It moves elements of 16 bits, each of
-which is two of ours, so channels end up permuted:
+In decode, 8-bit tiles are converted in registers, from which wgmma reads its left operand; they do not go back to
+shared memory. `ldmatrix` loads them, 16 bytes of a row to four neighbouring threads. It moves elements of 16 bits, each
+of which is two of ours, so channels end up permuted:
 
 - Keys [tokens, channels] are the left operand as they lie. Of 16 channels a thread gets 4j to 4j + 3, where wgmma
   expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order, so queries are permuted alike before the
@@ -96,7 +96,7 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Compute `plain_query_terms`, for an 8-bit cache with channels in the order of the keys of `multiply_dequantised`."""
+    """Compute `plain_query_terms`; for an 8-bit cache with channels in the order that `multiply_dequantised` takes."""
     terms, scale = plain_query_terms(q, kv)
     return (terms if kv.k_scale is None else [as_keys(term) for term in terms]), scale
 
@@ -142,8 +142,8 @@ def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
     """
     channels = bs[0].shape[1]
     if interpreted():
-        wide = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
-        products = [jnp.dot(wide, b[...].T, preferred_element_type=jnp.float32) for b in bs]
+        left = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
+        products = [jnp.dot(left, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
     in_row = min(channels, ROW_BYTES)
     step = max(64, in_row // len(bs))  # each of several products holds its left operand in registers of its own
@@ -151,9 +151,9 @@ def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
     def accumulate(total: Ref) -> jax.Array:
         for i in range(0, channels, step):
             row = pl.ds(i // in_row * in_row, ROW_BYTES)
-            wide = _load_rows(a.at[:, row], in_row, i % in_row, step)
+            left = _load_rows(a.at[:, row], in_row, i % in_row, step)
             for b in bs:
-                plgpu.wgmma(total, wide, b.at[:, pl.ds(i, step)].transpose((1, 0)))
+                plgpu.wgmma(total, left, b.at[:, pl.ds(i, step)].transpose((1, 0)))
             if step < channels:
                 plgpu.wgmma_wait(0)  # so that the next channels take the same registers
         return total[...]
@@ -162,7 +162,7 @@ def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
 
 
 def load_transposed(tile: Ref, channels: int) -> jax.Array:
-    """Load an 8-bit tile [tokens, channels] as float16 [channels, tokens] in registers, rows in the order `as_values`."""
+    """Load an 8-bit tile [tokens, channels] to registers as float16 [channels, tokens], rows ordered `as_values`."""
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
     return _load_columns(tile, channels)
@@ -189,23 +189,23 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array) -> None:
     write_zeros(tile, jnp.where(live_mask, 1, 0))
 
 
-def dequantise_tile(tile: Ref, wide: Ref) -> None:
+def dequantise_tile(tile: Ref, to: Ref) -> None:
     """Convert an 8-bit tile [tokens, channels] to a float16 tile that wgmma reads, both in shared memory.
 
     A thread converts chunks of 16 channels. Neighbouring threads take neighbouring tokens, so that eight of them access
     all banks, in either tile.
     """
-    tokens, channels = wide.shape
+    tokens, channels = to.shape
     if interpreted():
-        wide[...] = tile[...].reshape(wide.shape).astype(wide.dtype)
+        to[...] = tile[...].reshape(to.shape).astype(to.dtype)
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
     @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, tiles.operand_ref()))
-    def convert(_: Any, tile: ir.Value, wide: ir.Value) -> None:
+    def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = _warp_and_lane()
         token, chunk = _sum(_times(_masked(warp, 1), 32), lane), _shifted(warp, 1)
-        source, target = _Chunks(tile, channels, token, chunk), _Chunks(wide, 2 * channels, token, _times(chunk, 2))
+        source, target = _Chunks(tile, channels, token, chunk), _Chunks(to, 2 * channels, token, _times(chunk, 2))
         four = ir.VectorType.get((4,), _i32())
         for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
             words = llvm.load(four, source.pointer(block, chunks), alignment=16)
@@ -217,7 +217,7 @@ def dequantise_tile(tile: Ref, wide: Ref) -> None:
                 ]
                 llvm.store(vector.from_elements(four, pairs), target.pointer(block, 2 * chunks + half), alignment=16)
 
-    convert(tile, wide)
+    convert(tile, to)
 
 
 def restore_channel_order(product: jax.Array) -> jax.Array:
@@ -327,8 +327,11 @@ class _Chunks:
         self._chunk = _times(arith.xori(chunk, _masked(row, 7)), 16)
 
     def pointer(self, tokens: int, chunks: int) -> ir.Value:
-        """Pointer to the chunk so many tokens, a multiple of 16, and chunks after the first one. The number of chunks has
-        no bit in common with that of the first one.
+        """Pointer to the chunk so many tokens and chunks after the first one.
+
+        Args:
+          tokens: a multiple of 16.
+          chunks: a number with no bit in common with that of the first chunk.
         """
         column, chunk = divmod(chunks, ROW_BYTES // 16)
         constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
@@ -341,7 +344,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
     """Load `count` channels of an 8-bit tile [tokens, channels], from `first` on, as wgmma's left operand: float16
     [tokens, count] in the order of `as_keys`.
 
-    Of the four matrices of 8 tokens and a chunk that one `ldmatrix` brings, two are below one another, two beside.
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each: 16 tokens of two neighbouring chunks.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
@@ -357,7 +360,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
             pointer = chunks.pointer(64 * block, first // 16 + chunk)
             for i, word in enumerate(_load_matrices(pointer, nvvm.MMALayout.row)):
                 column = 2 * (chunk + i // 2)
-                registers[block, column : column + 2, i % 2] = _widened(word, assembly)
+                registers[block, column : column + 2, i % 2] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
@@ -366,7 +369,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
 def _load_columns(tile: Ref, channels: int) -> jax.Array:
     """Load an 8-bit tile transposed as wgmma's left operand: float16 [channels, tokens], rows in the order `as_values`.
 
-    The four matrices that one `ldmatrix` brings, transposed, are below one another.
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each, transposed: 32 tokens of one chunk.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
@@ -379,7 +382,7 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
             for i, word in enumerate(_load_matrices(chunks.pointer(32 * rows, 4 * block), nvvm.MMALayout.col)):
-                registers[block, 4 * rows + i] = _widened(word, assembly)
+                registers[block, 4 * rows + i] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
@@ -402,7 +405,7 @@ def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
     return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
 
 
-def _widened(word: ir.Value, assembly: str) -> list[ir.Value]:
+def _dequantised(word: ir.Value, assembly: str) -> list[ir.Value]:
     """Pairs of float16, as vectors, that a `conversion` makes of a word."""
     halves = ir.VectorType.get((2,), ir.F16Type.get())
     return [mgpu.utils.bitcast(pair, halves) for pair in _converted(word, assembly)]
