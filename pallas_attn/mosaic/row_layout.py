@@ -247,7 +247,7 @@ def _interpreted_store(ref: Ref, row: jax.Array, columns: tuple[Any, ...], value
     lax.fori_loop(0, values.shape[0], store, None)
 
 
-# --- in the language of the compiler
+# --- as MLIR
 
 
 def _accesses(ref: ir.Value, row: Any, column: int) -> Any:
