@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernels alone of `write_latent` and `gather_latent`, beside the contract: odd widths, choice, and
-real sizes on a GPU.
+"""Tests of the Mosaic kernels of `write_latent` and `gather_latent` beyond the contract: odd widths, choice, and real
+sizes on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("width", [1, 6, 192])
 def test_rows_of_any_width(width: int) -> None:
-    """Odd ones, and those that a thread does not hold at once."""
+    """Odd widths, and a width of which a thread does not hold all at once."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pallas_attn.mosaic.row_layout.HELD_BYTES", 32)
@@ -52,7 +52,7 @@ def test_rows_of_any_width(width: int) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 def test_scans_write_what_calls_write() -> None:
-    """Into the cache they carry, and into caches of a stack: what is not written comes along."""
+    """Scans may carry the cache, or slice caches of a stack; rows that are not written stay."""
     rng = fresh_rng()
     pages = any_bits(rng, (3, NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent = any_bits(rng, (3, 2, WIDTH), np.float32)
@@ -70,7 +70,7 @@ def test_scans_write_what_calls_write() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_threads_share_rows_evenly(dtype: Any) -> None:
-    """Of rows of any width, and by accesses of 16 bytes those of DeepSeek's."""
+    """Threads divide rows of any width evenly, and those of DeepSeek's latents with accesses of 16 bytes."""
     for width in range(1, 600):
         layout = RowLayout.for_copies(width, dtype)
         assert width % layout.columns == 0

@@ -1,7 +1,7 @@
-"""Tests of the Mosaic kernel alone of `ragged_attention`, beside the contract: interpreted on the CPU with race
-detection, compiled on a GPU.
+"""Tests of the Mosaic kernel of `ragged_attention` beyond the contract: interpreted with race detection on a CPU,
+compiled on a GPU.
 
-Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ in values only share
+Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ only in values share
 a compilation.
 """
 
@@ -42,7 +42,7 @@ BASE = RaggedCase(
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -52,7 +52,7 @@ def call(variant: Variant, case: RaggedCase, arrays: dict[str, Any], **static: A
 
 
 def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = call(variant, case, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
@@ -63,7 +63,7 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int) -> None:
-    """Sequences of fewer tiles than parts leave some of them nothing."""
+    """Sequences of fewer tiles than splits leave some splits empty."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(multiprocessors) as parts:
@@ -72,7 +72,7 @@ def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int
 
 
 def test_scores_near_5e5_where_keys_are_cut() -> None:
-    """Values of neighbouring tiles cancel, so that a split whose weight is rounded shows."""
+    """Values of neighbouring tiles cancel, so that an error in the weight of a split shows."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, exact=True)
     inputs = Inputs.draw(case, harness.fresh_rng())
@@ -86,7 +86,7 @@ def test_scores_near_5e5_where_keys_are_cut() -> None:
 
 @pytest.mark.parametrize("level", [0, 7e5])
 def test_splits_are_merged_by_their_maxima(level: float) -> None:
-    """Of 5 rows and 3 splits, with room for a fourth that was not written: a row sees nothing, one has seen NaN."""
+    """5 rows and 3 splits, with room for a fourth that was not written; one row sees nothing, one has seen NaN."""
     rng, nothing, seen_nan = harness.fresh_rng(), 1, 2
     o = rng.standard_normal((4, 5, 8), np.float32)
     m, l = (rng.uniform(low, low + 8, (4, 5)).astype(np.float32) for low in (level, 1))  # noqa: E741
@@ -112,7 +112,7 @@ def test_splits_are_merged_by_their_maxima(level: float) -> None:
 
 @pytest.mark.parametrize("growth", [3, 30], ids=["by less than probabilities have room for", "by more"])
 def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
-    """What was added up stays or shrinks, by powers of 2; the bits of a row do not tell what its neighbours need."""
+    """Sums are kept or rescaled by powers of 2, so a row's bits do not depend on whether its neighbours are rescaled."""
     case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
     inputs = Inputs.draw(case, harness.fresh_rng())
     grows = np.arange(case.tokens) % 2 == 1
