@@ -188,7 +188,7 @@ def test_one_window_for_all_heads(mode: str, window: int) -> None:
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], num_programs: int) -> None:
-    """No program exceeds the mean, beyond rounding, by more than one cut costs, or by what is accepted to avoid cuts."""
+    """No program exceeds the mean, beyond rounding, by more than a cut costs, or by what is accepted to avoid cuts."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     costs = [cost(program) for program in programs]

@@ -112,7 +112,7 @@ def test_splits_are_merged_by_their_maxima(level: float) -> None:
 
 @pytest.mark.parametrize("growth", [3, 30], ids=["by less than probabilities have room for", "by more"])
 def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
-    """Sums are kept or rescaled by powers of 2, so a row's bits do not depend on whether its neighbours are rescaled."""
+    """Sums are rescaled by powers of 2, so a row's bits do not depend on whether its neighbours are rescaled."""
     case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
     inputs = Inputs.draw(case, harness.fresh_rng())
     grows = np.arange(case.tokens) % 2 == 1

@@ -36,7 +36,7 @@ def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureReque
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
 @pytest.mark.usefixtures("interpreter")
 def test_a_chunk_in_any_order(interpreter: None) -> None:
-    """Programs share the tokens of a group, and entries of the scratch that no program wrote name a token that exists."""
+    """Programs share the tokens of a group, and scratch entries that no program wrote name a token that exists."""
     rng = fresh_rng()
     kv = stale_cache(rng, "int8", 2)
     for start in (0, 6, 3):  # the last again, as after a draft
