@@ -1,4 +1,4 @@
-"""What every Mosaic GPU kernel needs: where it runs, its operands in memory of their own, arrays changed in place."""
+"""Helpers of every Mosaic GPU kernel: the device it is traced for, operands with memory of their own, in-place updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every configuration that has to pass the gate, by name."""
+"""All cases that have to pass the gate, by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES = {
     **dict.fromkeys(ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
 }
-"""The module of this package that defines each."""
+"""Module of this package that defines each case."""
 
 SLOW = (
     (DECODE_MORE.keys() - DECODE.keys())
@@ -43,7 +43,7 @@ SLOW = (
     | (MLA_SEESAW_MORE.keys() - MLA_SEESAW.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
 )
-"""Left to the slow run."""
+"""Cases of the slow run."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
@@ -62,4 +62,4 @@ ON_BOTH_PLUGINS = frozenset(
         "xla-paged-decode-bf16",
     }
 )
-"""Cases that the other plugin compiles in the ordinary run too: one of each kernel."""
+"""Cases that the ordinary run compiles with the other plugin, too: one of each kernel."""

@@ -28,7 +28,7 @@ ROWS = 64
 """Query rows of a program."""
 
 OPERATION = "mla_decode/mosaic"
-"""What tunings are packaged under."""
+"""Operation under which tunings are packaged."""
 
 mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
 

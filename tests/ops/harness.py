@@ -35,7 +35,7 @@ from pallas_attn.portable.page_tiles import PageTiles
 type Jitted = jax.stages.Wrapped
 
 GARBAGE = 2_147_480_000
-"""What table entries hold where no token is visible: read through, it is an address far outside any pool."""
+"""Block table entry where no token is visible: used as a page, it is far outside any pool."""
 
 
 # --- plans
@@ -72,9 +72,9 @@ F32_LSE = Tolerance(1e-5, 1e-5, 1e-9)
 HALF_OUT = Tolerance(8e-4, 2 / 128, 5e-6)
 HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
 HALF_SCALE = 0.125
-"""Of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however small
-their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With
-values of twice this size, queries that see few keys exceed it now and then.
+"""Deviation of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however
+small their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With values
+of twice this size, queries that see few keys exceed it now and then.
 """
 
 

@@ -1,4 +1,4 @@
-"""Decode attention over paged K and V on Hopper, read downward: what a kernel is given, the kernel, one tile.
+"""Decode attention over paged K and V on Hopper, read downward: operands of the kernel, the kernel, one tile.
 
 A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
 wait. Each takes its share of a decode plan: work tiles (`mosaic.tile_scheduler`), consecutive pages of one row, which
@@ -65,7 +65,7 @@ from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
 SCALES_PER_COPY = 4
 """float32 scales in 16 bytes, at multiples of which copies begin and end."""
 
-# --- what a kernel is compiled for, given, and holds
+# --- compile-time facts, operands and scratch of a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class DecodeTile:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStatic:
-    """What a kernel is compiled for, beside shapes and dtypes of its arrays.
+    """Compile-time facts of a kernel, beside shapes and dtypes of its arrays.
 
     Attributes:
       stages: tiles in shared memory.

@@ -25,10 +25,10 @@ from pallas_attn.mosaic.block_scan import Lanes
 from pallas_attn.mosaic.sm90.tiles import over_tokens
 
 WORK_TILE_OVERHEAD = 2
-"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its end."""
+"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its output."""
 
 MERGE_OVERHEAD = 6
-"""Cost of merging splits, in tiles. Both costs are reckoned from what a launch and a tile take, and not measured."""
+"""Cost of merging splits, in tiles. Both costs are estimates from the times of a launch and of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class KvSplits:
     """Limits within which keys of blocks may be cut.
 
     Attributes:
-      most: splits that there is room for; 1 if keys are not cut.
+      most: number of splits that there is room for; 1 if keys are not cut.
       heads: heads, or groups of heads that share a block, that blocks are done for.
       most_tiles: tiles of keys that a block can see.
       programs: programs that run at a time.
@@ -49,7 +49,7 @@ class KvSplits:
 
     @staticmethod
     def of(*, heads: int, num_blocks: tuple[int, int], most_tiles: int) -> KvSplits:
-        """Room for as many splits as can be the best choice.
+        """Limits with room for as many splits as can be the best choice.
 
         Args:
           heads, most_tiles: see the class.
@@ -69,8 +69,12 @@ class KvSplits:
         return KvSplits(most, heads, most_tiles, programs)
 
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
-        """In the listing kernel: the number of splits that takes the least time, for so many blocks of a head that see
-        so many tiles of keys at most. Every thread works out the time of one number.
+        """Choose the number of splits that takes the least time. In the listing kernel, each thread computes the time of
+        one number.
+
+        Args:
+          num_blocks: blocks of a head.
+          kv_tiles: tiles of keys that a block sees at most.
         """
         # The least time and the thread that found it are one number: the time above, the thread below.
         power = 1 << self.most.bit_length()
