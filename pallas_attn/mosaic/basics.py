@@ -1,4 +1,4 @@
-"""Helpers of every Mosaic GPU kernel: the device it is traced for, operands with memory of their own, in-place updates."""
+"""Helpers of every Mosaic GPU kernel: device it is traced for, operands in memory of their own, updates in place."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.aot.samples import SAMPLES
 
 
 class Printed:
-    """Capture of everything that this process prints from now on, by C++ libraries, too: Mosaic GPU's dumps go there."""
+    """Capture of all that this process prints from now on, C++ libraries included: Mosaic GPU prints its dumps."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115, it is kept for good

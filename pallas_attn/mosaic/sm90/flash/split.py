@@ -69,8 +69,8 @@ class KvSplits:
         return KvSplits(most, heads, most_tiles, programs)
 
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
-        """Choose the number of splits that takes the least time. In the listing kernel, each thread computes the time of
-        one number.
+        """Choose the number of splits that takes the least time: in the listing kernel, where each thread computes the
+        time of one number.
 
         Args:
           num_blocks: blocks of a head.
