@@ -72,9 +72,10 @@ def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int
 
 
 def test_scores_near_5e5_where_keys_are_cut() -> None:
-    """Values of neighbouring tiles cancel, so that an error in the weight of a split shows."""
+    """Values of neighbouring tiles cancel, so that errors in the weights of splits show, and float16's own do not."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
-    case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, exact=True)
+    case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, dtype="float16")
+    case = replace(case, exact=True)
     inputs = Inputs.draw(case, harness.fresh_rng())
     inputs.q[...] *= case.key_dim**0.5
     inputs.v[...] = np.where(np.arange(case.keys) // 64 % 2, -1, 1)[:, None, None]
