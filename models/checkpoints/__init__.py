@@ -7,6 +7,7 @@ In reading order: `files` (config.json and safetensors headers), `weights` (tens
 
 from models.checkpoints.files import CheckpointError as CheckpointError
 from models.checkpoints.files import load_config as load_config
+from models.checkpoints.kv_scales import kv_scales_content as kv_scales_content
 from models.checkpoints.kv_scales import load_kv_scales as load_kv_scales
 from models.checkpoints.kv_scales import save_kv_scales as save_kv_scales
 from models.checkpoints.tokenizer import Tokenizer as Tokenizer

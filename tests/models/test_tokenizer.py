@@ -66,7 +66,8 @@ def test_plain_text_starts_as_the_post_processor_says(save):
 
 @pytest.mark.parametrize("changed", ["truncation", "padding"])
 def test_prompts_are_neither_cut_nor_padded(save, tmp_path, changed):
-    core = save(starts_with_bos=False).core
+    save(starts_with_bos=False)
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
     if changed == "truncation":
         core.enable_truncation(2)
     else:
@@ -112,7 +113,7 @@ def test_a_template_file_comes_before_the_configured_one(save):
 def test_templates_have_the_helpers_they_expect(save):
     template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
     tokenizer = save({"chat_template": template})
-    assert tokenizer.chat_template.render() == '"a"{"<&é": 1}'
+    assert tokenizer._render([]) == '"a"{"<&é": 1}'
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_malformed_configurations_are_refused(save, config, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "not JSON"), ("[]", "expected a JSON object"), ("{}", "tokenizer.json: ")]
+    ("content", "message"), [("{", "EOF while parsing"), ("[]", "tokenizer.json: "), ("{}", "tokenizer.json: ")]
 )
 def test_malformed_tokenizers_are_refused(tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_text(content)

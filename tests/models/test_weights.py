@@ -223,11 +223,11 @@ def header(**tensor: object) -> bytes:
     [
         (b"", "its header would be 0 bytes of 0"),
         (b"\xff" * 40, "its header would be"),
-        ((5).to_bytes(8, "little") + b"hello", "not a safetensors file: Expecting value"),
+        ((5).to_bytes(8, "little") + b"hello", "not a safetensors file: in its header: not JSON: Expecting value"),
         ((2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
         (header(data_offsets=[0, 80]), "lies outside the file"),
         (header(data_offsets=[8, 0]), "lies outside the file"),
-        (header(data_offsets=[-8, 0]), "lies outside the file"),
+        (header(data_offsets=[-8, 0]), "expected a dtype, a shape and two data_offsets"),
         (header(shape=[3]), "has 8 bytes"),
         (header(shape=["2"]), "not a safetensors file"),
         (header(data_offsets=[0]), "not a safetensors file"),
