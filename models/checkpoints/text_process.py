@@ -59,7 +59,7 @@ class Text:
 
 
 def environment() -> jinja2.Environment:
-    """Makes jinja2's immutable sandbox, with the settings and helpers that Hugging Face transformers gives templates."""
+    """Makes jinja2's immutable sandbox, with the settings and helpers that templates have in transformers."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )

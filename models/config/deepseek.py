@@ -228,7 +228,9 @@ def _routing(config: Json, name: str) -> str:
     supported = ROUTING[config["model_type"]][name]
     value = str(config.get(name) or supported[0])
     if value not in supported:
-        raise NotImplementedError(f"{name} {shown(value)} of a {config['model_type']}: expected {' or '.join(supported)}")
+        raise NotImplementedError(
+            f"{name} {shown(value)} of a {config['model_type']}: expected {' or '.join(supported)}"
+        )
     return value
 
 

@@ -48,7 +48,9 @@ class YarnConfig:
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(f"expected beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}")
         if min(self.mscale, self.mscale_all_dim) < 0:
-            raise ValueError(f"mscale, mscale_all_dim: expected at least 0, got {self.mscale} and {self.mscale_all_dim}")
+            raise ValueError(
+                f"mscale, mscale_all_dim: expected at least 0, got {self.mscale} and {self.mscale_all_dim}"
+            )
         if self.attention_factor is not None and self.attention_factor <= 0:
             raise ValueError(f"attention_factor: expected more than 0, got {self.attention_factor}")
 

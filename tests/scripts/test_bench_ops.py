@@ -170,7 +170,8 @@ def test_wrong_arguments_are_refused(wrong, capsys):
 def test_a_report_without_results_can_be_drawn(tmp_path):
     cases = [{"case": "large", "bytes": 8, "flops": 8, "skipped": "too large"}]
     report = {"operation": "x", "device": "cpu", "grid": "small", "rates": dataclasses.asdict(RATES), "cases": cases}
-    plot_report(tmp_path / "empty.png", report)
+    with (tmp_path / "empty.png").open("wb") as file:
+        plot_report(file, report)
     assert (tmp_path / "empty.png").stat().st_size
 
 

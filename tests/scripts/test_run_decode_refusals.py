@@ -41,7 +41,7 @@ class TestRefusals:
             (["--kv-dtype", "int8"], "expected bfloat16, float16 or float32 for latents, got int8"),
             (["--kv-scales", "x"], "--kv-scales needs --kv-dtype int8 or fp8"),
             (["--random", "qwen3-tiny", "--kv-dtype", "fp8", "--kv-scales", "no such file"], "no such file: not a"),
-            ([*QUANTISED, "--kv-scales", "."], "--kv-scales: cannot read .: it is a directory"),
+            ([*QUANTISED, "--kv-scales", "."], "--kv-scales: .: not a regular file"),
             ([*QUANTISED, "--kv-scales", LONG], f"--kv-scales: cannot read {LONG}: [Errno 36] File name too long"),
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
             (["--random", "qwen3-tiny", "--head-windows", "no such file"], "No such file or directory"),
