@@ -90,7 +90,10 @@ class Tokenizer:
           TokenizerError: a text with bytes that are no UTF-8 (surrogates); or the tokenizer fails, such as at a word it
             does not know.
         """
-        check_unicode(text)
+        try:
+            check_unicode(text)
+        except ValueError as error:
+            raise TokenizerError(f"{self._path}: {error}") from error
         return self._ask("encode", text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -152,11 +155,11 @@ class _Process:
 
 
 def check_unicode(text: str) -> None:
-    """Raises TokenizerError for a text with surrogates, which stand for bytes of a command line that are no UTF-8."""
+    """Raises ValueError for a text with surrogates, which stand for bytes of a command line that are no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TokenizerError(f"expected text in UTF-8, got {text[error.start]!r} at character {error.start}") from error
+        raise ValueError(f"expected text in UTF-8, got {text[error.start]!r} at character {error.start}") from error
 
 
 def _why_ended(status: int) -> str:
