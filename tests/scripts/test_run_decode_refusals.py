@@ -123,6 +123,10 @@ class TestRefusals:
         assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
         assert refused(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
 
+    def test_two_results_in_one_file(self, refused, tmp_path):
+        out = tmp_path / "out"
+        assert refused("--json", out, "--plot", out).endswith(f"--plot: cannot write {out}: --json does")
+
     def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
         (tmp_path / "file").write_text("")
         assert "--profile: cannot make" in refused("--profile", tmp_path / "file")
