@@ -18,9 +18,13 @@ LARGEST = {
     "n_shared_experts": 100_000,
     "num_local_experts": 100_000,
     "max_position_embeddings": 100_000_000,
+    **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 10_000_000),
+    **dict.fromkeys(("hidden_size", "kv_lora_rank", "q_lora_rank"), 1_000_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10_000),
 }
-"""Largest values of counts that loops run over, or tables are made for, before a weight has been seen: ten times those
-of published models, or more."""
+"""Largest values of sizes that loops run over, or tables are made of, before a weight has been seen: ten times those of
+published models, or more."""
 
 LARGEST_INTEGER = 2**31 - 1
 """Largest value of all other integers, which shapes and kernels hold in 32 bits."""
@@ -125,7 +129,7 @@ def dtype_of(config: Json, default: str = "float32") -> str:
         raise ValueError(f"dtype and torch_dtype contradict each other: {', '.join(sorted(names))}")
     name = names.pop() if names else default
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {name!r}")
+        raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {shown(name)}")
     return name
 
 

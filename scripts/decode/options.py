@@ -37,6 +37,7 @@ examples:
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
+Results replace a file once they are complete; a pipe or device, such as /dev/stdout, is written to as it is.
 
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted

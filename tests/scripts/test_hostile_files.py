@@ -109,7 +109,7 @@ OF_DEEPSEEK: list[tuple[str, Spoil, str]] = [
         config(max_position_embeddings=10**30),
         "config.json: max_position_embeddings: expected at most 100000000, got 1",
     ),
-    ("vast width", config(hidden_size=10**30), "config.json: hidden_size: expected at most 2147483647, got 1000000"),
+    ("vast width", config(hidden_size=10**30), "config.json: hidden_size: expected at most 1000000, got 10000000"),
     ("vast end", config(eos_token_id=10**30), "config.json: eos_token_id: expected an id or a list of ids, got 1000"),
     ("so many layers", config(num_hidden_layers=300_000_000), "num_hidden_layers: expected at most 10000, got 30"),
     ("so many experts", config(n_routed_experts=10**9), "n_routed_experts: expected at most 100000, got 1000000000"),
