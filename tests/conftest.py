@@ -31,8 +31,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # kernels know nothing of that, so on a card the second of two variants would be the first once more.
 os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 
-# Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
-_CHECKED = ["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models"]
+# Modules that have annotations of shapes; checks of a scheduler's own types took a quarter of the engine's tests. Not
+# pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
+_CHECKED = [
+    *("pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models.decoder", "models.checkpoints"),
+    *(f"models.engine.{name}" for name in ("packed_step", "runner", "sampler", "step_plan", "verify")),
+]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
