@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -50,7 +51,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class StandardOutput(Console):
-    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1."""
+    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1; names of files that
+    are not in its encoding are escaped."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        super().__init__()
 
     def on_broken_pipe(self) -> NoReturn:
         self.quiet = True
@@ -69,7 +76,9 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # noqa: BLE001  Python would end with status 1, which is a command's own to give a meaning
+    except SystemExit:  # argparse's --help
+        raise
+    except BaseException:  # noqa: BLE001  Python would end with status 1, a command's own; a panic in Rust is no Exception
         traceback.print_exc()
         return FAILED
 

@@ -1,7 +1,9 @@
 """Tokenizer directories made with the tokenizers library: reading them, and refusing wrong ones."""
 
 import datetime
+import gc
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer as Core
@@ -175,6 +177,24 @@ def test_malformed_tokenizers_are_refused(tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_the_process_for_texts_gets_no_interrupt_and_ends_with_its_tokenizer(save):
+    tokenizer = save()
+    process = tokenizer._process._popen
+    assert os.getpgid(process.pid) != os.getpgid(0)
+    assert process.poll() is None
+    del tokenizer
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_a_process_that_is_gone_is_told_each_time(save):
+    tokenizer = save()
+    tokenizer._process._popen.kill()
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match=r"tokenizer.json: the process for it ended with SIGKILL"):
+            tokenizer.encode("page")
 
 
 def test_a_template_file_that_is_no_text_is_refused(save, tmp_path):

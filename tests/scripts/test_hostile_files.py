@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.checkpoints import tokenizer as checkpoints_tokenizer
 from models.config import json_files
+from scripts.cli.command_line import StandardOutput, exit_status
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 type Spoil = Callable[[Path], object]
@@ -321,6 +322,22 @@ def test_a_file_of_any_size_is_read_up_to_a_limit(refused, monkeypatch: pytest.M
 def test_a_prompt_that_is_no_text_is_refused(make_model, refused) -> None:
     line = refused("--model", make_model("v3"), "--prompt", "w1", os.fsdecode(b"w2 \xff"))
     assert "--prompt: text 1: expected text in UTF-8, got '\\udcff' at character 3" in line
+
+
+def test_names_that_are_no_text_are_printed(capsys) -> None:
+    StandardOutput().print(f"written to {os.fsdecode(b'a\xff')}")
+    assert capsys.readouterr().out == "written to a\\udcff\n"
+
+
+def test_no_exception_of_any_kind_has_the_status_of_a_difference(capsys) -> None:
+    class Panic(BaseException):
+        """Panic of a library written in Rust."""
+
+    def fail() -> int:
+        raise Panic("at the disco")
+
+    assert exit_status("run_decode", fail) == 3
+    assert capsys.readouterr().err.endswith("Panic: at the disco\n")
 
 
 def test_what_a_file_says_cannot_steer_the_terminal(make_model, refused) -> None:
