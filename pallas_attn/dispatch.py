@@ -163,7 +163,7 @@ def run(call: Call, implementation: Implementation) -> Any:
 
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
-    return kernel_cache.run(function, call) if name in KERNELS else function(call)
+    return kernel_cache.run_kept(function, call) if name in KERNELS else function(call)
 
 
 def explain(
