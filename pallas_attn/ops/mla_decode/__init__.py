@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan, Implementation, PagedLatent
 
@@ -62,6 +62,7 @@ def mla_decode(
       >>> pallas_attn.mla_decode(q_latent, q_rope, cache, block_tables, kv_lens, sm_scale=0.1).shape
       (2, 1, 4, 6)
     """
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     call = MlaDecodeCall(
         q_latent,
         q_rope,
@@ -71,9 +72,9 @@ def mla_decode(
         q_lens=q_lens,
         draft_mask=draft_mask,
         plan=plan,
-        sm_scale=sm_scale,
+        sm_scale=checks.required_number("sm_scale", sm_scale),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    out, lse = dispatch.run(call, implementation) if q_latent.size else call.without_queries()
     return (out, lse) if return_lse else out

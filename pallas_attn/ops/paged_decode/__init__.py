@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
 
@@ -66,20 +66,21 @@ def paged_decode(
       >>> out.shape, lse.shape
       ((2, 1, 2, 8), (2, 1, 2))
     """
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     call = PagedDecodeCall(
         q,
         kv,
         block_tables,
         kv_lens,
         q_lens=q_lens,
-        window=window,
+        window=checks.window(window),
         sinks=sinks,
         draft_mask=draft_mask,
         plan=plan,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
+        sm_scale=checks.number("sm_scale", sm_scale),
+        soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    out, lse = dispatch.run(call, implementation) if q.size else call.without_queries()
     return (out, lse) if return_lse else out
