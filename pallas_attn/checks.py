@@ -1,4 +1,7 @@
-"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted."""
+"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted.
+
+Lengths are data on the device, of which nothing can be told there: these are held to what there is room for.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32
 
 from pallas_attn.types import FULL, PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, Rope
 
 MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
 """Symbols of shapes that may be 0: a step may have nothing to decode, to prefill or to write."""
 
-INT32 = np.iinfo(np.int32)
+INT32_RANGE = np.iinfo(np.int32)
 
 
 class Dims:
@@ -113,7 +118,7 @@ def _as_int32(name: str, values: Any) -> Any:
         raise ValueError(f"{name}: expected integers of one shape, got {values!r}") from ragged
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(values, list | tuple)):
         raise ValueError(f"{name}: expected dtype int32, got {array.dtype.name}")
-    if array.size and not (array.min() >= INT32.min and array.max() <= INT32.max):
+    if array.size and not (array.min() >= INT32_RANGE.min and array.max() <= INT32_RANGE.max):
         raise ValueError(f"{name}: expected numbers that an int32 holds, got {array.min()} to {array.max()}")
     return jnp.asarray(array.astype(np.int32))
 
@@ -124,16 +129,14 @@ def number(name: str, value: Any) -> float | None:
     Raises:
       ValueError: any other number or class; a traced array, since kernels are compiled for the number.
     """
-    given = value
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name}: expected a number that is known while tracing, got {_described(value)}")
-    if isinstance(value, jax.Array | np.ndarray) and value.shape == ():
-        value = value.item()
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a positive finite number, got {_described(given)}")
-    return float(value)
+    single = value.item() if isinstance(value, jax.Array | np.ndarray) and value.shape == () else value
+    if not isinstance(single, numbers.Real) or isinstance(single, bool) or not 0 < float(single) < float("inf"):
+        raise ValueError(f"{name}: expected a positive finite number, or None, got {_described(value)}")
+    return float(single)
 
 
 def required_number(name: str, value: Any) -> float:
@@ -143,7 +146,7 @@ def required_number(name: str, value: Any) -> float:
     return given
 
 
-def size(name: str, value: Any, most: int = INT32.max) -> int:
+def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
     """An integer from 1 to `most`, whatever class it comes in.
 
     Raises:
@@ -283,3 +286,27 @@ def window_key(window: int | HeadWindow | None) -> int | str | None:
     if isinstance(window, HeadWindow):
         return "per head"
     return None if window == FULL else window
+
+
+# --- lengths on the device, where nothing can raise
+
+
+def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S_plus_1"]:
+    """Prefix sums as operations follow them: never falling, and within 0 to `total`, the number of packed tokens.
+
+    So sequences for which sums are padded with zeros, or with any number up to the last, have no tokens; and tokens
+    before the first sum, as after the last, belong to no sequence.
+    """
+    return jnp.clip(lax.cummax(cu_lens), 0, total)
+
+
+def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
+    """Lengths within 0 to `most`, which may be more than an int32 holds."""
+    return jnp.clip(lens, 0, min(most, INT32_RANGE.max) if isinstance(most, int) else most)
+
+
+def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:
+    """The window, of which heads see a key at least and sink tokens are not negative."""
+    if not isinstance(window, HeadWindow):
+        return window
+    return HeadWindow(jnp.maximum(window.window, 1), jnp.maximum(window.sink_tokens, 0))

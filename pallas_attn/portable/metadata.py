@@ -1,7 +1,7 @@
 """Where a step's tokens stand: worked out on the device from lengths and block tables, and checked on the host.
 
 On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. Every operation bounds it
-first (`bound_sums`, `bound_lens`), in the same way for all implementations, so that wrong lengths change results, and
+first (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change results, and
 neither addresses outside the arrays nor the time that a call can take.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Int32
 from numpy.typing import ArrayLike
 
@@ -17,20 +16,6 @@ from pallas_attn import checks
 from pallas_attn.portable.segments import segment_of
 from pallas_attn.portable.visibility import head_windows
 from pallas_attn.types import PAGE_NONE, HeadWindow
-
-
-def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S_plus_1"]:
-    """Prefix sums as operations follow them: never falling, and within 0 to `total`, the number of packed tokens.
-
-    So sequences for which sums are padded with zeros, or with any number up to the last, have no tokens; and tokens
-    before the first sum, as after the last, belong to no sequence.
-    """
-    return jnp.clip(lax.cummax(cu_lens), 0, total)
-
-
-def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
-    """Lengths within 0 to `most`, which may be more than an int32 holds."""
-    return jnp.clip(lens, 0, min(most, checks.INT32.max) if isinstance(most, int) else most)
 
 
 def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
@@ -137,7 +122,7 @@ def is_prefill(
     (cu_q_lens,) = checks.int32(cu_q_lens=cu_q_lens)
     checks.Dims().check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     length = checks.size("length", length)
-    cu_q_lens = bound_sums(cu_q_lens, length)
+    cu_q_lens = checks.bound_sums(cu_q_lens, length)
     token = jnp.arange(length, dtype=jnp.int32) - num_decode_tokens
     return (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
 
@@ -154,7 +139,7 @@ def _locate(
     token = jnp.arange(length, dtype=jnp.int32)
     if not dims["S"]:
         return jnp.zeros_like(token), jnp.full_like(token, -1)
-    cu_q_lens, kv_lens = bound_sums(cu_q_lens, length), jnp.maximum(kv_lens, 0)
+    cu_q_lens, kv_lens = checks.bound_sums(cu_q_lens, length), jnp.maximum(kv_lens, 0)
     sequence = jnp.minimum(segment_of(cu_q_lens[1:], token), dims["S"] - 1)
     position = (kv_lens - cu_q_lens[1:])[sequence] + token
     real = (token >= cu_q_lens[0]) & (token < cu_q_lens[-1]) & (position >= 0)

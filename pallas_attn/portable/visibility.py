@@ -18,13 +18,6 @@ def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWind
     return HeadWindow(width, jnp.zeros_like(width))
 
 
-def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:
-    """The window, of which heads see a key at least and sink tokens are not negative."""
-    if not isinstance(window, HeadWindow):
-        return window
-    return HeadWindow(jnp.maximum(window.window, 1), jnp.maximum(window.sink_tokens, 0))
-
-
 def real_queries(q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int) -> Int32[Array, "B"]:
     """`q_lens`, or `num_queries` for every sequence if None."""
     return jnp.full_like(kv_lens, num_queries) if q_lens is None else q_lens

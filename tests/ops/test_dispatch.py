@@ -38,6 +38,9 @@ class FakeCall:
 
     op: ClassVar[str] = "op"
 
+    def bounded(self) -> "FakeCall":
+        return self
+
 
 CALL = FakeCall()
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.metadata import bound_lens, bound_sums
 from pallas_attn.types import PagedLatent
 
 
@@ -38,9 +37,12 @@ class GatherLatentCall:
 
     def bounded(self) -> GatherLatentCall:
         """The call as implementations take it: lengths held to what there is room for."""
-        cu_q_lens, cached = bound_sums(self.cu_q_lens, self.num_new), self.block_tables.shape[1] * self.cache.page_size
-        most = min(cached, checks.INT32.max - self.num_new) + jnp.diff(cu_q_lens)
-        return dataclasses.replace(self, cu_q_lens=cu_q_lens, kv_lens=bound_lens(self.kv_lens, most))
+        cu_q_lens, cached = (
+            checks.bound_sums(self.cu_q_lens, self.num_new),
+            self.block_tables.shape[1] * self.cache.page_size,
+        )
+        most = min(cached, checks.INT32_RANGE.max - self.num_new) + jnp.diff(cu_q_lens)
+        return dataclasses.replace(self, cu_q_lens=cu_q_lens, kv_lens=checks.bound_lens(self.kv_lens, most))
 
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.metadata import bound_lens
 from pallas_attn.types import DecodePlan, PagedLatent, PlanKey
 
 
@@ -88,8 +87,8 @@ class MlaDecodeCall:
         """The call as implementations take it: lengths held to what there is room for."""
         return dataclasses.replace(
             self,
-            kv_lens=bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            q_lens=None if self.q_lens is None else bound_lens(self.q_lens, self.num_queries),
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
         )
 
     def validate(self) -> None:

@@ -20,7 +20,6 @@ from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.merge import finite_or_zero
-from pallas_attn.portable.metadata import bound_lens, bound_sums
 from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -83,7 +82,7 @@ def mla_prefill(
     q_nope, q_rope, latent_new, cache, w_uk, w_uv = refuse_gradients(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
-    cu_q_lens = bound_sums(cu_q_lens, q_nope.shape[0])
+    cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -106,7 +105,7 @@ def mla_prefill(
     with jax.named_scope("mla_prefill"):
         state = attend(latent_new, cu_q_lens, True)
         capacity = block_tables.shape[1] * cache.page_size
-        num_cached = bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
+        num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
         pieces = _PrefixPieces(cache, block_tables, num_cached, piece_tokens)
 

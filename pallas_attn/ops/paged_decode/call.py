@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.metadata import bound_lens
-from pallas_attn.portable.visibility import bound_window
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
 
 
@@ -90,9 +88,9 @@ class PagedDecodeCall:
         """The call as implementations take it: lengths and windows held to what there is room for."""
         return dataclasses.replace(
             self,
-            kv_lens=bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            q_lens=None if self.q_lens is None else bound_lens(self.q_lens, self.num_queries),
-            window=bound_window(self.window),
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
+            window=checks.bound_window(self.window),
         )
 
     def validate(self) -> None:

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.metadata import bound_lens, bound_sums
-from pallas_attn.portable.visibility import bound_window
 from pallas_attn.types import HeadWindow, PagedKV
 
 
@@ -77,9 +75,9 @@ class PagedPrefillCall:
         """The call as implementations take it: lengths and windows held to what there is room for."""
         return dataclasses.replace(
             self,
-            cu_q_lens=bound_sums(self.cu_q_lens, self.num_tokens),
-            kv_lens=bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            window=bound_window(self.window),
+            cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            window=checks.bound_window(self.window),
         )
 
     def validate(self) -> None:

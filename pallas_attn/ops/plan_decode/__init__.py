@@ -14,9 +14,7 @@ from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.ops.plan_decode.config import TILE_TOKENS, plan_config
-from pallas_attn.portable.metadata import bound_lens
 from pallas_attn.portable.schedule import Sharing
-from pallas_attn.portable.visibility import bound_window
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
 FIXED_PIECE_TOKENS = 2048
@@ -111,12 +109,12 @@ def plan_decode(
     ((made_for, name, module, wanted),) = followers
     if not (made_for.batch and made_for.num_queries):
         return _idle_plan(made_for, module, num_programs or 1, sharing_of(mode, made_for.page_size))
-    kv_lens = bound_lens(kv_lens, made_for.table_pages * made_for.page_size)
-    q_lens = None if q_lens is None else bound_lens(q_lens, made_for.num_queries)
+    kv_lens = checks.bound_lens(kv_lens, made_for.table_pages * made_for.page_size)
+    q_lens = None if q_lens is None else checks.bound_lens(q_lens, made_for.num_queries)
     call = PlanDecodeCall(
         kv_lens,
         _planned_queries(q_lens, kv_lens, made_for.num_queries),
-        bound_window(window),
+        checks.bound_window(window),
         sharing=sharing_of(mode, made_for.page_size),
         num_programs=num_programs or wanted or 1,
         made_for=made_for,

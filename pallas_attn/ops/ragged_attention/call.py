@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.metadata import bound_sums
 
 
 @jax.tree_util.register_dataclass
@@ -77,8 +76,8 @@ class RaggedAttentionCall:
         """The call as implementations take it: lengths held to what there is room for."""
         return dataclasses.replace(
             self,
-            cu_q_lens=bound_sums(self.cu_q_lens, self.num_tokens),
-            cu_kv_lens=bound_sums(self.cu_kv_lens, self.num_keys),
+            cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
+            cu_kv_lens=checks.bound_sums(self.cu_kv_lens, self.num_keys),
         )
 
     def validate(self) -> None:
