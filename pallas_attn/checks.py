@@ -123,7 +123,7 @@ def _as_int32(name: str, values: Any) -> Any:
     return jnp.asarray(array.astype(np.int32))
 
 
-def number(name: str, value: Any) -> float | None:
+def number(name: str, value: Any, wanted: str = "a positive finite number, or None") -> float | None:
     """A positive finite number as a Python float, whatever class it comes in, or None.
 
     Raises:
@@ -135,14 +135,15 @@ def number(name: str, value: Any) -> float | None:
         return None
     single = value.item() if isinstance(value, jax.Array | np.ndarray) and value.shape == () else value
     if not isinstance(single, numbers.Real) or isinstance(single, bool) or not 0 < float(single) < float("inf"):
-        raise ValueError(f"{name}: expected a positive finite number, or None, got {_described(value)}")
+        raise ValueError(f"{name}: expected {wanted}, got {_described(value)}")
     return float(single)
 
 
 def required_number(name: str, value: Any) -> float:
     """As `number`, and refuses None."""
-    if (given := number(name, value)) is None:
-        raise ValueError(f"{name}: expected a positive finite number, got None")
+    wanted = "a positive finite number"
+    if (given := number(name, value, wanted)) is None:
+        raise ValueError(f"{name}: expected {wanted}, got None")
     return given
 
 

@@ -168,7 +168,7 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     names, refusals = candidates(op, implementation), []
     for name in names:
         try:
-            result = attempt(name, load(op, name))
+            result = _try(op, name, attempt)
         except NotImplementedError as refusal:
             refusals.append(refusal)
         else:
@@ -178,6 +178,19 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     if len(refusals) == 1:
         raise refusals[0]
     raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
+
+
+def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result]) -> Result:
+    """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
+    module = load(op, name)
+    try:
+        return attempt(name, module)
+    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
+        raise
+    except Exception as error:
+        if name not in KERNELS:
+            raise
+        raise BrokenImplementationError(f"{op}'s {name!r} implementation breaks: {_named(error)}") from error
 
 
 def run(call: Call, implementation: Implementation) -> Any:
@@ -193,14 +206,7 @@ def run(call: Call, implementation: Implementation) -> Any:
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
     call = refuse_gradients(call.op, call.bounded())
-    if name not in KERNELS:
-        return function(call)
-    try:
-        return call_unvarying(functools.partial(kernel_cache.run, function), call)
-    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
-        raise
-    except Exception as error:
-        raise BrokenImplementationError(f"{call.op}'s {name!r} implementation breaks: {_named(error)}") from error
+    return call_unvarying(functools.partial(kernel_cache.run, function), call) if name in KERNELS else function(call)
 
 
 def _named(error: Exception) -> str:

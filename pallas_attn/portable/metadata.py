@@ -1,8 +1,8 @@
 """Where a step's tokens stand: worked out on the device from lengths and block tables, and checked on the host.
 
-On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. Every operation bounds it
-first (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change results, and
-neither addresses outside the arrays nor the time that a call can take.
+On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. But every operation first
+bounds it (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change
+results, and neither addresses outside the arrays nor the time that a call can take.
 """
 
 from __future__ import annotations
