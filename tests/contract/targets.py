@@ -92,7 +92,12 @@ HEAD_TABLES = np.random.default_rng(0).permutation(N * HKV)[: B * HKV * P].resha
 KV_LENS, CU_Q_LENS = ints(37, 64, 2), ints(0, 5, 5, 7)
 KV = PagedKV(values(N, HKV, PS, D), values(N, HKV, PS, D, seed=1))
 SCALES = jnp.asarray(np.random.default_rng(1).uniform(0.002, 0.03, (N, HKV, 4)), jnp.float32)
-INT8 = PagedKV(*(jnp.asarray(100 * (x.astype(jnp.float32)), jnp.int8) for x in (KV.k, KV.v)), SCALES, SCALES)
+INT8 = PagedKV(
+    k=jnp.asarray(100 * KV.k.astype(jnp.float32), jnp.int8),
+    v=jnp.asarray(100 * KV.v.astype(jnp.float32), jnp.int8),
+    k_scale=SCALES,
+    v_scale=SCALES,
+)
 LATENTS = PagedLatent(values(N, PS, 160))
 DECODE = {"q": 8 * values(B, Q, HQ, D), "kv": KV, "block_tables": TABLES, "kv_lens": KV_LENS, "q_lens": ints(2, 1, 2)}
 PREFILL = {"q": 8 * values(9, HQ, D), "kv": KV, "block_tables": TABLES, "cu_q_lens": CU_Q_LENS, "kv_lens": KV_LENS}

@@ -132,9 +132,15 @@ def untouched_rows(target: Target, arrays: Mapping[str, Any]) -> list[Any]:
     return [slice(CU_Q_LENS[s], CU_Q_LENS[s + 1]) for s in same]
 
 
-def changes_of(name: str) -> st.SearchStrategy[list[Change]]:
-    places = st.sampled_from(TARGETS[name].metadata), st.integers(0, 99), st.sampled_from(WRONG)
-    return st.lists(st.tuples(*places), max_size=8)
+def check_examples(backend: Backend, name: str, examples: int) -> None:
+    change = st.tuples(st.sampled_from(TARGETS[name].metadata), st.integers(0, 99), st.sampled_from(WRONG))
+
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None)
+    @hypothesis.given(st.lists(change, max_size=8))
+    def run(changes: list[Change]) -> None:
+        check(backend, name, changes)
+
+    run()
 
 
 @every_target
@@ -148,15 +154,13 @@ def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
             [(str(rng.choice(metadata)), int(rng.integers(100)), int(rng.choice(WRONG))) for _ in range(6)],
         )
         return
-    settings = hypothesis.settings(max_examples=20, deadline=None, database=None)
-    settings(hypothesis.given(changes_of(name))(functools.partial(check, backend, name)))()
+    check_examples(backend, name, 20)
 
 
 @pytest.mark.slow
 @every_target
 def test_more_garbage_is_followed_alike(backend: Backend, name: str) -> None:
-    settings = hypothesis.settings(max_examples=40 if backend.interpreted else 300, deadline=None, database=None)
-    settings(hypothesis.given(changes_of(name))(functools.partial(check, backend, name)))()
+    check_examples(backend, name, 40 if backend.interpreted else 300)
 
 
 # --- prefix sums
@@ -189,7 +193,8 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
         for query in range(first, end):
             visible[query, first_key : max(first_key, end_key - (end - 1 - query))] = True
     arrays = {**target.arrays, "cu_q_lens": ints(*sums), "cu_kv_lens": cu_kv_lens}
-    want = naive.attend_all(*(np.asarray(arrays[name]) for name in "qkv"), visible, D**-0.5)
+    q, k, v = (np.asarray(arrays[name]) for name in "qkv")
+    want = naive.attend_all(q, k, v, visible, D**-0.5)
     got = target.run(backend, arrays)
     harness.assert_attention_close(got, want, backend.variant.tolerance("bfloat16"))
 

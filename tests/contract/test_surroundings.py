@@ -124,11 +124,13 @@ LATENT_PREFILL = {
 }
 
 
+def latent_prefill(arrays: dict[str, Any], implementation: str | None = None) -> Any:
+    return mla_prefill(**arrays, sm_scale=0.2, implementation=implementation)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_prefill_of_latents_inside_a_shard_map(implementation: str) -> None:
-    def function(arrays: dict[str, Any]) -> Any:
-        return mla_prefill(**arrays, sm_scale=0.2, implementation=implementation)
-
+    function = functools.partial(latent_prefill, implementation=implementation)
     for own in (("q_nope", "q_rope"), ("cache",), ("kv_lens",)):
         jax.eval_shape(sharded(function, own), LATENT_PREFILL)
 
@@ -178,7 +180,7 @@ def test_gradients_are_refused_by_name(backend: Backend, name: str) -> None:
 
     def loss(x: jax.Array) -> jax.Array:
         leaves = jax.tree.leaves(function(arrays | {floats[0]: x}))
-        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
+        return jnp.stack([jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves]).sum()
 
     for of in (loss, jax.jit(loss)):
         with pytest.raises(NotImplementedError, match=f"^{target.op} has no gradient"):
@@ -187,7 +189,7 @@ def test_gradients_are_refused_by_name(backend: Backend, name: str) -> None:
 
 def test_gradients_of_compositions_are_refused_by_name() -> None:
     def loss(q_nope: jax.Array) -> jax.Array:
-        return mla_prefill(**LATENT_PREFILL | {"q_nope": q_nope}, sm_scale=0.2).sum()
+        return latent_prefill(LATENT_PREFILL | {"q_nope": q_nope}).sum()
 
     with pytest.raises(NotImplementedError, match="^mla_prefill has no gradient"):
         jax.grad(loss)(LATENT_PREFILL["q_nope"])
@@ -197,11 +199,11 @@ def test_gradients_of_compositions_are_refused_by_name() -> None:
 
 def test_a_constant_has_the_gradient_of_a_constant() -> None:
     target = TARGETS["decode"]
-    arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
+    arrays, decode = jax.tree.map(jnp.asarray, dict(target.arrays)), call(target, XLA)
 
     def loss(q: jax.Array) -> jax.Array:
-        out = paged_decode(**arrays | {"q": jax.lax.stop_gradient(q)}).astype(jnp.float32)
-        return out.sum() + q.astype(jnp.float32).sum()
+        out, _ = decode(arrays | {"q": jax.lax.stop_gradient(q)})
+        return out.astype(jnp.float32).sum() + q.astype(jnp.float32).sum()
 
     np.testing.assert_array_equal(jax.grad(loss)(arrays["q"]), np.ones(arrays["q"].shape))
 
@@ -239,9 +241,10 @@ def test_lists_and_numpy_integers_are_taken(name: str) -> None:
 def test_numbers_of_any_class_are_taken() -> None:
     arrays = jax.tree.map(jnp.asarray, dict(TARGETS["decode"].arrays))
     want = paged_decode(**arrays, sm_scale=0.125, soft_cap=8.0, window=7)
-    for number in (np.float64, np.float32, jnp.float32, np.array):
-        got = paged_decode(**arrays, sm_scale=number(0.125), soft_cap=number(8.0), window=np.int64(7))
-        harness.assert_same_bits(got, want)
+    classes: list[Any] = [np.float64, np.float32, jnp.float32, np.array]
+    for number in classes:
+        numbers: dict[str, Any] = {"sm_scale": number(0.125), "soft_cap": number(8.0), "window": np.int64(7)}
+        harness.assert_same_bits(paged_decode(**arrays, **numbers), want)
     with pytest.raises(
         ValueError, match="^sm_scale: expected a number that is known while tracing, got a traced array"
     ):

@@ -28,7 +28,8 @@ def gather_latent(
     Args:
       cache: pages [N, ps, L + R].
       latent_new: the packed new tokens, in the cache's dtype; T may be 0 where every length is.
-      block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent are 0.
+      block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent, or
+        outside the pool, are 0.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, cached and new.
       length: rows of the result; those past the sum of kv_lens are 0, tokens past `length` are left out.

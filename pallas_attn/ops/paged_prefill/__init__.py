@@ -34,7 +34,7 @@ def paged_prefill(
       q: packed queries in bfloat16, float16 or float32; rows before cu_q_lens[0] and after its largest are padding.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables; PAGE_NONE's tokens
-        are invisible, entries without a visible token may hold anything.
+        are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, the new ones included.
       sm_scale: multiplies the scores; None for D**-0.5.
