@@ -134,9 +134,14 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
     if value is None:
         return None
     single = value.item() if isinstance(value, jax.Array | np.ndarray) and value.shape == () else value
-    if not isinstance(single, numbers.Real) or isinstance(single, bool) or not 0 < float(single) < float("inf"):
+    is_number = isinstance(single, numbers.Real) and not isinstance(single, bool)
+    try:
+        converted = float(single) if is_number else 0.0
+    except OverflowError:  # an int that no float holds
+        converted = 0.0
+    if not 0 < converted < float("inf"):
         raise ValueError(f"{name}: expected {wanted}, got {_described(value)}")
-    return float(single)
+    return converted
 
 
 def required_number(name: str, value: Any) -> float:

@@ -90,6 +90,7 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("scale inf", {"sm_scale": float("inf")}, "sm_scale: expected a positive finite number, or None, got inf"),
     ("scale of an array", {"sm_scale": jnp.ones(2)}, r"sm_scale: expected a positive .*, got ArrayImpl of shape \[2\]"),
     ("scale of a bool", {"sm_scale": True}, "sm_scale: expected a positive finite number, or None, got True"),
+    ("scale no float holds", {"sm_scale": 10**400}, "sm_scale: expected a positive finite number, or None, got 1000"),
     ("scale of a string", {"sm_scale": "0.1"}, "sm_scale: expected a positive finite number, or None, got '0.1'"),
     ("no cap", {"soft_cap": 0}, "soft_cap: expected a positive finite number, or None, got 0"),
     ("no cache", {"kv": None}, "kv: expected a PagedKV, got None"),

@@ -36,7 +36,8 @@ def mla_decode(
       q_latent: queries against the latent columns, W_UK absorbed.
       q_rope: rotated queries against the rotated key's columns; same dtype.
       cache: pages [N, ps, L + R].
-      block_tables: page ids; PAGE_NONE's tokens are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
+      block_tables: page ids; tokens of PAGE_NONE, and of ids outside the pool, are invisible; entries without a visible
+        token may hold anything.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
       q_lens: real queries of each row, at most Q; None for Q each.

@@ -36,8 +36,8 @@ def paged_decode(
       q: queries in bfloat16, float16 or float32.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables. Entry j holds
-        tokens [j·ps, (j + 1)·ps); PAGE_NONE's, and those of ids
-        outside the pool, are invisible; entries without a visible token may hold anything.
+        tokens [j·ps, (j + 1)·ps); those of PAGE_NONE, and of ids outside the pool, are invisible; entries without a
+        visible token may hold anything.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       q_lens: real queries of each row, at most Q; None for Q each.
       sm_scale: multiplies the scores; None for D**-0.5.
