@@ -10,8 +10,12 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
+from tests import faster_interpreter
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+faster_interpreter.apply()
 
 # Threads of XLA's pool, else as many as there are cores. The warpgroups of an interpreted kernel hold some while they
 # wait for one another, and those they wait for need some, too. XLA reads it when the first computation runs.
@@ -27,8 +31,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # kernels know nothing of that, so on a card the second of two variants would be the first once more.
 os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 
-# Not pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
-_CHECKED = ["pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models"]
+# Modules that have annotations of shapes; checks of a scheduler's own types took a quarter of the engine's tests. Not
+# pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
+_CHECKED = [
+    *("pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models.decoder", "models.checkpoints"),
+    *(f"models.engine.{name}" for name in ("packed_step", "runner", "sampler", "step_plan", "verify")),
+]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 

@@ -126,7 +126,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=arrivals)
 def test_any_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
     played = Traffic(engine(name))

@@ -100,7 +100,10 @@ def test_interpreted_with_programs_for_each_row(
         check("balanced", shares + spare, **given)
 
 
-@pytest.mark.parametrize(("batch", "num_programs"), [(13, 6), (14, 13), (15, 4)])
+@pytest.mark.parametrize(
+    ("batch", "num_programs"),
+    [(13, 6), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((14, 13), (15, 4)))],
+)
 def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Lengths that differ, of which some together make equal shares: whole rows, and two for two programs."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)

@@ -1,5 +1,6 @@
 """The engine's benchmark: it runs, and its report adds up. Its measurements are not tested."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -17,15 +18,15 @@ OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A tiny model, and steps of one size: each size is a compilation."""
-    monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", CONFIG)
+    """A model of one layer, and steps of one size: each size is a compilation."""
+    monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", dataclasses.replace(CONFIG, num_hidden_layers=1))
     one_bucket = functools.partial(bench_engine.Workload, max_batched_tokens=32)
     monkeypatch.setattr(bench_engine, "Workload", one_bucket)
 
 
 def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
     out = tmp_path / "engine.json"
-    work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1"]
+    work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1", "--implementation", "reference"]
     assert bench_engine.main(["--config", "v3-tiny", "--batch", "2", *work, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert {"python", "jax"} <= report["versions"].keys()

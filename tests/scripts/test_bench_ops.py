@@ -57,14 +57,19 @@ def run(operation, tmp_path, *more):
     [
         ("paged_decode", "int8-head", "xla"),
         ("plan_decode", "", "xla"),
-        ("merge_states", "", "ours"),
         ("write_kv", "int8-head", "xla"),
         ("mla_decode", "f32", "xla"),
-        ("ragged_attention", "f32", "xla"),
         ("paged_prefill", "int8-head", "xla"),
-        ("mla_prefill", "f32", "xla"),
-        ("write_latent", "f32", "xla"),
-        ("gather_latent", "f32", "xla"),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (
+                ("merge_states", "", "ours"),
+                ("ragged_attention", "f32", "xla"),
+                ("mla_prefill", "f32", "xla"),
+                ("write_latent", "f32", "xla"),
+                ("gather_latent", "f32", "xla"),
+            )
+        ),
     ],
 )
 def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):

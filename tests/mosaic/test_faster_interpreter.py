@@ -1,0 +1,78 @@
+"""The interpreter finds what it is there to find, with its callbacks as the tests replace them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import callback as callbacks
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests import faster_interpreter
+from tests.ops import harness
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there kernels are compiled")
+ROWS = jnp.arange(2 * 128.0).reshape(2, 128)
+
+
+def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
+    """Each of two warpgroups stores the row that the other one has put into shared memory."""
+
+    def body(x_gmem: Any, out_gmem: Any, rows_smem: Any, barrier: Any) -> None:
+        mine = jax.lax.axis_index("wg")
+        rows_smem[mine] = x_gmem[mine]
+        if in_step:
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+        out_gmem[mine] = rows_smem[1 - mine]
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier(num_arrivals=2)],
+        num_threads=2,
+        thread_name="wg",
+    )(x)
+
+
+def test_the_functions_of_this_jax_are_the_known_ones() -> None:
+    assert faster_interpreter.apply()
+    assert callbacks.io_callback_impl is faster_interpreter.run_callback
+
+
+def test_a_sound_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    with harness.interpreting(capsys):
+        np.testing.assert_array_equal(reversed_rows(ROWS, in_step=True), ROWS[::-1])
+
+
+def test_a_race_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError), harness.interpreting(capsys):
+        jax.block_until_ready(reversed_rows(ROWS, in_step=False))
+    assert "RACE DETECTED" in capsys.readouterr().out
+
+
+def test_reading_past_an_array_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(x_gmem: Any, i_gmem: Any, out_gmem: Any) -> None:
+        out_gmem[...] = x_gmem[i_gmem[0]]
+
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+    with harness.interpreting(capsys), pytest.raises(Exception, match="Out-of-bounds read"):
+        jax.block_until_ready(kernel(ROWS, jnp.array([2], jnp.int32)))
+
+
+def test_other_callbacks_get_arrays_of_jax() -> None:
+    seen: list[Any] = []
+    jax.jit(lambda x: io_callback(seen.append, None, x))(ROWS)
+    jax.effects_barrier()
+    assert isinstance(seen[0], jax.Array)
+
+
+def test_another_jax_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "io_callback_impl", faster_interpreter.ORIGINAL)
+    monkeypatch.setattr(faster_interpreter, "KNOWN", {faster_interpreter.ORIGINAL: "of another text"})
+    assert not faster_interpreter.apply()
+    assert callbacks.io_callback_impl is faster_interpreter.ORIGINAL
