@@ -46,4 +46,7 @@ from pallas_attn.device import capability as capability
 from pallas_attn.dispatch import Explanation as Explanation
 from pallas_attn.explain import explain as explain
 
+# Kernels of others, lowered once as ours are.
+from pallas_attn.kernel_cache import run_kept as run_kept
+
 __version__ = "0.1.0"

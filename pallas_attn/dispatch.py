@@ -206,7 +206,9 @@ def run(call: Call, implementation: Implementation) -> Any:
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
     call = refuse_gradients(call.op, call.bounded())
-    return call_unvarying(functools.partial(kernel_cache.run, function), call) if name in KERNELS else function(call)
+    return (
+        call_unvarying(functools.partial(kernel_cache.run_kept, function), call) if name in KERNELS else function(call)
+    )
 
 
 def _named(error: Exception) -> str:

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import tempfile
@@ -42,20 +43,31 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_p
 MAGIC = b"pallas_attn kernel 1\n"
 
 
-def run(function: Callable[[Any], Any], call: Any) -> Any:
-    """`function(call)`, by way of what was kept of an equal call, or is kept from now on.
+def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
+    """Calls `function(call)` by way of what was kept of an equal call, in this process or one before, or is kept now.
+
+    That is how operations run their Mosaic kernels; others' take as long to lower. It also makes programs the same in
+    each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
 
     Nothing is kept where kernels are not compiled for one card: in the interpreter, on other platforms, and under a
     mesh; nor while a tuner decides configurations.
 
     Args:
-      function: an implementation of an operation, named uniquely by its module and name.
-      call: its call object, a pytree.
+      function: one that a module defines by name; found again by that name and the text of the module's file, but not
+        of other files that it calls, unless they are ours or jax's.
+      call: a pytree of arrays and static values, whose `repr` tells them apart.
 
     Raises:
-      NotImplementedError: the implementation does not support the call.
+      ValueError: the function has no such name.
+      NotImplementedError: the function does not support the call.
       LoweringError: what it traces cannot be lowered. Where nothing is kept, jax lowers later, and raises itself.
+
+    Example:
+      >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
+      Array(5., dtype=float32)
     """
+    if "<" in getattr(function, "__qualname__", "<"):
+        raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_mesh():
         return function(call)
@@ -68,7 +80,7 @@ def run(function: Callable[[Any], Any], call: Any) -> Any:
 
 
 class LoweringError(RuntimeError):
-    """What an implementation traced could not be lowered to a kernel."""
+    """What a function traced could not be lowered to a kernel."""
 
 
 def _enabled() -> bool:
@@ -100,7 +112,7 @@ class _Key:
     @property
     def digest(self) -> str:
         """The same in every process that would lower the same."""
-        named = f"{self.function.__module__}.{self.function.__qualname__}"
+        named = f"{self.function.__module__}.{self.function.__qualname__} {_source(self.function)}"
         fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
         return hashlib.sha256("\n".join(map(repr, (named, *fields, *_process()))).encode()).hexdigest()
 
@@ -133,6 +145,15 @@ def _process() -> tuple[str, ...]:
             versions.append(f"{name} {importlib.metadata.version(name)}")
     names = sorted(name for name in os.environ if name.startswith(("MOSAIC_GPU_", "PALLAS_ATTN_PATCH")))
     return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
+
+
+@functools.cache
+def _source(function: Callable[[Any], Any]) -> str:
+    """A digest of the file that a function is defined in."""
+    file = inspect.getsourcefile(inspect.unwrap(function))
+    if file is None:
+        raise ValueError(f"function: expected one that a module defines by name, got {function!r} without a file")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _sources() -> str:

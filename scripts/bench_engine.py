@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import platform
@@ -46,7 +45,7 @@ from scripts.bench.engine.serving import Serving
 from scripts.bench.engine.small_models import Workload, bench_config, num_cores, show
 from scripts.bench.harness.device import description
 from scripts.bench.harness.session import RESULTS
-from scripts.cli.command_line import UsageError, as_usage_error, check_writable
+from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, exit_status, write_report, writing
 from scripts.cli.model import implementations
 
 LARGE = "v2-lite"
@@ -93,7 +92,7 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
     work = serving_of(args)
     report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work)}
     for result in serving.run(PRESETS[LARGE], work, settings_of(args), args.dtype):
-        out.write_text(json.dumps(report | {"results": [{"config": LARGE} | result]}, indent=1) + "\n")
+        write_report("--json", out, report | {"results": [{"config": LARGE} | result]})
         console.print(serving.latest(result), highlight=False, soft_wrap=True)
 
 
@@ -104,12 +103,13 @@ def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> No
     report = description() | {"machine": machine()}
     for result in head_windows.run(bench, args.limit_seconds):
         report |= result
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report("--json", out, report)
     console.print(head_windows.table(report))
     if args.plot is not None:
         report["long_decode"] = head_windows.long_decode(bench, max(bench.windowed))
-        out.write_text(json.dumps(report, indent=1) + "\n")
-        head_windows.plot_long_decode(args.plot, bench, report["long_decode"])
+        write_report("--json", out, report)
+        with writing("--plot", args.plot) as file:
+            head_windows.plot_long_decode(file, bench, report["long_decode"])
 
 
 def machine() -> str:
@@ -125,7 +125,7 @@ def bench_small(args: argparse.Namespace, console: Console, out: Path) -> None:
         results.append({})
         for result in bench_config(name, work, args.batch, settings_of(args), args.dtype, args.transformers):
             results[-1] = result
-            out.write_text(json.dumps(report, indent=2) + "\n")
+            write_report("--json", out, report)
         show(console, results[-1])
 
 
@@ -212,11 +212,7 @@ def check_models(args: argparse.Namespace) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Makes the directories of the files to be written; raises UsageError if it cannot."""
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            with as_usage_error(OSError, prefix=f"{flag}: "):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(flag, path)
+    check_outputs({"--json": args.json, "--plot": args.plot}, make_folders=True)
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
 
@@ -237,6 +233,11 @@ def main(argv: list[str] | None = None) -> int:
         # A large model needs most of the memory. Parsing looks at the device, after which this has no effect.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
+    return exit_status("bench_engine", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures what the arguments ask for; raises Failure if a result cannot be written."""
     console, kind = Console(), jax.devices()[0].device_kind.lower().replace(" ", "_")
     if args.head_windows:
         name, bench = "engine_head_windows", bench_head_wise
@@ -245,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         name, bench = "engine", bench_small
     out = args.json or RESULTS / f"{name}_{kind}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_outputs({"--json": out}, make_folders=True)
     bench(args, console, out)
     console.print(f"written to {out}")
     return 0

@@ -29,8 +29,9 @@ from pallas_attn import tuning
 from scripts.bench.harness.device import description, measure_rates
 from scripts.bench.harness.plot import plot_report
 from scripts.bench.harness.report import cache_ratios, results_table, summary
-from scripts.bench.harness.session import OPERATIONS, RESULTS, Session, cases_until, load, write
+from scripts.bench.harness.session import OPERATIONS, RESULTS, Session, cases_until, load
 from scripts.bench.harness.timing import Stopwatch
+from scripts.cli.command_line import check_outputs, exit_status, write_report, writing
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -57,6 +58,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    return exit_status("bench_ops", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures what the arguments ask for.
+
+    Raises:
+      UsageError: the results cannot be written.
+      Failure: they cannot be written after all.
+    """
+    out = args.json or RESULTS / f"{args.operation}_{tuning.device_name()}.json"
+    picture = out.with_suffix(".png")
+    check_outputs({"--json": out, "the picture of --json": picture}, make_folders=True)
     began, console, bench = time.perf_counter(), Console(), load(args.operation)
     console.width = max(console.width, 160)
     stopwatch = Stopwatch(args.sample_seconds, args.samples, args.kernels)
@@ -64,22 +78,21 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.matrix / 1e12:.1f} TFLOP/s")
     session = Session(bench, args.contenders or list(bench.contenders), stopwatch, rates)
     cases = [case for case in bench.grids[args.grid] if (args.match or "") in case.name]
-    out = args.json or RESULTS / f"{args.operation}_{tuning.device_name()}.json"
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}
     report |= {"complete": False, "cases": []}
-    write(out, report)
+    write_report("--json", out, report)
     for case in cases_until(began + args.limit_seconds, cases):
         report["cases"].append(session.run(case))
         report["complete"] = len(report["cases"]) == len(cases)
         report["seconds"] = time.perf_counter() - began
-        write(out, report)
+        write_report("--json", out, report)
         console.print(summary(report["cases"][-1]), highlight=False, soft_wrap=True)
     console.print(results_table(report))
     for line in cache_ratios(report):
         console.print(line, highlight=False)
-    picture = out.with_suffix(".png")
     try:
-        plot_report(picture, report)
+        with writing("the picture of --json", picture) as file:
+            plot_report(file, report)
         console.print(f"drawn in {picture}")
     except ImportError as missing:
         console.print(f"not drawn: {missing}")

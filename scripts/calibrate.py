@@ -12,7 +12,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from models.checkpoints import load_tokenizer, save_kv_scales
+from models.checkpoints import kv_scales_content, load_tokenizer
 from models.checkpoints.calibration import calibrate, check_inputs
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, KVScales
@@ -20,16 +20,19 @@ from scripts.cli.command_line import (
     Parser,
     StandardOutput,
     UsageError,
-    as_failure,
     as_usage_error,
-    check_writable,
+    check_outputs,
     exit_status,
+    writing,
 )
 from scripts.cli.model import load, name_of, read_config
 from scripts.cli.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
 from scripts.cli.prompts import read_prompts
 
 PROG = "calibrate"
+
+MOST_TOKENS = 10**8
+"""Random tokens, at most: they are drawn before the model is read."""
 
 DESCRIPTION = """\
 Runs a model over sample prompts, and chooses scales by which a cache of 8 bits just holds the keys and values met:
@@ -69,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
         model = load(options, config, AttentionSettings())
     with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
         scales = calibrate(model, prompts, KV_DTYPES[options.kv_dtype], options.scales, options.percentile)
-    with as_failure(OSError, prefix="--out: "):
-        save_kv_scales(options.out, scales)
+    with writing("--out", options.out) as file:
+        file.write(kv_scales_content(scales))
     console = StandardOutput()
     console.print(_table(f"{options.kv_dtype} scales of {name_of(options)}", scales))
     count = sum(map(len, prompts))
@@ -86,9 +89,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
-    if options.tokens < 1:
-        raise UsageError(f"--tokens: expected at least 1, got {options.tokens}")
-    check_writable("--out", options.out)
+    if not 1 <= options.tokens <= MOST_TOKENS:
+        raise UsageError(f"--tokens: expected at least 1, at most {MOST_TOKENS}, got {options.tokens}")
+    check_outputs({"--out": options.out})
     return options
 
 

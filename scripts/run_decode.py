@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,13 +13,24 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from models.checkpoints import Tokenizer, load_kv_scales, load_tokenizer
+from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales
 from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
 from models.engine.verify import verify
-from scripts.cli.command_line import StandardOutput, UsageError, as_failure, as_usage_error, exit_status
+from scripts.cli.command_line import (
+    Failure,
+    Failures,
+    StandardOutput,
+    UsageError,
+    as_failure,
+    as_usage_error,
+    exit_status,
+    write_report,
+    writing,
+)
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
+from scripts.cli.output_files import is_replaced
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
@@ -40,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
-      Failure: a result cannot be written or printed, or verifying fails; all other results were written and printed.
+      Failure: results cannot be written or printed, or verifying fails; all other results were written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
@@ -57,32 +67,47 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine(options, model, sizes, prompts, display)
     run_s, interrupted = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
+    failures = Failures()
     report = Report(
         model=name_of(options),
         outputs=outputs,
-        texts=None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs],
+        texts=_texts(tokenizer, outputs, failures),
         stats=engine.stats(),
         page_size=options.page_size,
         run_s=run_s,
         implementation=implementation,
         verification=None,
     )
-    try:  # Printing comes last, since the reader may be gone; earlier failures keep back none of the other results.
+    try:  # Printing comes last, since the reader may be gone; failures keep back none of the other results.
         try:
-            _write_files(options, report, engine)
-            if interrupted:
-                raise KeyboardInterrupt
-            if options.verify:
-                if options.json is not None and (options.json.is_file() or not options.json.exists()):
-                    _write_json(options, report)  # in case verifying is killed; a pipe takes a report only once
-                with display.doing("verifying"):
+            _write_files(options, report, engine, failures)
+            if options.verify and not interrupted:
+                if options.json is not None and is_replaced(options.json):  # a pipe takes a report only once
+                    with contextlib.suppress(Failure):  # in case verifying is killed; it is written again below
+                        write_report("--json", options.json, report.to_json())
+                with failures.kept(), display.doing("verifying"):
                     verification = _verify(options, model, engine, prompts, outputs)
-                report = dataclasses.replace(report, verification=verification)
+                    report = dataclasses.replace(report, verification=verification)
+        except KeyboardInterrupt:
+            interrupted = True
         finally:
-            _write_json(options, report)
+            with failures.kept():
+                if options.json is not None:
+                    write_report("--json", options.json, report.to_json())
     finally:
-        report.print(StandardOutput())
-    return _status(report.verification)
+        with failures.kept():
+            report.print(StandardOutput())
+    status = _status(report.verification)
+    failures.check()
+    if interrupted:
+        raise KeyboardInterrupt
+    return status
+
+
+def _texts(tokenizer: Tokenizer | None, outputs: Sequence[RequestOutput], failures: Failures) -> Sequence[str] | None:
+    """Decodes the outputs to texts; None without a tokenizer, or one that fails."""
+    with failures.kept(), as_failure(TokenizerError):
+        return None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs]
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -132,8 +157,6 @@ def _kv_scales(path: Path) -> KVScales:
         as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
         as_usage_error(ValueError, prefix="--kv-scales: "),
     ):
-        if path.is_dir():  # safetensors' own message is "No such device"
-            raise UsageError(f"--kv-scales: cannot read {path}: it is a directory")
         return load_kv_scales(path)
 
 
@@ -214,21 +237,15 @@ def _verify(
         )
 
 
-def _write_json(options: argparse.Namespace, report: Report) -> None:
-    if options.json is not None:
-        with as_failure(OSError, prefix="--json: "):
-            options.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _write_files(options: argparse.Namespace, report: Report, engine: Engine) -> None:
+def _write_files(options: argparse.Namespace, report: Report, engine: Engine, failures: Failures) -> None:
     """Writes the files that verifying adds nothing to."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
-        with as_failure(OSError, prefix="--dump-logits: "), options.dump_logits.open("wb") as file:
+        with failures.kept(), writing("--dump-logits", options.dump_logits) as file:
             np.savez(file, allow_pickle=False, **logits)
     if options.plot is not None:
-        with as_failure(OSError, prefix="--plot: "):
-            plot_run(options.plot, report)
+        with failures.kept(), writing("--plot", options.plot) as file:
+            plot_run(file, report)
 
 
 def _status(verification: Verification | None) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import os
 import sys
@@ -31,13 +30,15 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from models.config.json_files import read_json
 from pallas_attn import tuning
 from scripts.bench.harness.case import Bench, Case
 from scripts.bench.harness.compiler import printed, shared_bytes, spilled_bytes
 from scripts.bench.harness.device import description
 from scripts.bench.harness.pools import Pools
-from scripts.bench.harness.session import FAILURES, OPERATIONS, RESULTS, load, reason, write
+from scripts.bench.harness.session import FAILURES, OPERATIONS, RESULTS, load, reason
 from scripts.bench.harness.timing import Stopwatch
+from scripts.cli.command_line import as_usage_error, check_outputs, exit_status, write_report
 
 TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
 SHARED_BYTES = 228 * 1024
@@ -277,14 +278,30 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, console = parse_args(argv), Console(width=160)
+    args = parse_args(argv)
+    return exit_status("tune", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes what the arguments ask for; returns 1 if nothing to tune was looked up.
+
+    Raises:
+      UsageError: the file of tuned configurations cannot be read, or results cannot be written.
+      Failure: results cannot be written after all.
+    """
+    console = Console(width=160)
     bench, device = load(args.operation), tuning.device_name()
+    tuned_path = args.tuned or TUNED / f"{device}.json"
+    report_path = args.json or RESULTS / f"tune_{args.operation}_{device}.json"
+    check_outputs({"--tuned": tuned_path, "--json": report_path}, make_folders=True)
+    with as_usage_error(OSError, ValueError, prefix="--tuned: "):
+        tuned = read_json(tuned_path) if tuned_path.is_file() else {}
+        if not isinstance(tuned, dict):
+            raise ValueError(f"{tuned_path}: expected a JSON object")
     end = time.perf_counter() + args.limit_seconds
     tuner = Tuner(bench, args.contender, Stopwatch(sample_seconds=0.02, samples=5), end, console)
     found = tuner.baseline([case for case in bench.grids[args.grid] if args.match in case.name])
     keys = [key for kind in args.only for key in found if key[0] == kind]
-    tuned_path = args.tuned or TUNED / f"{device}.json"
-    tuned = json.loads(tuned_path.read_text()) if tuned_path.is_file() else {}
     report = description() | {"operation": args.operation, "grid": args.grid, "searched": {}}
     for number, key in enumerate(keys):
         share = (end - time.perf_counter()) / (len(keys) - number)
@@ -292,8 +309,8 @@ def main(argv: list[str] | None = None) -> int:
         report["searched"].setdefault(key[0], []).append(entry)
         if any("us" in candidate for candidate in entry["tried"]):
             tuned = merged(tuned, key[0], entry)
-            write(tuned_path, tuned)
-        write(args.json or RESULTS / f"tune_{args.operation}_{device}.json", report)
+            write_report("--tuned", tuned_path, tuned)
+        write_report("--json", report_path, report)
         console.print(f"{key[0]} {entry['key']}: {entry['config']}", entry["us_before_and_after"], highlight=False)
     console.print(f"{len(keys)} keys, written to {tuned_path}" if keys else "nothing to tune was looked up")
     return 0 if keys else 1

@@ -63,13 +63,15 @@ X, Y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
 
 
 def run(call: Call) -> np.ndarray:
-    return np.asarray(kernel_cache.run(scaled_sum, call)[0])
+    return np.asarray(kernel_cache.run_kept(scaled_sum, call)[0])
 
 
 def test_an_equal_call_is_traced_once(kept: Path) -> None:
     for x in (X, X + 1):
         np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
-    jax.jit(lambda x: kernel_cache.run(scaled_sum, Call(x, Y))[0] + kernel_cache.run(scaled_sum, Call(x, x))[0])(X)
+    jax.jit(
+        lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0] + kernel_cache.run_kept(scaled_sum, Call(x, x))[0]
+    )(X)
     assert len(TRACED) == 1
     assert len(list(kept.iterdir())) == 1
 
@@ -94,13 +96,23 @@ def test_another_process_traces_nothing(kept: Path) -> None:
 )
 def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
     run(Call(X, Y))
-    got = kernel_cache.run(scaled_sum, other)
+    got = kernel_cache.run_kept(scaled_sum, other)
     want = scaled_sum(other)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
     assert len(list(kept.iterdir())) == 2
 
 
-@pytest.mark.parametrize("what", ["card", "setting", "sources"])
+@pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_functions_that_could_not_be_found_again_are_refused(
+    function: Any, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
+    with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
+        kernel_cache.run_kept(function, Call(X, Y))
+
+
+@pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
 def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
@@ -111,7 +123,8 @@ def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.
             run(Call(X, Y))
     else:
         forget()
-        monkeypatch.setattr(kernel_cache, "_process", lambda: ("other sources",))
+        changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}
+        monkeypatch.setattr(kernel_cache, *changed[what])
         run(Call(X, Y))
     assert len(list(kept.iterdir())) == 2
 
@@ -178,7 +191,7 @@ def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyP
 
 def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
     def each(x: Any) -> Any:
-        return kernel_cache.run(scaled_sum, Call(x, Y[0]))[0]
+        return kernel_cache.run_kept(scaled_sum, Call(x, Y[0]))[0]
 
     np.testing.assert_array_equal(jax.vmap(each)(X), X * 2 + 1)
     twice = jax.vmap(jax.vmap(each, in_axes=1, out_axes=1))(jnp.stack([X.T, X.T]))

@@ -1,15 +1,17 @@
 """Hugging Face directories, and files beside them. This room imports `models.config` and `models.decoder`.
 
 In reading order: `files` (config.json and safetensors headers), `weights` (tensors into parameters, random models),
-`mxfp4` (packed experts), `tokenizer` (texts and chat templates), `kv_scales` (static scales of quantised caches) and
-`calibration` (how such scales are found).
+`mxfp4` (packed experts), `tokenizer` (texts and chat templates, which `text_process` handles in a process of its own),
+`kv_scales` (static scales of quantised caches) and `calibration` (how such scales are found).
 """
 
 from models.checkpoints.files import CheckpointError as CheckpointError
 from models.checkpoints.files import load_config as load_config
+from models.checkpoints.kv_scales import kv_scales_content as kv_scales_content
 from models.checkpoints.kv_scales import load_kv_scales as load_kv_scales
 from models.checkpoints.kv_scales import save_kv_scales as save_kv_scales
 from models.checkpoints.tokenizer import Tokenizer as Tokenizer
+from models.checkpoints.tokenizer import TokenizerError as TokenizerError
 from models.checkpoints.tokenizer import load_tokenizer as load_tokenizer
 from models.checkpoints.weights import count_parameters as count_parameters
 from models.checkpoints.weights import load_model as load_model

@@ -5,19 +5,21 @@ Nothing in a directory is ever executed: pickles are refused, and accompanying c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
 from models.checkpoints import mxfp4
 from models.config import GQAConfig, ModelConfig, read_config
-from models.config.entries import token_ids
+from models.config.entries import is_integer, token_ids
+from models.config.json_files import is_present, parse_json, read_json, shown
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -32,6 +34,11 @@ _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
 
 _HEADER_LIMIT = 100_000_000
 """Largest header that the format allows, in bytes."""
+
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
+
+_ENTRY = ("dtype", "shape", "data_offsets")
+"""Parts of a tensor's entry in a header."""
 
 
 class CheckpointError(ValueError):
@@ -141,7 +148,7 @@ class Checkpoint:
     def _why_ignored(self, name: str) -> str | None:
         last = self.config.num_hidden_layers
         extra = range(last, last + self.config.num_nextn_predict_layers)
-        if any(name.startswith(f"model.layers.{i}.") for i in extra):
+        if (layer := _LAYER.match(name)) and int(layer[1]) in extra:
             return "belongs to a multi-token prediction layer"
         if name.endswith(".rotary_emb.inv_freq"):
             return "follows from the rope parameters"
@@ -160,8 +167,9 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) ->
 
     Blocks at the edges are smaller where the sizes do not divide.
     """
-    rows = np.repeat(scale.astype(np.float32), block[0], axis=0)[: weight.shape[0]]
-    return weight.astype(np.float32) * np.repeat(rows, block[1], axis=1)[:, : weight.shape[1]]
+    height, width = (min(of_block, of_weight) for of_block, of_weight in zip(block, weight.shape, strict=True))
+    rows = np.repeat(scale.astype(np.float32), height, axis=0)[: weight.shape[0]]
+    return weight.astype(np.float32) * np.repeat(rows, width, axis=1)[:, : weight.shape[1]]
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -174,9 +182,9 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     config = load_config(directory)
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
+    if _is_present(single):
         return Checkpoint(config, _read_header(single))
-    if index.is_file():
+    if _is_present(index):
         return Checkpoint(config, _read_sharded(directory, read_json_object(index)))
     if pickles := sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}")):
         raise CheckpointError(
@@ -190,15 +198,38 @@ def load_config(directory: str | Path) -> ModelConfig:
 
     Raises:
       CheckpointError: there is no readable config.json.
-      ValueError, NotImplementedError: as `read_config`.
+      ValueError, NotImplementedError: as `read_config`, with the file's name before it.
     """
     path = Path(directory) / "config.json"
-    if not path.is_file():
+    if not _is_present(path):
         raise CheckpointError(f"{directory}: there is no config.json")
-    config = read_config(read_json_object(path))
+    with _naming(path):
+        config = read_config(read_json_object(path))
     generation = path.with_name("generation_config.json")
-    given = read_json_object(generation).get("eos_token_id") if generation.is_file() else None
-    return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))
+    if not _is_present(generation):
+        return config
+    with _naming(generation):
+        given = read_json_object(generation).get("eos_token_id")
+        return config if given is None else dataclasses.replace(config, eos_token_ids=token_ids("eos_token_id", given))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the name of a file before what is wrong in it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        kind = CheckpointError if isinstance(error, ValueError) else NotImplementedError
+        raise kind(f"{path}: {error}") from error
+
+
+def _is_present(path: Path) -> bool:
+    try:
+        return is_present(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError) -> dict[str, Any]:
@@ -208,9 +239,9 @@ def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError)
       ValueError: the file is not JSON, or not an object; raised as `error_type`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise error_type(f"{path}: not JSON: {error}") from error
+        content = read_json(path)
+    except ValueError as error:
+        raise error_type(str(error)) from error
     if not isinstance(content, dict):
         raise error_type(f"{path}: expected a JSON object")
     return content
@@ -223,16 +254,15 @@ def _read_sharded(directory: Path, index: Mapping[str, Any]) -> dict[str, Stored
     if outside := sorted({f for f in places.values() if Path(f).name != f or not f.endswith(".safetensors")}):
         raise CheckpointError(f"{directory}: the index names {_some(outside)}, not safetensors files of the directory")
     headers = {file: _read_header(directory / file) for file in sorted(set(places.values()))}
-    stored = {name: tensor for header in headers.values() for name, tensor in header.items()}
     if wrong := sorted(name for name, file in places.items() if name not in headers[file]):
         raise CheckpointError(f"{directory}: the index promises tensors their files do not hold: {_some(wrong)}")
-    if unlisted := stored.keys() - places.keys():
+    if unlisted := {name for header in headers.values() for name in header} - places.keys():
         raise CheckpointError(f"{directory}: files hold tensors the index does not list: {_some(unlisted)}")
-    return stored
+    return {name: headers[file][name] for name, file in places.items()}
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    if not path.is_file():
+    if not _is_present(path):
         raise CheckpointError(f"{path}: there is no such file")
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -241,25 +271,32 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{path}: not a safetensors file: its header would be {length} bytes of {size}")
         header = file.read(length)
     try:
-        entries = json.loads(header)
-        return {
-            name: _stored_tensor(path, 8 + length, entry, size)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+        entries = parse_json(header)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: in its header: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: not a safetensors file: expected its header to be a JSON object")
+    tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+    return {name: _stored_tensor(path, 8 + length, name, entry, size) for name, entry in tensors.items()}
 
 
-def _stored_tensor(path: Path, data: int, entry: Mapping[str, Any], size: int) -> StoredTensor:
-    start, stop = entry["data_offsets"]
-    tensor = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data + start, data + stop)
-    itemsize = _DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else None
-    if not data <= tensor.start <= tensor.stop <= size:
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} lies outside the file")
-    if itemsize is not None and tensor.stop - tensor.start != math.prod(tensor.shape) * itemsize:
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} has {tensor.stop - tensor.start} bytes")
-    return tensor
+def _stored_tensor(path: Path, data: int, name: str, entry: Any, size: int) -> StoredTensor:
+    """Reads the entry of a header for one tensor, whose bytes follow at `data` in a file of `size` bytes."""
+    what = f"{path}: not a safetensors file: {shown(name)}"
+    dtype, shape, offsets = ((entry if isinstance(entry, dict) else {}).get(key) for key in _ENTRY)
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{what}: expected a dtype, a shape and two data_offsets, got {shown(entry)}")
+    start, stop = offsets
+    if not start <= stop <= size - data:
+        raise CheckpointError(f"{what} lies outside the file: data_offsets {shown(offsets)} of {size - data} bytes")
+    if dtype in _DTYPES and stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{what} of shape {shown(shape)} in {dtype} has {stop - start} bytes")
+    return StoredTensor(path, dtype, tuple(shape), data + start, data + stop)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value is a list of integers from 0, few and small enough to be multiplied."""
+    return isinstance(value, list) and len(value) <= 32 and all(is_integer(n) and 0 <= n < 2**63 for n in value)
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
+from models.config.json_files import is_present
 from models.decoder import KVScales
 
 
@@ -16,8 +17,11 @@ def load_kv_scales(path: Path) -> KVScales:
 
     Raises:
       ValueError: it is no such file.
+      OSError: it cannot be read.
     """
     try:
+        if not is_present(path):  # a pipe would be waited for
+            raise FileNotFoundError("there is no such file")
         tensors = load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
         raise ValueError(f"{path}: not a safetensors file: {error}") from error
@@ -27,6 +31,11 @@ def load_kv_scales(path: Path) -> KVScales:
     return KVScales(tensors["k_scale"], tensors["v_scale"])
 
 
+def kv_scales_content(scales: KVScales) -> bytes:
+    """Makes the content of a file that `load_kv_scales` reads."""
+    return save({"k_scale": scales.k, "v_scale": scales.v})
+
+
 def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Writes a file that `load_kv_scales` reads."""
-    save_file({"k_scale": scales.k, "v_scale": scales.v}, path)
+    """Writes a file that `load_kv_scales` reads; raises OSError if it cannot."""
+    path.write_bytes(kv_scales_content(scales))

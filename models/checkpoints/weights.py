@@ -34,10 +34,8 @@ type Shape = tuple[int, ...]
 type Read = Callable[[str], np.ndarray]
 """Function from the name of a checkpoint's tensor to its values."""
 
-type Order = np.ndarray | slice
-"""Permutation of a projection's outputs."""
-
-AS_STORED = slice(None)
+type Order = Callable[[], np.ndarray]
+"""Makes the permutation of a projection's outputs; called once the headers have confirmed its size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +93,17 @@ def _norm(name: str, width: int) -> Source:
     return Source({f"{name}.weight": (width,)})
 
 
-def _linear(name: str, out_width: int, in_width: int, order: Order = AS_STORED) -> Source:
-    return Source({f"{name}.weight": (out_width, in_width)}, lambda t: next(t)[order].T)
+def _linear(name: str, out_width: int, in_width: int, order: Order | None = None) -> Source:
+    return Source({f"{name}.weight": (out_width, in_width)}, lambda t: _ordered(next(t), order).T)
 
 
-def _bias(name: str, width: int, order: Order = AS_STORED) -> Source:
-    return Source({f"{name}.bias": (width,)}, lambda t: next(t)[order])
+def _bias(name: str, width: int, order: Order | None = None) -> Source:
+    return Source({f"{name}.bias": (width,)}, lambda t: _ordered(next(t), order))
+
+
+def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
+    """Puts the rows in order, if one is given; else they stay as stored."""
+    return tensor if order is None else tensor[order()]
 
 
 def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
@@ -110,10 +113,18 @@ def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
 def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
-    rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
-    head_order = np.concatenate([np.arange(nope), nope + rotary])
-    query_order = (np.arange(heads)[:, None] * config.qk_head_dim + head_order[None, :]).reshape(-1)
-    latent_order = np.concatenate([np.arange(rank), rank + rotary])
+
+    def before_rotary(kept: int) -> np.ndarray:
+        """Order of columns that are kept and rotary ones after them."""
+        rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
+        return np.concatenate([np.arange(kept), kept + rotary])
+
+    def query_order() -> np.ndarray:
+        return (np.arange(heads)[:, None] * config.qk_head_dim + before_rotary(nope)[None, :]).reshape(-1)
+
+    def latent_order() -> np.ndarray:
+        return before_rotary(rank)
+
     expand = {f"{name}.kv_b_proj.weight": (heads * (nope + value), rank)}
     sources = {
         "kv_a_proj_with_mqa.weight": _linear(f"{name}.kv_a_proj_with_mqa", config.latent_width, width, latent_order),

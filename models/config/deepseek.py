@@ -8,6 +8,8 @@ from typing import Any, Literal
 from models.config.entries import (
     Json,
     at_least,
+    check_experts_of_all_layers,
+    check_scalars,
     dtype_of,
     fp8_block,
     quantization_entry,
@@ -15,6 +17,7 @@ from models.config.entries import (
     refuse_unsupported,
     token_ids,
 )
+from models.config.json_files import shown
 from models.config.rope import YarnConfig, read_rope, rope_entry
 
 
@@ -87,12 +90,16 @@ class DeepSeekConfig:
             at_least(1, {"q_lora_rank": self.q_lora_rank})
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: expected an even number, got {self.qk_rope_head_dim}")
+        check_scalars(self.rope_theta, self.rms_norm_eps)
         if self.num_moe_layers:
             self._check_experts()
 
     def _check_experts(self) -> None:
         names = "moe_intermediate_size n_routed_experts num_experts_per_tok"
         at_least(1, {name: getattr(self, name) for name in names.split()})
+        check_experts_of_all_layers(self.num_moe_layers, "n_routed_experts", self.n_routed_experts)
+        if self.routed_scaling_factor <= 0:
+            raise ValueError(f"routed_scaling_factor: expected more than 0, got {self.routed_scaling_factor:g}")
         selectable = self.n_routed_experts
         if self.topk_method != "greedy":
             if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
@@ -193,9 +200,9 @@ ONE_LATENT = "heads of latent attention share one latent, and none has a window 
 def _from_hf(config: Json) -> DeepSeekConfig:
     model_type = config.get("model_type")
     if model_type is None:
-        raise ValueError("config.json: model_type is missing")
+        raise ValueError("model_type is missing")
     if str(model_type) not in ROUTING:
-        raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(ROUTING)}")
+        raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join(ROUTING)}")
     routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
     _refuse_unsupported(config)
@@ -221,7 +228,9 @@ def _routing(config: Json, name: str) -> str:
     supported = ROUTING[config["model_type"]][name]
     value = str(config.get(name) or supported[0])
     if value not in supported:
-        raise NotImplementedError(f"{name} {value!r} of a {config['model_type']}: expected {' or '.join(supported)}")
+        raise NotImplementedError(
+            f"{name} {shown(value)} of a {config['model_type']}: expected {' or '.join(supported)}"
+        )
     return value
 
 
@@ -232,7 +241,7 @@ def _require(config: Json, topk_method: str) -> None:
         names.append("norm_topk_prob")
     missing = [n for n in names if config.get(n) is None] + [n for n in _NULLABLE if n not in config]
     if missing:
-        raise ValueError(f"config.json: {', '.join(missing)} missing")
+        raise ValueError(f"{', '.join(missing)} missing")
 
 
 def _refuse_unsupported(config: Json) -> None:
@@ -241,10 +250,10 @@ def _refuse_unsupported(config: Json) -> None:
     if config.get("head_windows") is not None:
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:
-        raise NotImplementedError(f"moe_layer_freq {config['moe_layer_freq']!r}: expected 1")
+        raise NotImplementedError(f"moe_layer_freq {shown(config['moe_layer_freq'])}: expected 1")
     heads = config["num_attention_heads"]
     if config.get("num_key_value_heads", heads) not in (None, heads):
         raise NotImplementedError(
-            f"num_key_value_heads {config['num_key_value_heads']!r}: latent attention expands to as many as"
+            f"num_key_value_heads {shown(config['num_key_value_heads'])}: latent attention expands to as many as"
             f" num_attention_heads={heads}"
         )

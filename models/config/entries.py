@@ -5,16 +5,64 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+from models.config.json_files import shown
 
 type Json = Mapping[str, Any]
 
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_nextn_predict_layers": 10_000,
+    "n_routed_experts": 100_000,
+    "n_shared_experts": 100_000,
+    "num_local_experts": 100_000,
+    "max_position_embeddings": 100_000_000,
+    **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 10_000_000),
+    **dict.fromkeys(("hidden_size", "kv_lora_rank", "q_lora_rank"), 1_000_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10_000),
+}
+"""Largest values of sizes that loops run over, or tables are made of, before a weight has been seen: ten times those of
+published models, or more."""
+
+LARGEST_INTEGER = 2**31 - 1
+"""Largest value of all other integers, which shapes and kernels hold in 32 bits."""
+
+LARGEST_NUMBER = 1e30
+"""Largest magnitude of numbers, far from overflow in float32."""
+
+LAYERS_BY_EXPERTS = 500_000
+"""Largest number of experts in all layers of a model."""
+
 
 def at_least(least: int, values: Mapping[str, int]) -> None:
-    """Raises ValueError, naming the first value below `least`."""
+    """Raises ValueError, naming the first value below `least` or above its largest."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
+        _at_most(name, value)
+
+
+def check_scalars(rope_theta: float, rms_norm_eps: float) -> None:
+    """Raises ValueError for a rotary base or a norm's epsilon that no model has."""
+    if rope_theta <= 1:
+        raise ValueError(f"rope_theta: expected more than 1, got {rope_theta:g}")
+    if rms_norm_eps < 0:
+        raise ValueError(f"rms_norm_eps: expected at least 0, got {rms_norm_eps:g}")
+
+
+def check_experts_of_all_layers(layers: int, name: str, experts: int) -> None:
+    """Raises ValueError if the layers have too many experts together."""
+    if layers * experts > LAYERS_BY_EXPERTS:
+        wanted = f"at most {LAYERS_BY_EXPERTS} in all layers"
+        raise ValueError(f"{name}: expected {wanted}, got {experts} in each of {layers}")
+
+
+def _at_most(name: str, value: int) -> None:
+    most = LARGEST.get(name, LARGEST_INTEGER)
+    if abs(value) > most:
+        raise ValueError(f"{name}: expected at most {most}, got {shown(value)}")
 
 
 def read_fields(cls: type, entries: Json) -> dict[str, Any]:
@@ -36,21 +84,29 @@ def read_fields(cls: type, entries: Json) -> dict[str, Any]:
 
 
 def _integer(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    if not is_integer(value):
+        raise ValueError(f"{name}: expected an integer, got {shown(value)}")
+    _at_most(name, value)
     return value
 
 
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def number(name: str, value: Any) -> float:
-    """Validates a finite number; raises ValueError for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    """Validates a finite number of at most LARGEST_NUMBER; raises ValueError for anything else."""
+    if not is_integer(value) and not (isinstance(value, float) and math.isfinite(value)):
+        raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
+    if abs(value) > LARGEST_NUMBER:
+        raise ValueError(f"{name}: expected at most {LARGEST_NUMBER:g}, got {shown(value)}")
     return float(value)
 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: expected true or false, got {value!r}")
+        raise ValueError(f"{name}: expected true or false, got {shown(value)}")
     return value
 
 
@@ -61,8 +117,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
       ValueError: anything else.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{name}: expected an id or a list of ids, got {value!r}")
+    if not all(is_integer(i) and 0 <= i <= LARGEST_INTEGER for i in ids):
+        raise ValueError(f"{name}: expected an id or a list of ids, got {shown(value)}")
     return tuple(ids)
 
 
@@ -73,7 +129,7 @@ def dtype_of(config: Json, default: str = "float32") -> str:
         raise ValueError(f"dtype and torch_dtype contradict each other: {', '.join(sorted(names))}")
     name = names.pop() if names else default
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {name!r}")
+        raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {shown(name)}")
     return name
 
 
@@ -81,7 +137,7 @@ def json_object(config: Json, name: str) -> Json:
     """Reads an entry that is an object, empty if absent; raises ValueError for anything else."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: expected an object, got {value!r}")
+        raise ValueError(f"{name}: expected an object, got {shown(value)}")
     return value
 
 
@@ -98,11 +154,13 @@ def fp8_block(config: Json) -> tuple[int, int] | None:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or block is None or quantization.get("fmt", "e4m3") != "e4m3":
         raise NotImplementedError(
-            f"quantization_config: expected quant_method fp8 in e4m3 with a weight_block_size, got {dict(quantization)}"
+            f"quantization_config: expected quant_method fp8 in e4m3 with a weight_block_size,"
+            f" got {shown(dict(quantization))}"
         )
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        raise ValueError(f"weight_block_size: expected rows and columns, got {block!r}")
-    return (block[0], block[1])
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(is_integer(size) and 0 < size <= LARGEST_INTEGER for size in sizes):
+        raise ValueError(f"weight_block_size: expected rows and columns, got {shown(block)}")
+    return (sizes[0], sizes[1])
 
 
 def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
@@ -118,6 +176,6 @@ def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
 def refuse_unsupported(config: Json) -> None:
     """Raises NotImplementedError for unimplemented features, of any family, that would change the model's results."""
     if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {config['hidden_act']!r}: expected 'silu'")
+        raise NotImplementedError(f"hidden_act {shown(config['hidden_act'])}: expected 'silu'")
     if config.get("mlp_bias"):
         raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")

@@ -7,6 +7,7 @@ import dataclasses
 from models.config.deepseek import ONE_LATENT, ROUTING, DeepSeekConfig
 from models.config.entries import Json
 from models.config.gqa import FAMILIES, GQAConfig
+from models.config.json_files import shown
 from models.config.windows import Windows
 
 type ModelConfig = DeepSeekConfig | GQAConfig
@@ -33,9 +34,9 @@ def read_config(config: Json) -> ModelConfig:
     """
     model_type = config.get("model_type")
     if model_type is None:
-        raise ValueError("config.json: model_type is missing")
+        raise ValueError("model_type is missing")
     if str(model_type) in FAMILIES:
         return GQAConfig.from_hf(config)
     if str(model_type) in ROUTING:
         return DeepSeekConfig.from_hf(config)
-    raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join([*ROUTING, *FAMILIES])}")
+    raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join([*ROUTING, *FAMILIES])}")

@@ -8,14 +8,18 @@ from typing import Any, Literal
 from models.config.entries import (
     Json,
     at_least,
+    check_experts_of_all_layers,
+    check_scalars,
     dtype_of,
     fp8_block,
+    is_integer,
     json_object,
     quantization_entry,
     read_fields,
     refuse_unsupported,
     token_ids,
 )
+from models.config.json_files import shown
 from models.config.rope import RopeScaling, read_rope, rope_entry
 from models.config.windows import (
     Windows,
@@ -104,6 +108,7 @@ class GQAConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        check_scalars(self.rope_theta, self.rms_norm_eps)
         if self.windows is not None:
             check_windows(self.windows, self.num_hidden_layers, self.num_key_value_heads)
         self._check_experts()
@@ -116,6 +121,7 @@ class GQAConfig:
                 )
             return
         at_least(1, {name: getattr(self, name) for name in ("num_local_experts", "num_experts_per_tok")})
+        check_experts_of_all_layers(self.num_hidden_layers, "num_local_experts", self.num_local_experts)
         if self.num_experts_per_tok > self.num_local_experts:
             wanted = f"at most num_local_experts={self.num_local_experts}"
             raise ValueError(f"num_experts_per_tok: expected {wanted}, got {self.num_experts_per_tok}")
@@ -166,7 +172,7 @@ class GQAConfig:
         """
         model_type = config.get("model_type")
         if str(model_type) not in FAMILIES:
-            raise NotImplementedError(f"model_type {model_type!r}: expected one of {', '.join(FAMILIES)}")
+            raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join(FAMILIES)}")
         _require(config)
         refuse_unsupported(config)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
@@ -223,7 +229,7 @@ def _require(config: Json) -> None:
         if all(entries.get("rope_theta") is None for entries in (config, *ropes)):
             missing.append("rope_theta")
     if missing:
-        raise ValueError(f"config.json: {', '.join(missing)} missing")
+        raise ValueError(f"{', '.join(missing)} missing")
 
 
 def _has_packed_experts(config: Json) -> bool:
@@ -248,7 +254,7 @@ def _read_windows(config: Json, num_layers: int) -> Windows | None:
     kinds = layer_kinds(config, num_layers)
     slides = config.get("use_sliding_window", False)
     if not isinstance(slides, bool):
-        raise ValueError(f"use_sliding_window: expected true or false, got {slides!r}")
+        raise ValueError(f"use_sliding_window: expected true or false, got {shown(slides)}")
     if config["model_type"] == "llama" and (slides or "sliding_attention" in (kinds or [])):
         raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
     if config["model_type"] == "gpt_oss":
@@ -264,6 +270,6 @@ def _read_windows(config: Json, num_layers: int) -> Windows | None:
 
 def _first_sliding_layer(config: Json) -> int:
     first = config.get("max_window_layers")
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise ValueError(f"max_window_layers: expected the first layer with a sliding window, got {first!r}")
+    if not is_integer(first) or first < 0:
+        raise ValueError(f"max_window_layers: expected the first layer with a sliding window, got {shown(first)}")
     return first

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from models.config.entries import Json, json_object, number, read_fields
+from models.config.json_files import shown
 
 LENGTH = "original_max_position_embeddings"
 
@@ -46,6 +47,12 @@ class YarnConfig:
             raise ValueError(f"original_max_position_embeddings: expected at least 1, got {got}")
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(f"expected beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}")
+        if min(self.mscale, self.mscale_all_dim) < 0:
+            raise ValueError(
+                f"mscale, mscale_all_dim: expected at least 0, got {self.mscale} and {self.mscale_all_dim}"
+            )
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ValueError(f"attention_factor: expected more than 0, got {self.attention_factor}")
 
     @property
     def rotary_scale(self) -> float:
@@ -119,7 +126,7 @@ def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling 
         raise ValueError(f"rope type and rope_type contradict each other: {', '.join(sorted(found))}")
     kind = found.pop()
     if kind not in kinds:
-        raise NotImplementedError(f"rope type {kind!r}: expected {' or '.join(kinds)}")
+        raise NotImplementedError(f"rope type {shown(kind)}: expected {' or '.join(kinds)}")
     return thetas.pop() if thetas else 10000.0, _SCALINGS[kind](config, rope)
 
 

@@ -11,14 +11,14 @@ In JSON a model's `head_windows` is a list with one entry a layer:
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from models.config.entries import Json
+from models.config.entries import Json, is_integer
+from models.config.json_files import read_json, shown
 from pallas_attn import FULL, HeadWindow
 
 
@@ -110,11 +110,9 @@ def load_windows(path: Path) -> Windows:
 
     Raises:
       ValueError: it is no such file.
+      OSError: it cannot be read.
     """
-    try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    entry = read_json(path)
     try:
         return read_head_windows(entry)
     except ValueError as error:
@@ -128,16 +126,16 @@ def read_head_windows(entry: Any) -> Windows:
       ValueError: another form, or a number out of range.
     """
     if not isinstance(entry, list) or not entry:
-        raise ValueError(f"head_windows: expected a list with one entry a layer, got {entry!r}")
+        raise ValueError(f"head_windows: expected a list with one entry a layer, got {shown(entry)}")
     return tuple(_read_layer(layer, window) for layer, window in enumerate(entry))
 
 
 def _read_layer(layer: int, entry: Any) -> LayerWindow:
-    if entry is None or (_is_integer(entry) and 1 <= entry <= FULL):
+    if entry is None or (is_integer(entry) and 1 <= entry <= FULL):
         return entry
     wanted = "expected null, a window from 1, or lists window and sink_tokens"
     if not isinstance(entry, Mapping) or not {"window"} <= entry.keys() <= {"window", "sink_tokens"}:
-        raise ValueError(f"head_windows of layer {layer}: {wanted}, got {entry!r}")
+        raise ValueError(f"head_windows of layer {layer}: {wanted}, got {shown(entry)}")
     window = _read_list(layer, "window", entry["window"], null=FULL)
     sinks = _read_list(layer, "sink_tokens", entry.get("sink_tokens", [0] * len(window)))
     try:
@@ -148,10 +146,10 @@ def _read_layer(layer: int, entry: Any) -> LayerWindow:
 
 def _read_list(layer: int, name: str, entry: Any, null: int | None = None) -> tuple[int, ...]:
     values = [null if value is None else value for value in entry] if isinstance(entry, list) else [None]
-    integers = tuple(value for value in values if _is_integer(value))
+    integers = tuple(value for value in values if is_integer(value))
     if len(integers) < len(values):
         wanted = "a list of integers" if null is None else "a list of integers and nulls"
-        raise ValueError(f"head_windows of layer {layer}: expected {name} as {wanted}, got {entry!r}")
+        raise ValueError(f"head_windows of layer {layer}: expected {name} as {wanted}, got {shown(entry)}")
     return integers
 
 
@@ -168,12 +166,12 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
       NotImplementedError: another kind.
     """
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise NotImplementedError(f"layer_types {unknown[0]!r}: expected full_attention or sliding_attention")
+        raise NotImplementedError(f"layer_types {shown(unknown[0])}: expected full_attention or sliding_attention")
     if "sliding_attention" not in kinds:
         return None
     window = config.get("sliding_window")
-    if not _is_integer(window) or not 1 <= window <= FULL:
-        raise ValueError(f"sliding_window: expected the tokens that sliding_attention layers see, got {window!r}")
+    if not is_integer(window) or not 1 <= window <= FULL:
+        raise ValueError(f"sliding_window: expected the tokens that sliding_attention layers see, got {shown(window)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -187,7 +185,7 @@ def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
     if not kinds:
         return None
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds) or len(kinds) != num_layers:
-        raise ValueError(f"layer_types: expected one for each of {num_layers} layers, got {kinds!r}")
+        raise ValueError(f"layer_types: expected one for each of {num_layers} layers, got {shown(kinds)}")
     return kinds
 
 
@@ -217,10 +215,6 @@ def _layer_entry(window: LayerWindow) -> Any:
     }
 
 
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _in_range(name: str, value: int, least: int) -> None:
     if not least <= value <= FULL:
-        raise ValueError(f"{name}: expected {least} to {FULL}, got {value}")
+        raise ValueError(f"{name}: expected {least} to {FULL}, got {shown(value)}")

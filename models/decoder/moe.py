@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.layers import MLP, Linear, project, swiglu
-from pallas_attn import capability
+from pallas_attn import capability, run_kept
 
 
 class Router(nnx.Module):
@@ -226,28 +226,35 @@ def hopper_takes(experts: Experts) -> bool:
 
 def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
     """Applies each row's expert to it by jax's ragged matrix product; rows are sorted by expert, `sizes` of each."""
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-
     num_rows, num_experts = rows.shape[0], sizes.shape[0]
     rows = jnp.pad(rows, ((0, -num_rows % 8), (0, 0)))  # copies to shared memory move tiles of 8 rows
     expert = _group_of(jnp.cumsum(sizes), jnp.arange(rows.shape[0], dtype=jnp.int32))
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
-        block_m, block_n = group_tile(num_rows, num_experts, weight.shape[2])
-        y = ragged_dot(
-            x,
-            weight,
-            group_sizes=sizes,
-            block_m=block_m,
-            block_n=block_n,
-            block_k=64,
-            max_concurrent_steps=4,
-            grid_block_n=weight.shape[2] // block_n,  # all columns of some rows, so that these stay in L2
-        )
+        y = run_kept(_ragged_product, (x, weight, sizes, group_tile(num_rows, num_experts, weight.shape[2])))
         return y if bias is None else y + bias[expert]
 
     hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
     return multiply(hidden, experts.down, experts.down_bias)[:num_rows]
+
+
+def _ragged_product(
+    call: tuple[Float[Array, "M D"], Float[Array, "E D N"], Int32[Array, "E"], tuple[int, int]],
+) -> Float[Array, "M N"]:
+    """Multiplies each group of rows with its expert's weights, in tiles of the size given last."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    rows, weights, sizes, (block_m, block_n) = call
+    return ragged_dot(
+        rows,
+        weights,
+        group_sizes=sizes,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=64,
+        max_concurrent_steps=4,
+        grid_block_n=weights.shape[2] // block_n,  # all columns of some rows, so that these stay in L2
+    )
 
 
 def group_tile(num_rows: int, num_experts: int, width: int) -> tuple[int, int]:

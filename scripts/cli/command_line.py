@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import io
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from rich.console import Console
+
+from scripts.cli.output_files import check_output, is_replaced, output_file
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 
@@ -46,7 +51,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class StandardOutput(Console):
-    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1."""
+    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1; names of files that
+    are not in its encoding are escaped."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        super().__init__()
 
     def on_broken_pipe(self) -> NoReturn:
         self.quiet = True
@@ -60,14 +71,22 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
     try:
         return command()
     except (UsageError, Failure) as error:
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: error: {_one_line(str(error))}", file=sys.stderr)
         return WRONG_INPUT if isinstance(error, UsageError) else FAILED
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # noqa: BLE001  Python would end with status 1, which is a command's own to give a meaning
+    except SystemExit:  # argparse's --help
+        raise
+    except BaseException:  # noqa: BLE001  Python would end with status 1, a command's own; a panic in Rust is no Exception
         traceback.print_exc()
         return FAILED
+
+
+def _one_line(message: str, longest: int = 2000) -> str:
+    """Makes a message one line of printable characters, since parts of it may come from a file."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
@@ -90,17 +109,58 @@ def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception]
         raise kind(prefix + "; ".join(reasons)) from error
 
 
-def check_writable(flag: str, path: Path) -> None:
-    """Raises UsageError, naming the flag, if no file can be written at `path`."""
+@dataclasses.dataclass
+class Failures:
+    """Failures of the last parts of a command, each of which is tried whatever becomes of the others.
+
+    Attributes:
+      messages: what failed so far.
+    """
+
+    messages: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the message of a Failure, which ends only the block."""
+        try:
+            yield
+        except Failure as error:
+            self.messages.append(str(error))
+
+    def check(self) -> None:
+        """Raises Failure, of all messages, if there are any."""
+        if self.messages:
+            raise Failure("; ".join(self.messages))
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
+    """Opens an output file as `output_file` does; raises Failure, naming the flag, if it cannot be written."""
     try:
-        if path.is_dir():
-            why = "it is a directory"
-        elif not path.parent.is_dir():
-            why = f"there is no directory {path.parent}"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "permission denied"
-        else:
-            return
-    except OSError as error:  # such as a name that is too long
-        why = error.strerror
-    raise UsageError(f"{flag}: cannot write {path}: {why}")
+        with output_file(path) as file:
+            yield file
+    except OSError as error:
+        raise Failure(f"{flag}: cannot write {path}: {error.strerror or error}") from error
+
+
+def write_report(flag: str, path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report as JSON; raises Failure, naming the flag, if it cannot."""
+    with writing(flag, path) as file:
+        file.write((json.dumps(report, indent=1) + "\n").encode("utf-8"))
+
+
+def check_outputs(paths: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
+    """Raises UsageError if an output file, by its flag, cannot be written, or is that of another flag, too."""
+    flags: dict[str, str] = {}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        try:
+            if make_folders:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            check_output(path)
+        except OSError as error:  # such as a name that is too long
+            raise UsageError(f"{flag}: cannot write {path}: {error.strerror}") from error
+        other = flags.setdefault(os.path.realpath(path), flag)
+        if other != flag and is_replaced(path):
+            raise UsageError(f"{flag}: cannot write {path}: {other} does")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from models.checkpoints import Tokenizer
-from scripts.cli.command_line import UsageError
+from models.checkpoints.tokenizer import check_unicode
+from models.config.json_files import read_json
+from scripts.cli.command_line import UsageError, as_usage_error
 
 # The demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.
 _PREFIX_PAGES = 3
@@ -81,10 +82,14 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Encodes each text as a prompt of the model.
 
     Raises:
-      UsageError: a text is empty.
+      UsageError: a text is empty, or not UTF-8.
+      TokenizerError: as `Tokenizer.encode_prompt`.
     """
-    if empty := [i for i, text in enumerate(texts) if not text.strip()]:
-        raise UsageError(f"--prompt: text {empty[0]} is empty")
+    for i, text in enumerate(texts):
+        if not text.strip():
+            raise UsageError(f"--prompt: text {i} is empty")
+        with as_usage_error(ValueError, prefix=f"--prompt: text {i}: "):
+            check_unicode(text)
     return [tokenizer.encode_prompt(text) for text in texts]
 
 
@@ -94,12 +99,11 @@ def read_ids(path: Path) -> list[list[int]]:
     Raises:
       UsageError: the file cannot be read, or holds anything else.
     """
-    try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--prompt-ids: cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--prompt-ids: {path} is not JSON: {error}") from error
+    with as_usage_error(ValueError, prefix="--prompt-ids: "):
+        try:
+            prompts = read_json(path)
+        except OSError as error:
+            raise UsageError(f"--prompt-ids: cannot read {path}: {error.strerror}") from error
     if not isinstance(prompts, list) or not prompts:
         raise UsageError(f"--prompt-ids: {path} must hold a list of lists of token ids, at least one")
     for i, ids in enumerate(prompts):

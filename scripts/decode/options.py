@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.engine import SamplingParams
-from scripts.cli.command_line import Parser, UsageError, check_writable
+from scripts.cli.command_line import Parser, UsageError, check_outputs
 from scripts.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
@@ -37,6 +37,7 @@ examples:
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
+Results replace a file once they are complete; a pipe or device, such as /dev/stdout, is written to as it is.
 
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
@@ -196,10 +197,7 @@ def _implementation(given: str) -> tuple[str, ...] | None:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    for flag in ("json", "dump_logits", "plot"):
-        path = getattr(options, flag)
-        if path is not None:
-            check_writable(f"--{flag.replace('_', '-')}", path)
+    check_outputs({"--json": options.json, "--dump-logits": options.dump_logits, "--plot": options.plot})
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if options.profile is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,12 +14,8 @@ from scripts.decode.report import Report
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#666666"
 
 
-def plot_run(path: Path, report: Report) -> None:
-    """Writes one PNG with three panels.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+def plot_run(file: BinaryIO, report: Report) -> None:
+    """Writes one PNG with three panels; raises OSError if it cannot."""
     from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(10, 9), layout="constrained")
@@ -31,7 +26,7 @@ def plot_run(path: Path, report: Report) -> None:
     _draw_pages(pages, report.stats)
     _draw_latencies(latencies, report.outputs)
     figure.suptitle(report.title, fontweight="bold")
-    figure.savefig(path, format="png", dpi=150)
+    figure.savefig(file, format="png", dpi=150)
 
 
 def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scripts.cli.output_files import output_file
 from scripts.tools.charts import Line, Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]
@@ -433,7 +434,8 @@ def generated() -> dict[str, str]:
 def main() -> None:
     for name, contents in generated().items():
         if not (ROOT / name).exists() or (ROOT / name).read_text() != contents:
-            (ROOT / name).write_text(contents)
+            with output_file(ROOT / name) as file:
+                file.write(contents.encode("utf-8"))
             print(f"{name} written")
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scripts.cli.command_line import check_outputs, exit_status, write_report
+
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("plain", "cold", "warm")
 
@@ -103,7 +105,13 @@ def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def main() -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status("startup", run)
+
+
+def run() -> int:
+    """Measures what the arguments ask for; raises Failure if the results cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m scripts.tools.startup", description=__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
@@ -112,7 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.first_call:
         print(json.dumps(first_call(options.first_call)))
-        return
+        return 0
+    check_outputs({"--json": options.json})
     from scripts.bench.harness.device import description
 
     report: dict[str, Any] = description() | {"seconds": {}}
@@ -123,8 +132,9 @@ def main() -> None:
         columns = (f"{mode} {t['lower_s']:6.2f} + {t['compile_s']:5.2f} s" for mode, t in times.items())
         print(f"{op:18}", "   ".join(columns), flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_report("--json", options.json, report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

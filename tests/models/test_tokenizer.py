@@ -1,7 +1,9 @@
 """Tokenizer directories made with the tokenizers library: reading them, and refusing wrong ones."""
 
 import datetime
+import gc
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer as Core
@@ -66,7 +68,8 @@ def test_plain_text_starts_as_the_post_processor_says(save):
 
 @pytest.mark.parametrize("changed", ["truncation", "padding"])
 def test_prompts_are_neither_cut_nor_padded(save, tmp_path, changed):
-    core = save(starts_with_bos=False).core
+    save(starts_with_bos=False)
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
     if changed == "truncation":
         core.enable_truncation(2)
     else:
@@ -112,7 +115,7 @@ def test_a_template_file_comes_before_the_configured_one(save):
 def test_templates_have_the_helpers_they_expect(save):
     template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
     tokenizer = save({"chat_template": template})
-    assert tokenizer.chat_template.render() == '"a"{"<&é": 1}'
+    assert tokenizer._render([]) == '"a"{"<&é": 1}'
 
 
 @pytest.mark.parametrize(
@@ -168,12 +171,30 @@ def test_malformed_configurations_are_refused(save, config, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "not JSON"), ("[]", "expected a JSON object"), ("{}", "tokenizer.json: ")]
+    ("content", "message"), [("{", "EOF while parsing"), ("[]", "tokenizer.json: "), ("{}", "tokenizer.json: ")]
 )
 def test_malformed_tokenizers_are_refused(tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_the_process_for_texts_gets_no_interrupt_and_ends_with_its_tokenizer(save):
+    tokenizer = save()
+    process = tokenizer._process._popen
+    assert os.getpgid(process.pid) != os.getpgid(0)
+    assert process.poll() is None
+    del tokenizer
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_a_process_that_is_gone_is_told_each_time(save):
+    tokenizer = save()
+    tokenizer._process._popen.kill()
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match=r"tokenizer.json: the process for it ended with SIGKILL"):
+            tokenizer.encode("page")
 
 
 def test_a_template_file_that_is_no_text_is_refused(save, tmp_path):

@@ -78,6 +78,7 @@ def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         modules = {(name, None): f"fake_{name}" for name in functions}
         monkeypatch.setitem(dispatch.MODULES, "op", modules)
         for name, function in functions.items():
+            function.__qualname__ = "op"  # as one that a module defines
             module = SimpleNamespace(op=function, __name__=f"fake_{name}")
             monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
         package = ModuleType("pallas_attn.ops.op")

@@ -175,7 +175,8 @@ def test_wrong_arguments_are_refused(wrong, capsys):
 def test_a_report_without_results_can_be_drawn(tmp_path):
     cases = [{"case": "large", "bytes": 8, "flops": 8, "skipped": "too large"}]
     report = {"operation": "x", "device": "cpu", "grid": "small", "rates": dataclasses.asdict(RATES), "cases": cases}
-    plot_report(tmp_path / "empty.png", report)
+    with (tmp_path / "empty.png").open("wb") as file:
+        plot_report(file, report)
     assert (tmp_path / "empty.png").stat().st_size
 
 
@@ -409,3 +410,20 @@ def test_long_pools_are_filled_to_the_end(monkeypatch):
 def test_what_contiguous_attention_cannot_stand_in_for_is_refused(case):
     with pytest.raises(NotImplementedError):
         torch_decode.refuse(case)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_ops, "measure_rates", lambda _: pytest.fail("something was measured"))
+    assert bench_ops.main(["merge_states", "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"bench_ops: error: --json: cannot write {tmp_path}: it is a directory\n"
+    picture = str(tmp_path / "report.png")
+    assert bench_ops.main(["merge_states", "--json", picture]) == 2
+    assert capsys.readouterr().err.endswith(f"cannot write {picture}: --json does\n")
+
+
+def test_a_full_disk_ends_the_run_in_one_line(monkeypatch, tmp_path, capsys):
+    (tmp_path / "report.json").symlink_to("/dev/full")
+    monkeypatch.setattr(bench_ops, "measure_rates", lambda _: RATES)
+    assert bench_ops.main(["merge_states", "--json", str(tmp_path / "report.json")]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("report.json: No space left on device")

@@ -98,7 +98,8 @@ def test_json_leaves_out_what_there_is_not():
 @pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 0), (1, 1), (100, 3000)])
 def test_any_run_makes_a_picture(tmp_path, num_requests, num_steps):
     path = tmp_path / "picture"
-    plot_run(path, report(num_requests, num_steps))
+    with path.open("wb") as file:
+        plot_run(file, report(num_requests, num_steps))
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [*tmp_path.iterdir()] == [path]
 

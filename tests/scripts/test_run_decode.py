@@ -272,11 +272,32 @@ def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", step_and_remove)
-    assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--json", str(directory / "out.json")]) == 3
+    files = {flag: directory / f"out{flag}" for flag in ("--dump-logits", "--plot", "--json")}
+    args = [*SMALL, *write_ids(PROMPTS[1:3]), "--verify", *(str(part) for file in files.items() for part in file)]
+    assert run_decode.main(args) == 3
+    captured = capsys.readouterr()
+    assert "2 requests" in captured.out
+    assert "yes: 12 of 12 tokens equal" in captured.out
+    said = [f"{flag}: cannot write {path}: there is no directory {directory}" for flag, path in files.items()]
+    assert captured.err == f"run_decode: error: {'; '.join(said)}\n"
+
+
+def test_a_tokenizer_that_fails_at_the_output_keeps_back_nothing_else(capsys, text_model, tmp_path):
+    path, out = text_model / "tokenizer.json", tmp_path / "out.json"
+    parts = json.loads(path.read_text())
+    parts["model"]["vocab"] = {"w" * (i + 1): i for i in range(256)}
+    parts["model"]["unk_token"] = "w"
+    parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}  # reads before the word
+    path.write_text(json.dumps(parts))
+    args = ["--model", text_model, *SIZES, "--max-tokens", "2", "--prompt", "w " * 12, "ww " * 12, "--json", out]
+    assert run_decode.main(list(map(str, args))) == 3
     captured = capsys.readouterr()
     assert "2 requests" in captured.out
     (line,) = captured.err.splitlines()
-    assert line.startswith("run_decode: error: --json: ")
+    assert line.startswith(f"run_decode: error: {path}: index out of bounds")
+    for request in json.loads(out.read_text())["requests"]:
+        assert len(request["output_ids"]) == 2
+        assert "text" not in request
 
 
 def test_files_are_written_though_nobody_reads_the_table(monkeypatch, capsys, write_ids, tmp_path):

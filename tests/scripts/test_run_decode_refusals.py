@@ -41,7 +41,7 @@ class TestRefusals:
             (["--kv-dtype", "int8"], "expected bfloat16, float16 or float32 for latents, got int8"),
             (["--kv-scales", "x"], "--kv-scales needs --kv-dtype int8 or fp8"),
             (["--random", "qwen3-tiny", "--kv-dtype", "fp8", "--kv-scales", "no such file"], "no such file: not a"),
-            ([*QUANTISED, "--kv-scales", "."], "--kv-scales: cannot read .: it is a directory"),
+            ([*QUANTISED, "--kv-scales", "."], "--kv-scales: .: not a regular file"),
             ([*QUANTISED, "--kv-scales", LONG], f"--kv-scales: cannot read {LONG}: [Errno 36] File name too long"),
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
             (["--random", "qwen3-tiny", "--head-windows", "no such file"], "No such file or directory"),
@@ -122,6 +122,10 @@ class TestRefusals:
         assert f"{flag}: cannot write" in refused(flag, tmp_path)
         assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
         assert refused(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
+
+    def test_two_results_in_one_file(self, refused, tmp_path):
+        out = tmp_path / "out"
+        assert refused("--json", out, "--plot", out).endswith(f"--plot: cannot write {out}: --json does")
 
     def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
         (tmp_path / "file").write_text("")

@@ -299,3 +299,15 @@ def test_wrong_arguments_are_refused(wrong, capsys):
         tune.main(["paged_decode", *wrong])
     assert raised.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "content"), [("--tuned", "[]"), ("--tuned", "{"), ("--json", None)])
+def test_files_that_are_no_good_are_refused_before_anything_is_measured(card, tmp_path, capsys, flag, content):
+    path = tmp_path / "file"
+    path.mkdir() if content is None else path.write_text(content)
+    files = {"--tuned": tmp_path / "tuned.json", "--json": tmp_path / "report.json", flag: path}
+    assert tune.main(["paged_decode", *(str(part) for file in files.items() for part in file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tune: error: {flag}: ")
+    assert str(path) in line
+    assert card.measured == []

@@ -19,8 +19,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from rich.table import Table
@@ -326,7 +325,7 @@ def _waited(case: dict[str, Any], kind: str) -> str:
     return f"{uniform:,.2f} to {head_wise:,.2f} ms ({-case[f'{kind}_saved']:+.0%})"
 
 
-def plot_long_decode(path: Path, bench: HeadWindowBench, series: dict[str, Any]) -> None:
+def plot_long_decode(file: BinaryIO, bench: HeadWindowBench, series: dict[str, Any]) -> None:
     """Writes a PNG of the rows in use as one context grows, and of their upper bound.
 
     Raises:
@@ -348,4 +347,4 @@ def plot_long_decode(path: Path, bench: HeadWindowBench, series: dict[str, Any])
     axes.legend(frameon=False)
     axes.grid(axis="y", linewidth=0.5, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", dpi=150)
+    figure.savefig(file, format="png", dpi=150)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -14,7 +13,7 @@ _MARKERS = "osD^vPX"
 _GREY = "#666666"
 
 
-def plot_report(path: Path, report: dict[str, Any]) -> None:
+def plot_report(file: BinaryIO, report: dict[str, Any]) -> None:
     """Writes a PNG: arithmetic by intensity under the roofline, and the fraction of the floor by the bytes of a call.
 
     Raises:
@@ -39,7 +38,7 @@ def plot_report(path: Path, report: dict[str, Any]) -> None:
         axes.grid(which="both", linewidth=0.3, alpha=0.5)
         axes.legend(frameon=False)
     figure.suptitle(f"{report['operation']} on {report['device']}, grid {report['grid']}", fontweight="bold")
-    figure.savefig(path, format="png", dpi=150)
+    figure.savefig(file, format="png", dpi=150)
 
 
 def _draw_roof(axes: Any, report: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -122,14 +121,6 @@ def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
         if time.perf_counter() >= end:
             return
         yield case
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Writes a report atomically, so that a run that ends while writing leaves the previous report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(report, indent=1) + "\n")
-    draft.replace(path)
 
 
 def load(operation: str) -> Bench:

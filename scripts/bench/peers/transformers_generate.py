@@ -13,6 +13,7 @@ The first token ends the prefill: prefill speed is batch x prompt tokens by the 
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ from transformers import (  # pyrefly: ignore[missing-import]
     PreTrainedModel,
     StoppingCriteria,
 )
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from scripts.cli.output_files import output_file
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,8 @@ def main() -> None:
         "results": results,
     }
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        with output_file(args.json) as file:
+            file.write((json.dumps(report, indent=2) + "\n").encode("utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""Output files: what was complete stays until the next is, whatever the target is and whatever fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.cli.command_line import Failure, UsageError, check_outputs, writing
+from scripts.cli.output_files import is_replaced, output_file
+from tests.scripts.command_lines import ROOT
+
+
+def write(path: Path, content: bytes = b"new") -> None:
+    with output_file(path) as file:
+        file.write(content)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Lets no file grow beyond a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    return path
+
+
+def test_a_file_is_what_it_was_until_the_next_is_complete(old: Path) -> None:
+    with output_file(old) as file:
+        file.write(b"new")
+        file.flush()
+        assert old.read_text() == "old"
+    assert old.read_text() == "new"
+    assert os.listdir(old.parent) == ["out.json"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_a_file_that_does_not_become_complete_leaves_nothing(old: Path, error: type[BaseException]) -> None:
+    def write_half() -> None:
+        with output_file(old) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write_half()
+    assert old.read_text() == "old"
+    assert os.listdir(old.parent) == ["out.json"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was(old: Path) -> None:
+    said = f"^--json: cannot write {old}: File too large$"
+    with pytest.raises(Failure, match=said), full_disk(1000), writing("--json", old) as file:
+        file.write(b"x" * 100_000)
+    assert old.read_text() == "old"
+    assert os.listdir(old.parent) == ["out.json"]
+
+
+def test_permissions_of_a_new_file_are_those_that_the_umask_leaves(tmp_path: Path) -> None:
+    for mask, wanted in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        path = tmp_path / f"{mask}"
+        with umask(mask):
+            write(path)
+        assert mode(path) == wanted
+
+
+def test_a_file_that_is_there_keeps_its_permissions(old: Path) -> None:
+    old.chmod(0o640)
+    with umask(0o077):
+        write(old)
+    assert (old.read_text(), mode(old)) == ("new", 0o640)
+
+
+def test_links_stay_and_their_files_are_replaced(old: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "links"
+    folder.mkdir()
+    (folder / "first").symlink_to(old)
+    (folder / "second").symlink_to("first")
+    (folder / "to nothing").symlink_to("made")
+    write(folder / "second")
+    write(folder / "to nothing")
+    assert (old.read_text(), (folder / "made").read_text()) == ("new", "new")
+    assert sorted(os.listdir(folder)) == ["first", "made", "second", "to nothing"]
+    assert all((folder / name).is_symlink() for name in ("first", "second", "to nothing"))
+
+
+def test_a_pipe_stays_a_pipe_and_gets_the_file(tmp_path: Path) -> None:
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
+    reader.start()
+    assert not is_replaced(path)
+    write(path)
+    reader.join()
+    assert read == [b"new"]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_devices_are_written_to_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "null").symlink_to("/dev/null")
+    write(tmp_path / "null")
+    write(Path("/dev/null"))
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    said = "^--json: cannot write /dev/full: No space left on device$"
+    with pytest.raises(Failure, match=said), writing("--json", Path("/dev/full")) as file:
+        file.write(b"new")
+
+
+def test_the_file_of_standard_output_gets_what_is_printed_later_too(tmp_path: Path, capfd) -> None:
+    with capfd.disabled():
+        kept, path = os.dup(1), tmp_path / "stdout"
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+        try:
+            os.write(1, b"before ")
+            assert not is_replaced(Path("/dev/stdout"))
+            write(Path("/dev/stdout"), b"report ")
+            write(path, b"again ")
+            os.write(1, b"after")
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+    assert path.read_bytes() == b"before report again after"
+
+
+def test_what_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    def refusal(*paths: Path) -> str:
+        with pytest.raises(UsageError) as raised:
+            check_outputs({f"--{i}": path for i, path in enumerate(paths)})
+        return str(raised.value)
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "around").symlink_to("around")
+    (tmp_path / "loose").symlink_to("none/out")
+    assert refusal(folder) == f"--0: cannot write {folder}: it is a directory"
+    assert refusal(tmp_path / "none" / "out").endswith(f": there is no directory {tmp_path / 'none'}")
+    assert refusal(tmp_path / "loose").endswith(f": there is no directory {tmp_path / 'none'}")
+    assert refusal(tmp_path / "around").endswith(": Too many levels of symbolic links")
+    assert refusal(tmp_path / ("x" * 300)).endswith(": File name too long")
+    assert refusal(Path("/dev/null/out")).endswith(": Not a directory")
+    both = tmp_path / "both"
+    assert refusal(both, folder / ".." / "both") == f"--1: cannot write {folder}/../both: --0 does"
+    check_outputs({"--0": Path("/dev/null"), "--1": Path("/dev/null"), "--2": None})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+        assert refusal(both) == f"--0: cannot write {both}: permission denied"
+
+
+WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?["']|\bsave_file\(|savefig\(\w*path""")
+
+
+def test_every_command_writes_its_files_by_this_function() -> None:
+    """The goldens' directories excepted, which are made anew."""
+    own = {"scripts/cli/output_files.py", "scripts/tools/make_goldens.py"}
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
+    assert own == {name for name, source in files.items() if WRITES.search(source)}
+
+
+def test_a_block_device_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.stat_result((stat.S_IFBLK | 0o666, *os.stat("/dev/null")[1:]))
+    monkeypatch.setattr(os, "stat", lambda path, **_: found)
+    with pytest.raises(OSError, match="neither a regular file nor a pipe nor a character device"):
+        write(Path("/dev/disk"))
