@@ -54,7 +54,7 @@ test-latest: | python  ## the tests, on the newest jax that pyproject.toml admit
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings
-	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-columns-512-64-n16 mla-rows-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
+	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-swap-ab-512-64-n16 mla-seesaw-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass
 
 lint: $(VENV)/dev.stamp  ## ruff and the type checker

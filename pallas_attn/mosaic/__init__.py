@@ -1,1 +1,1 @@
-"""What Mosaic GPU kernels share: here on any architecture, in `sm90` on Hopper."""
+"""Code shared by Mosaic GPU kernels: on any architecture here, on Hopper in `sm90`."""

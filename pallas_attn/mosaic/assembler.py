@@ -1,4 +1,4 @@
-"""Which assembler turns kernels into machine code here, and whether it can be trusted with ours."""
+"""The assembler (ptxas) that XLA would run on kernels here, and a refusal of versions known to miscompile them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ that of CUDA 12.9.1.
 
 
 def require_sound_assembler() -> None:
-    """Raises NotImplementedError if kernels would go through an assembler that is known to break them."""
+    """Raise NotImplementedError if kernels would go through an assembler that is known to miscompile them."""
     path = assembler()
     version = None if path is None else _version(path)
     if version is not None and BROKEN_SINCE <= version < SOUND_SINCE:
@@ -27,18 +27,17 @@ def require_sound_assembler() -> None:
 
 
 def assembler() -> Path | None:
-    """The ptxas that XLA runs: the first on PATH, else that of the CUDA packages; None if there is neither."""
+    """Path of the ptxas that XLA runs: the first on PATH, else that of the CUDA packages; None if there is neither."""
     if found := shutil.which("ptxas"):
         return Path(found)
-    packaged = (
-        Path(os.environ.get("MOSAIC_GPU_CUDA_ROOT", "")) / "bin" / "ptxas"
-    )  # set when jax's Mosaic GPU is imported
+    cuda_root = Path(os.environ.get("MOSAIC_GPU_CUDA_ROOT", ""))  # set when jax's Mosaic GPU is imported
+    packaged = cuda_root / "bin" / "ptxas"
     return packaged if packaged.is_file() else None
 
 
 @functools.cache
 def _version(path: Path) -> tuple[int, ...] | None:
-    """Such as (12, 9, 86); None if it does not say."""
+    """Version of a ptxas, such as (12, 9, 86); None if its output names none."""
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", said)
     return tuple(map(int, found.groups())) if found else None

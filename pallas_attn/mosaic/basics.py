@@ -1,4 +1,4 @@
-"""What every Mosaic GPU kernel needs: where it runs, its operands in memory of their own, arrays changed in place."""
+"""Helpers of every Mosaic GPU kernel: device it is traced for, operands in memory of their own, updates in place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A number for each thread of a kernel's program, and what threads learn of each other's through shuffles and shared
-memory.
+"""Scans, reductions and ranks over numbers of which each thread of a program holds one: by warp shuffles, and through
+shared memory from warp to warp.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 WARP = 32
 
 MOST_WARPGROUPS = 8
-"""Their warps are as many as a warp has threads, which sum up what all warps have."""
+"""So many have 32 warps, one for each thread of the warp that adds up the warps' sums."""
 
 PER_THREAD = RowLayout(threads=1, vector=1)
-"""How the numbers of a warpgroup lie, [128]."""
+"""Layout of arrays [128] with a number for each thread of a warpgroup."""
 
 COMPARED = 32
-"""Numbers that `Lanes.count_larger` reads in a turn of its loop."""
+"""Numbers that an iteration of `Lanes.count_larger` reads."""
 
 
 class Lanes(NamedTuple):
-    """The threads of a program, of up to 8 warpgroups, its axis "warpgroup".
+    """Threads of a program of up to 8 warpgroups, which are its axis "warpgroup".
 
     Attributes:
       sums: int32 [warps] in shared memory.
-      met: a barrier with which warpgroups wait for each other where they are interpreted; None where they are not.
+      met: barrier at which interpreted warpgroups wait for each other; None on a GPU.
     """
 
     sums: Any
@@ -46,11 +46,12 @@ class Lanes(NamedTuple):
 
     @staticmethod
     def types(warpgroups: int) -> Lanes:
+        """Scratch types."""
         met = plgpu.Barrier(num_arrivals=warpgroups) if interpreted() else None
         return Lanes(plgpu.SMEM((warpgroups * THREADS // WARP,), jnp.int32), met)
 
     def number(self) -> jax.Array:
-        """int32 [128]: which of all threads each is."""
+        """Number of each thread among all of the program, int32 [128]."""
         return PER_THREAD.iota(THREADS) + lax.axis_index("warpgroup") * THREADS
 
     @property
@@ -58,8 +59,9 @@ class Lanes(NamedTuple):
         return self.sums.shape[0] * WARP
 
     def each_chunk(self, count: int, body: Callable[[jax.Array, Any], Any], carry: Any = None) -> Any:
-        """body(numbers, carry) -> carry for each chunk of 0, 1, ... and at least `count` - 1, a number for each thread;
-        what the last one returns.
+        """Call carry = body(numbers, carry) for 0, 1, ... in chunks of a number for each thread; return the last carry.
+
+        The last chunk may go past `count` - 1.
         """
         if count <= self.threads:
             return body(self.number(), carry)
@@ -67,7 +69,7 @@ class Lanes(NamedTuple):
         return lax.fori_loop(0, chunks, lambda i, carry: body(self.number() + i * self.threads, carry), carry)
 
     def barrier(self) -> None:
-        """Waits for all threads, which see then what each has written to shared memory."""
+        """Wait for all threads of the program; each then sees what the others have written to shared memory."""
         if interpreted():
             plgpu.barrier_arrive(self.met)
             plgpu.barrier_wait(self.met)
@@ -80,8 +82,9 @@ class Lanes(NamedTuple):
         wait()
 
     def prefix_sums(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of each thread's number and those before it; and the sum of all, for each. Takes two barriers: who still
-        reads `sums` has done so, then they are there.
+        """Inclusive prefix sums of the threads' numbers, [128], and their total, [128].
+
+        Takes two barriers: before `sums` is overwritten, which others may still read, and once it is written.
         """
         thread = self.number()
         lane, warp = thread % WARP, thread // WARP
@@ -91,28 +94,29 @@ class Lanes(NamedTuple):
         self.barrier()
         warps = self.sums.shape[0]
         sum_of_warp = jnp.where(lane < warps, PER_THREAD.take(self.sums, jnp.minimum(lane, warps - 1)), 0)
-        before, of_all = _warp_sums(jnp.where(lane < warp, sum_of_warp, 0)), _warp_sums(sum_of_warp)
-        return within + before, of_all
+        before, total = _warp_sums(jnp.where(lane < warp, sum_of_warp, 0)), _warp_sums(sum_of_warp)
+        return within + before, total
 
     def append(self, sums: Ref, place: jax.Array, numbers: jax.Array, before: jax.Array) -> jax.Array:
-        """Writes prefix sums of threads' numbers to these places of `sums`, on top of the sum `before`; returns that
-        with all of them. All threads may read what is written.
+        """Write `before` plus the prefix sums of threads' numbers to sums[place]; return `before` plus their total.
+
+        All threads may read what is written.
         """
-        within, of_all = self.prefix_sums(numbers)
+        within, total = self.prefix_sums(numbers)
         PER_THREAD.put(sums, place, before + within)
         self.barrier()
-        return before + of_all
+        return before + total
 
     def sum(self, numbers: jax.Array) -> jax.Array:
-        """Of all threads' numbers, one. Takes two barriers like `prefix_sums`."""
+        """Sum of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
         return functools.reduce(jnp.add, self._of_warps(_warp_sums(numbers)))
 
     def max(self, numbers: jax.Array) -> jax.Array:
-        """The largest of all threads' numbers, in the same way."""
+        """Largest of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
         return functools.reduce(jnp.maximum, self._of_warps(_warp_max(numbers)))
 
     def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
-        """One for each warp, of whose threads each has it."""
+        """Collect a scalar from each warp, all of whose threads hold the same number."""
         thread, zero = self.number(), unknown_zero()  # constants are no indices
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), numbers)
@@ -120,17 +124,19 @@ class Lanes(NamedTuple):
         return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 
     def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
-        """How many of the numbers in shared memory, a multiple of 32 of them, are larger than each thread's own; of
-        threads past as many, anything.
+        """Count the numbers in shared memory that are larger than each thread's own, int32 [128]; threads from number
+        n on get arbitrary counts.
 
         Args:
-          numbers, own: float32 [n] and [128], whole numbers below 2**24. A difference of those, saturated, is 1 or 0:
-            two instructions a comparison, of the kind that multiprocessors do most of at a time.
+          numbers: float32 [n], n a multiple of 32, whole numbers below 2**24.
+          own: float32 [128], the same.
         """
         if interpreted():
             return jnp.sum(numbers[...][None, :] > own[:, None], axis=1, dtype=jnp.int32)
         each, count = PER_THREAD.per_row, numbers.shape[0]
 
+        # The saturated difference of two whole numbers is 1 or 0: two float32 additions for each comparison, of which
+        # a multiprocessor does more at a time than of other instructions.
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), each, each),
             return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=each),
@@ -146,7 +152,7 @@ class Lanes(NamedTuple):
                     others = (vector.extract(four, [], [j]) for j in range(4))
                     ones = [mgpu.utils.inline_ptx("sub.sat.f32 $0, $1, $2;", x, mine, result_types=f32) for x in others]
                     pairs = [arith.addf(*ones[j : j + 2]) for j in (0, 2)]
-                    total = arith.addf(total, arith.addf(*pairs))  # waits once for four of them
+                    total = arith.addf(total, arith.addf(*pairs))  # one dependent addition for four comparisons
                 registers[place] = vector.broadcast(register.type, total)
             return mgpu.FragmentedArray(_registers=registers, _layout=larger.layout, _is_signed=None)
 
@@ -158,9 +164,9 @@ class Lanes(NamedTuple):
         return lax.fori_loop(0, jnp.where(has_own, count // COMPARED, 0), step, nothing).astype(jnp.int32)
 
 
-def find(ends: Ref, count: int, place: jax.Array) -> jax.Array:
-    """The stretch that covers each place, by where `count` of them end, in order; `count` for places past the end. Each
-    round reads three ends and leaves a quarter.
+def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
+    """Index of the segment that each position lies in, by a search in the sorted ends of `count` segments; `count` for
+    positions past the last. Each round reads three ends and leaves a quarter of the segments.
     """
     found = PER_THREAD.filled(jnp.int32(0), THREADS)
     step = 4 ** ((count.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
@@ -172,13 +178,13 @@ def find(ends: Ref, count: int, place: jax.Array) -> jax.Array:
     return found
 
 
-def sum_before(sums: Ref, i: jax.Array) -> jax.Array:
-    """By prefix sums: the sum of all that come before number i."""
+def exclusive_sum(sums: Ref, i: jax.Array) -> jax.Array:
+    """Exclusive prefix sum number i, from inclusive ones."""
     return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
 
 
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
-    """In every round each takes in the one twice as far back as in the round before (Hillis and Steele, 1986)."""
+    """Inclusive prefix sums within each warp; in round i a lane adds that 2**i lanes before (Hillis, Steele 1986)."""
     if interpreted():
         return jnp.cumsum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32).reshape(-1)
 
@@ -196,14 +202,14 @@ def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
 
 
 def _warp_sums(numbers: jax.Array) -> jax.Array:
-    """Of a warp's numbers, for each of its threads."""
+    """Sum of a warp's numbers, for each of its threads."""
     if interpreted():
         return jnp.repeat(jnp.sum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32), WARP)
     return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.ADD), numbers)
 
 
 def _warp_max(numbers: jax.Array) -> jax.Array:
-    """The largest of a warp's numbers, for each of its threads."""
+    """Largest of a warp's numbers, for each of its threads."""
     if interpreted():
         return jnp.repeat(jnp.max(numbers.reshape(-1, WARP), axis=1), WARP)
     return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.MAX), numbers)
@@ -214,6 +220,7 @@ def _reduced(kind: nvvm.ReductionKind, number: ir.Value) -> ir.Value:
 
 
 def _by_thread(function: Callable[[ir.Value], ir.Value], numbers: jax.Array) -> jax.Array:
+    """Apply a function of MLIR values to each thread's number."""
     each = PER_THREAD.per_row
 
     @plgpu.inline_mgpu(arg_types=(each,), return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each))

@@ -1,4 +1,4 @@
-"""What several Mosaic GPU kernels do not take, and refuse in the same words."""
+"""Checks shared by Mosaic GPU kernels: calls they do not support raise NotImplementedError in the same words."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pallas_attn.types import QMAX
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
-"""Capped scores are a difference of numbers as large as the cap, and err by 1e-7 of it (`sm90.wgmma.capped`)."""
+"""Capped scores are a difference of two numbers as large as the cap, with an error of 1e-7 times the cap
+(`sm90.wgmma.capped`).
+"""
 
 
 def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
-    """Raises NotImplementedError unless queries are of 16 bits, which tensor cores multiply, and keys of the same dtype
-    or quantised.
+    """Raise NotImplementedError unless queries have 16 bits, as tensor cores multiply them, and keys the same dtype, or
+    keys are quantised.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
@@ -27,31 +29,31 @@ def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtype
 
 
 def require_head_dim(head_dim: int) -> None:
-    """Raises NotImplementedError unless heads are of a width in `HEAD_DIMS`."""
+    """Raise NotImplementedError unless the head width is in `HEAD_DIMS`."""
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"takes heads of width {_listed(HEAD_DIMS)}, got {head_dim}")
 
 
 def require_page_size(page_size: int) -> None:
-    """Raises NotImplementedError unless pages are of a size in `PAGE_SIZES`."""
+    """Raise NotImplementedError unless the page size is in `PAGE_SIZES`."""
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"takes pages of {_listed(PAGE_SIZES)} tokens, got {page_size}")
 
 
 def require_soft_cap(soft_cap: float | None) -> None:
-    """Raises NotImplementedError for a soft cap so large that scores would lose digits."""
+    """Raise NotImplementedError for a soft cap so large that scores would lose digits."""
     if soft_cap is not None and soft_cap > LARGEST_SOFT_CAP:
         raise NotImplementedError(f"takes a soft cap of up to {LARGEST_SOFT_CAP:g}, got {soft_cap:g}")
 
 
 def require_int32_rows(rows: int) -> None:
-    """Raises NotImplementedError unless an int32 numbers the rows of a pool, one for each token or token of a head."""
+    """Raise NotImplementedError unless int32 can index the rows of a pool, one for each token (of each head)."""
     if rows >= 2**31:
         raise NotImplementedError(f"takes pools of less than 2**31 rows, got {rows}")
 
 
 def require_draft_bits(num_queries: int) -> None:
-    """Raises NotImplementedError unless what a query sees of the drafts fits an int32, and its sign is not among it."""
+    """Raise NotImplementedError unless a query's draft mask fits the 31 bits of an int32 below its sign."""
     if num_queries > 31:
         raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
 

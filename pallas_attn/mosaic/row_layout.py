@@ -1,8 +1,8 @@
-"""Rows of arrays in Mosaic GPU kernels: from anywhere in global memory to the registers of a warpgroup, and back.
+"""Gather and scatter of rows in Mosaic GPU kernels, between global memory and the registers of a warpgroup.
 
-Pallas copies blocks. What is cached goes to rows of its own choosing, so here every thread finds its own address and
-moves up to 32 bytes there, past shared memory. Threads that share a row are neighbours and so are their columns, so
-that a warp's accesses fill whole sectors.
+Pallas copies blocks, but cached tokens go to rows that the caller chooses. So every thread computes its own address and
+moves up to 32 bytes, bypassing shared memory. Neighbouring threads hold neighbouring columns of a row, so that a warp's
+accesses fill whole sectors.
 """
 
 from __future__ import annotations
@@ -24,20 +24,37 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from pallas_attn.mosaic.basics import Ref, interpreted
 
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
+
+ACCESS_BYTES = 16
+"""Bytes that `copy_rows` has a thread move with an instruction, at most."""
+
+HELD_BYTES = 320
+"""Bytes of a row that a thread of `copy_rows` holds at a time: a row of DeepSeek's latents is loaded at once, also in
+float32.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """How tiles [a multiple of `rows`, a multiple of `columns`] lie in the registers of a warpgroup.
+    """Layout of tiles [a multiple of `rows`, a multiple of `columns`] in the registers of a warpgroup.
 
     Attributes:
-      threads: that share a row; a power of two, at most 32.
+      threads: threads that share a row; a power of two, at most 32.
       vector: neighbouring columns that a thread holds at a time.
     """
 
     threads: int
     vector: int
+
+    @staticmethod
+    def for_copies(width: int, dtype: Any) -> RowLayout:
+        """Layout for `copy_rows` of rows of `width` elements: as many threads a row as make the widest accesses that
+        divide it evenly.
+        """
+        even = width & -width
+        vector = min(ACCESS_BYTES // jnp.dtype(dtype).itemsize, even)
+        return RowLayout(min(32, even // vector), vector)
 
     @property
     def rows(self) -> int:
@@ -57,26 +74,26 @@ class RowLayout:
 
     @property
     def per_row(self) -> Any:
-        """Layout of a value for each row, which all of the row's threads hold."""
+        """Layout of an array with a value for each row, which all of the row's threads hold."""
         return self.tile.reduce(1)
 
     def iota(self, rows: int) -> jax.Array:
-        """int32 [rows]: the number of each row."""
+        """Index of each row, int32 [rows]."""
         return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=self.per_row)
 
     def spread(self, per_row: jax.Array, columns: int) -> jax.Array:
-        """A value of each row for all of its columns."""
+        """Broadcast a value of each row over its columns."""
         shape = (per_row.shape[0], columns)
         return plgpu.layout_cast(lax.broadcast_in_dim(per_row, shape, [0]), self.tile)
 
     def filled(self, value: Any, rows: int) -> jax.Array:
-        """[rows] of one value."""
+        """Array [rows] of one value, in layout `per_row`."""
         return plgpu.layout_cast(lax.broadcast(jnp.asarray(value), (rows,)), self.per_row)
 
     # Rows of global memory
 
     def load(self, ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
-        """ref[row[i], column : column + columns] for each i; zeros, and no access, where row[i] is negative."""
+        """Load ref[row[i], column : column + columns] for each i; where row[i] is negative zeros, without an access."""
         dtype, shape = ref.dtype, (row.shape[0], columns)
         if interpreted():
             return _interpreted_load(ref, row, pl.ds(column, columns), shape)
@@ -89,8 +106,8 @@ class RowLayout:
             element = mgpu.utils.dtype_to_ir_type(dtype)
             loaded = ir.VectorType.get((self.vector,), element)
             registers = np.empty_like(row.registers)
-            for index, there, pointer in _accesses(ref, row, column):
-                registers[index] = _load_if(there, pointer, loaded)
+            for index, is_given, pointer in _accesses(ref, row, column):
+                registers[index] = _load_if(is_given, pointer, loaded)
             return mgpu.FragmentedArray(
                 _registers=registers, _layout=row.layout, _is_signed=mgpu.utils.is_signed(dtype)
             )
@@ -98,24 +115,27 @@ class RowLayout:
         return load(ref, self.spread(row, columns))
 
     def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
-        """ref[row[i], column : column + columns] = values[i] for each i where row[i] is not negative."""
+        """Store values[i] to ref[row[i], column : column + columns] for each i where row[i] is not negative."""
         if interpreted():
             _interpreted_store(ref, row, (pl.ds(column, values.shape[1]),), values)
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.tile, self.tile))
         def store(_: Any, ref: ir.Value, row: Any, values: Any) -> None:
-            for index, there, pointer in _accesses(ref, row, column):
-                _store_if(there, values.registers[index], pointer)
+            for index, is_given, pointer in _accesses(ref, row, column):
+                _store_if(is_given, values.registers[index], pointer)
 
         store(ref, self.spread(row, values.shape[1]), values)
 
     # Single values of global memory
 
     def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
-        """ref[index] for indices inside a ref [n]; `layout` is theirs and the result's, per_row unless given.
+        """Load ref[index] from a ref [n], for indices in its range.
 
-        In global memory no kernel that runs may write there.
+        No running kernel may write there if it is global memory.
+
+        Args:
+          layout: of the indices and of the result; `per_row` unless given.
         """
         if interpreted():
             return ref[...][index]
@@ -139,7 +159,7 @@ class RowLayout:
         return take(ref, index)
 
     def put(self, ref: Ref, index: jax.Array, values: jax.Array) -> None:
-        """ref[index[i]] = values[i] for each i where index[i] is not negative; one of each, as they are per row."""
+        """Store values[i] to ref[index[i]] for each i where index[i] is not negative; both in layout `per_row`."""
         if interpreted():
             _interpreted_store(ref, index, (), values)
             return
@@ -149,14 +169,14 @@ class RowLayout:
             for i, register in np.ndenumerate(index.registers):
                 place = vector.extract(register, [], [0])
                 pointer = _pointer(ref, _offset(place), values.mlir_dtype)
-                _store_if(_is_place(place), values.registers[i], pointer)
+                _store_if(_is_given(place), values.registers[i], pointer)
 
         put(ref, index, values)
 
     # Columns in pairs
 
     def unzip(self, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The even and the odd columns of a tile: tiles of a layout with half the vector."""
+        """Split a tile into its even and its odd columns, in layout `halved`."""
         if interpreted():
             return pairs[:, 0::2], pairs[:, 1::2]
         half = self.halved
@@ -171,7 +191,7 @@ class RowLayout:
         return unzip(pairs)
 
     def zip(self, even: jax.Array, odd: jax.Array) -> jax.Array:
-        """The inverse of `unzip`."""
+        """Interleave columns: the inverse of `unzip`, from layout `halved`."""
         if interpreted():
             return jnp.stack([even, odd], axis=-1).reshape(even.shape[0], -1)
         half = self.halved
@@ -186,14 +206,31 @@ class RowLayout:
 
     @property
     def halved(self) -> RowLayout:
+        """Layout with half the vector."""
         return dataclasses.replace(self, vector=self.vector // 2)
+
+
+# --- copies
+
+
+def copy_rows(layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref, target_row: jax.Array) -> None:
+    """Copy source[source_row[i]] to target[target_row[i]] for each i, bit for bit.
+
+    Nothing is written where the target's row is negative, and zeros where the source's is. Refs may have more than
+    2**32 elements.
+    """
+    width = source.shape[1]
+    held = layout.columns * max(1, HELD_BYTES // (layout.vector * jnp.dtype(source.dtype).itemsize))
+    for column in range(0, width, held):
+        values = layout.load(source, source_row, column, min(held, width - column))
+        layout.store(target, target_row, column, values)
 
 
 # --- interpreted on the CPU
 
 
 def _interpreted_load(ref: Ref, row: jax.Array, columns: Any, shape: tuple[int, int]) -> jax.Array:
-    """Row by row: others may be being written."""
+    """Load row by row: other threads may be writing rows that are not asked for."""
 
     def load(i: jax.Array, loaded: jax.Array) -> jax.Array:
         return lax.cond(row[i] >= 0, lambda: loaded.at[i].set(ref[row[i], columns]), lambda: loaded)
@@ -210,27 +247,28 @@ def _interpreted_store(ref: Ref, row: jax.Array, columns: tuple[Any, ...], value
     lax.fori_loop(0, values.shape[0], store, None)
 
 
-# --- in the language of the compiler
+# --- as MLIR
 
 
 def _accesses(ref: ir.Value, row: Any, column: int) -> Any:
-    """For each register of a tile: its place among them, whether its row is there, and where in the row it begins.
+    """Yield each register of a tile: its index, whether its row is to be accessed, and a pointer to its first column.
 
-    Offsets are of 64 bits: a cache may have more than 2**32 elements.
+    Offsets have 64 bits: a cache may have more than 2**32 elements.
     """
     width = ir.MemRefType(ref.type).shape[1]
     element = ir.MemRefType(ref.type).element_type
     i64 = ir.IntegerType.get_signless(64)
-    for (index, register), (_, place) in zip(
+    for (index, register), (_, own_column) in zip(
         np.ndenumerate(row.registers), row.layout.thread_idxs(row.shape), strict=True
     ):
         number = vector.extract(register, [], [0])
         start = arith.muli(_offset(number), mgpu.c(width, i64))
-        within = arith.addi(arith.index_castui(i64, place), mgpu.c(column, i64))
-        yield index, _is_place(number), _pointer(ref, arith.addi(start, within), element)
+        within = arith.addi(arith.index_castui(i64, own_column), mgpu.c(column, i64))
+        yield index, _is_given(number), _pointer(ref, arith.addi(start, within), element)
 
 
-def _is_place(number: ir.Value) -> ir.Value:
+def _is_given(number: ir.Value) -> ir.Value:
+    """Whether a row or index is not negative."""
     return arith.cmpi(arith.CmpIPredicate.sge, number, mgpu.c(0, number.type))
 
 
@@ -244,16 +282,16 @@ def _pointer(ref: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
 
 
 def _words(loaded: ir.VectorType) -> ir.VectorType:
-    """What to move a vector as: 32 bits at a time if there are as many."""
+    """Type to move a vector as: words of 32 bits, or one of fewer."""
     bits = mgpu.utils.bitwidth(loaded)
     word = min(bits, 32)
     return ir.VectorType.get((bits // word,), ir.IntegerType.get_signless(word))
 
 
-def _load_if(there: ir.Value, pointer: ir.Value, loaded: ir.VectorType) -> ir.Value:
-    """A vector, or zeros."""
+def _load_if(is_given: ir.Value, pointer: ir.Value, loaded: ir.VectorType) -> ir.Value:
+    """Load a vector of this type if a condition holds; else zeros, without an access."""
     words = _words(loaded)
-    branch = scf.IfOp(there, [words], has_else=True)
+    branch = scf.IfOp(is_given, [words], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         alignment = min(16, mgpu.utils.bitwidth(words) // 8)
         scf.yield_([llvm.load(words, pointer, alignment=alignment)])
@@ -262,14 +300,14 @@ def _load_if(there: ir.Value, pointer: ir.Value, loaded: ir.VectorType) -> ir.Va
     return mgpu.utils.bitcast(branch.results[0], loaded)
 
 
-def _store_if(there: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
+def _store_if(is_given: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
     words = mgpu.utils.bitcast(values, _words(ir.VectorType(values.type)))
-    with mgpu.utils.when(there):
+    with mgpu.utils.when(is_given):
         llvm.store(words, pointer, alignment=min(16, mgpu.utils.bitwidth(words.type) // 8))
 
 
 def _each(x: Any, layout: Any, function: Callable[..., ir.Value], *more: Any) -> Any:
-    """A function of the registers of arrays, which gives those of an array of another layout."""
+    """Apply a function to corresponding registers of arrays, for an array of another layout."""
     registers = np.empty_like(x.registers)
     for i in np.ndindex(registers.shape):
         registers[i] = function(x.registers[i], *(other.registers[i] for other in more))

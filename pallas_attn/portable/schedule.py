@@ -1,5 +1,8 @@
-"""Arithmetic of `plan_decode`: rows are laid end to end, each as long as it costs, and cut at equal distances, one for
-each program. Where that is nearly as even, groups of rows get programs to themselves, so that fewer rows are cut.
+"""Arithmetic of `plan_decode`, shared by its implementations.
+
+Rows are laid end to end, each as long as its cost, and cut at equal distances, a share for each program. Where that is
+nearly as even, groups of rows get programs of their own, so that fewer rows are cut. Positions along this line are
+called offsets; a place is a row's index in the plan's order; a piece is the part of a row that one program takes.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ UNEVENNESS = 16
 """Accept a schedule with fewer cuts if its largest share exceeds the mean by at most 1/16."""
 
 MAX_SNAKE_ROWS = 256
-"""Rows that are sorted by length, at most: each is compared with each, in one chunk of a kernel. A power of two."""
+"""Up to this many rows are sorted by length: a kernel compares each with each, in one chunk. A power of two."""
 
 
 def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, "*quotients"]:
-    """Quotient a // b of non-negative numbers, for b of a's shape or a scalar. Unsigned division takes the fewest
+    """Quotient a // b of non-negative numbers, for b of a's shape or a scalar; unsigned division takes the fewest
     instructions.
     """
     unsigned = (x.astype(jnp.uint32) for x in jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
@@ -27,25 +30,25 @@ def ratio(a: Int32[Array, "*of"], b: Int32[Array, "*by"] | int) -> Int32[Array, 
 
 
 def order_key(size: Int32[Array, "n"], number: Int32[Array, "n"], count: int) -> Int32[Array, "n"]:
-    """Sort keys of up to `count` sizes, the largest first, and of equal sizes the first: integers that float32 holds.
-    Sizes too large for that count as equal.
+    """Sort keys, descending, of up to `count` sizes: the largest size first, equal sizes by number. Whole numbers below
+    2**24, which float32 holds; sizes too large for that count as equal.
     """
     return jnp.minimum(size, (1 << 24) // count - 1) * count + (count - 1 - number)
 
 
 class Groups(NamedTuple):
-    """Groups of rows that have programs to themselves.
+    """Groups of rows that have programs of their own.
 
     Rows go to groups in snake order, the longest first, back and forth, so that all groups get about as much. The rows
-    of a group are neighbours in the order of the plan. Groups have equally many rows, except that some of them, the
-    first or the last, may have one more.
+    of a group are neighbours in the plan's order. Groups have equally many rows, except that some of them, the first
+    ones or the last ones, may have one more.
 
     Attributes:
-      number: of groups, at least 1.
-      programs: of each.
-      rows: of all, that are not idle.
-      first: groups that have as many rows as the first one.
-      rows_of_first, rows_of_others: of each.
+      number: number of groups, at least 1.
+      programs: programs of each group.
+      rows: rows of all groups together, without idle ones.
+      first: number of groups that have as many rows as the first one.
+      rows_of_first, rows_of_others: rows of each of those, and of each of the others.
     """
 
     number: Int32[Array, ""]
@@ -57,32 +60,34 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(rows: Int32[Array, ""], num_programs: int) -> Groups:
-        """As many as there are programs for; or of two rows, which is the least that can be evened out."""
-        most = jnp.maximum(ratio(rows + (num_programs - 1), num_programs), 1)  # rows of a program
-        of_each = jnp.where(most > 1, most, 2)
+        """Groups for one program each if there are more rows than programs; else of two rows each, the fewest that even
+        out.
+        """
+        rows_per_program = jnp.maximum(ratio(rows + (num_programs - 1), num_programs), 1)
+        of_each = jnp.where(rows_per_program > 1, rows_per_program, 2)
         number = jnp.maximum(ratio(rows + of_each - 1, of_each), 1)
         programs = jnp.maximum(ratio(jnp.int32(num_programs), number), 1)
-        rounds = ratio(rows, number)  # in which every group takes a row
-        left = rows - number * rounds  # taken after that, in the direction of another round
-        back = rounds % 2
+        rounds = ratio(rows, number)  # every group takes a row in each
+        left = rows - number * rounds  # rows of one more round, which not every group takes part in
+        back = rounds % 2  # whether that round runs from the last group to the first
         first = jnp.where(back == 1, number - left, left)
         return Groups(number, programs, rows, first, rounds + 1 - back, rounds + back)
 
     def start(self, group: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Place of a group's first row; of those past the last group, the number of rows."""
+        """Place of a group's first row; the number of rows for groups past the last."""
         group = jnp.minimum(group, self.number)
         others = jnp.maximum(group - self.first, 0)
         return (group - others) * self.rows_of_first + others * self.rows_of_others
 
     def place(self, rank: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Of a row that comes at `rank` where the longest come first. Idle rows stay last."""
-        turn = ratio(rank, self.number)
-        seat = rank - turn * self.number
-        group = jnp.where(turn % 2 == 0, seat, self.number - 1 - seat)
-        return jnp.where(rank < self.rows, self.start(group) + turn, rank)
+        """Place of the row of this rank by length, the longest being 0. Idle rows stay last."""
+        round_number = ratio(rank, self.number)
+        in_round = rank - round_number * self.number
+        group = jnp.where(round_number % 2 == 0, in_round, self.number - 1 - in_round)
+        return jnp.where(rank < self.rows, self.start(group) + round_number, rank)
 
     def group(self, place: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Whose row that is; the last group for idle ones."""
+        """Group of the row at a place; the last group for idle rows."""
         start_of_others = self.first * self.rows_of_first
         among_first = place < start_of_others
         into = jnp.where(among_first, place, place - start_of_others)
@@ -92,18 +97,18 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """What rows cost and where they are cut.
+    """Costs of rows, and offsets at which they are cut.
 
-    In `balanced` mode a row costs its pages and a constant, and is cut where a program starts beyond the constant, and
-    not in the last few pages. That is done among all rows, or among those of each group, or each row has programs to
-    itself: what cuts least of what is even enough. In `fixed` mode rows are cut at multiples of `split_pages`, whoever
-    takes them, and each piece costs 1.
+    In `balanced` mode a row costs its pages plus a constant overhead, and is cut where a program's share starts, except
+    within the overhead and in the last few pages. Of three schedules, that with the fewest cuts is taken which is even
+    enough: programs of its own for each row, equal shares of the rows of each group, or equal shares of all rows. In
+    `fixed` mode rows are cut at multiples of `split_pages`, whichever programs take them, and each piece costs 1.
 
     Attributes:
       overhead: the constant, in pages; 0 in `fixed` mode.
-      cut: what a program may take beyond an equal share if then none takes parts of two rows, in pages; 0 in `fixed`
+      cut: pages that a program may take beyond an equal share if no program then takes parts of two rows; 0 in `fixed`
         mode.
-      least: pages of a part, where rows have programs to themselves.
+      least: least pages of a part, where rows have programs of their own.
       split_pages: pages of a piece; 0 in `balanced` mode.
     """
 
@@ -114,55 +119,59 @@ class Sharing:
 
     @property
     def tail(self) -> int:
-        """Pages at the end of a row that stay with the program of those before: a start costs more than they do."""
+        """Pages at the end of a row that are never cut off: a start costs more than they do."""
         return self.overhead // 2
 
     def uses_snake_order(self, num_rows: int) -> bool:
-        """Whether groups take so many rows in snake order, sorted by length; else they take them as they come."""
+        """Whether so many rows are sorted by length and go to groups in snake order; else they keep their order."""
         return not self.split_pages and num_rows <= MAX_SNAKE_ROWS
 
     def length_key(self, num_pages: Int32[Array, "rows"], row: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-        """Sort keys of rows, the largest first: the longest row, and the first of those as long."""
+        """Sort keys of rows, descending: the longest first, equally long ones by index."""
         return order_key(num_pages, row, MAX_SNAKE_ROWS)
 
     def cost(self, num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-        """Of each row; an idle one costs nothing."""
+        """Cost of each row; 0 for idle ones."""
         if self.split_pages:
             return ratio(num_pages + (self.split_pages - 1), self.split_pages)
         return jnp.where(num_pages > 0, num_pages + self.overhead, 0)
 
     def share(self, total: Int32[Array, "*of"], num_programs: Int32[Array, ""] | int) -> Int32[Array, "*of"]:
-        """What a program takes, at least a row's overhead and a page."""
+        """Cost that each program takes, at least that of a row of one page."""
         return jnp.maximum(ratio(total + (num_programs - 1), num_programs), self.overhead + 1)
 
     def own_share(self, total_pages: Int32[Array, ""], num_programs: int) -> Int32[Array, ""]:
-        """Pages that a program takes about if rows have programs to themselves. None starts two, so what that costs is
-        the same for all.
+        """Pages that each program takes, about, if rows have programs of their own. Overheads are left out, since every
+        program has one.
         """
         return jnp.maximum(ratio(total_pages + (num_programs - 1), num_programs), self.least)
 
     def parts(
         self, num_pages: Int32[Array, "rows"], own_share: Int32[Array, ""]
     ) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"]]:
-        """How many programs rows have to themselves if each takes about so many pages, none where a row is idle; and
-        the pages of each, of which the last may take fewer.
+        """Number of programs of each row, 0 if idle, and pages that each of these takes; the last one may take fewer.
+
+        Args:
+          own_share: pages that a program should take, about.
         """
         programs = jnp.maximum(ratio(num_pages + ratio(own_share, 2), own_share), 1)
         part = jnp.maximum(ratio(num_pages + (programs - 1), programs), 1)
         return ratio(num_pages + (part - 1), part), part
 
     def is_part_uneven(self, part: Int32[Array, "n"], share: Int32[Array, ""]) -> Bool[Array, "n"]:
-        """Whether a program would have so much of a row that programs at equal distances are better. There, too, a
-        program starts once without a row's start in its share.
+        """Whether parts of so many pages are so much more than an equal share that equal shares are better. A program
+        starts once in either schedule, so overheads are left out.
         """
         return part > share + jnp.minimum(ratio(share, UNEVENNESS), self.cut)
 
     def is_group_uneven(
         self, taken: Int32[Array, "n"], programs: Int32[Array, ""], share: Int32[Array, ""]
     ) -> Bool[Array, "n"]:
-        """Whether a program of a group of so many would take so much. One by itself starts rows only, and none is cut.
-        Those of several cut about half as many as all programs would, and may take twice the part of a share more, but
-        half the pages.
+        """Whether the share of a group's programs is so much more than an equal share that equal shares are better.
+
+        A group of one program cuts no row: it may exceed an equal share as `is_part_uneven` allows, and by a row's
+        overhead. A group of several cuts about half as many rows as equal shares do: it may exceed them by twice that
+        fraction, but by half as many pages.
         """
         alone = self.overhead + jnp.minimum(ratio(share, UNEVENNESS), self.cut)
         several = jnp.minimum(ratio(2 * share, UNEVENNESS), self.cut // 2)
@@ -171,14 +180,14 @@ class Sharing:
     def start(
         self, program: Int32[Array, "n"], share: Int32[Array, "*of"], total: Int32[Array, "*of"]
     ) -> Int32[Array, "n"]:
-        """Where programs start among the rows; the first one without work, and all after it, at or past the end."""
+        """Offset at which each program starts; at the end or past it for programs without work."""
         return jnp.minimum(program, ratio(total + (share - 1), share)) * share
 
     def pieces(
         self, begin: Int32[Array, "rows"], end: Int32[Array, "rows"], share: Int32[Array, "*of"]
     ) -> Int32[Array, "rows"]:
-        """Of rows that lie between these places and are cut at equal distances. A piece begins with each busy row and
-        with each cut.
+        """Number of pieces of rows that lie between these offsets: one for each row that is not idle, and one for each
+        cut.
         """
         if self.split_pages:
             return end - begin
@@ -186,11 +195,11 @@ class Sharing:
         return jnp.where(end > begin, 1 + jnp.maximum(cuts, 0), 0)
 
     def snap_to_row_end(self, at: Int32[Array, "n"], end: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """Move starts in the last few pages of a row, which ends at `end`, to the row's end."""
+        """Move offsets in the last few pages of a row, which ends at `end`, to its end."""
         return jnp.where(end - at <= self.tail, end, at)
 
     def page(self, into: Int32[Array, "n"]) -> Int32[Array, "n"]:
-        """The page that lies so far into a row. Its first follows the overhead: who starts in that starts the row."""
+        """Page at an offset into a row: page 0 for the overhead, which comes first."""
         return into * self.split_pages if self.split_pages else jnp.maximum(into - self.overhead, 0)
 
     def piece(
@@ -201,7 +210,12 @@ class Sharing:
         first: Int32[Array, "n"],
         share: Int32[Array, "*of"],
     ) -> Int32[Array, "n"]:
-        """Number of the piece a program starts with, `into` a row that begins at `begin` and with piece `first`."""
+        """Index of the piece that a program starts with.
+
+        Args:
+          begin, first: offset and first piece of the row.
+          into: offset into the row at which the program starts.
+        """
         if self.split_pages:
             return first + into
         return first + jnp.where(into > self.overhead, program - ratio(begin + self.overhead, share), 0)

@@ -1,4 +1,4 @@
-"""Compiles cases by hand: python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]"""
+"""Compile cases by hand: python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]"""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from tests.aot.report import Report, complaints
 
 
 def listing(report: Report, tile: Tile) -> str:
-    """What `scripts/tools/tile_budget.py` reads: the kernel that uses the tensor cores, and what a tile is to it."""
+    """Input of `scripts/tools/tile_budget.py`: the disassembly of the kernel that uses the tensor cores, and the size
+    of its tile.
+    """
     (kernel,) = (kernel for kernel in report.kernels if kernel.tensor_cores)
     return f"// tile: {tile.num_bytes} bytes, {tile.multiply_adds} multiply-adds\n{kernel.sass}"
 
 
 def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> bool:
-    """Whether a case passes."""
+    """Compile a case, print its report, and return whether it passes."""
     case, began = CASES[name], time.perf_counter()
     report = compiler.report(name)
     print(f"{name}: {time.perf_counter() - began:.1f} s, {report.shared_memory} bytes of shared memory")

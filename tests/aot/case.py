@@ -1,4 +1,4 @@
-"""What is compiled and held to account: one call of a function, on shapes."""
+"""One call of a function, on shapes, that the gate compiles, and requirements on the result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a kernel's main loop goes through at a time, over all warpgroups that share it.
+    """Work of one iteration of a kernel's main loop, over all warpgroups that share it.
 
     Attributes:
-      num_bytes: of the cache.
-      multiply_adds: on the tensor cores.
+      num_bytes: bytes of the cache.
+      multiply_adds: multiply-adds on the tensor cores.
     """
 
     num_bytes: int
@@ -26,20 +26,20 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call that has to compile, and what it has to keep.
+    """Call that has to compile, and requirements that its report has to meet.
 
     Attributes:
       function: takes `arguments` by name.
       arguments: pytrees of shapes.
       cache: name of the argument that holds a cache: it must not be copied.
       donated: whether the cache is donated, and has to be updated in place.
-      kernels: there are Mosaic GPU kernels in it.
-      tensor_cores: one of them uses the tensor cores.
+      kernels: whether there have to be Mosaic GPU kernels in it.
+      tensor_cores: whether one of them has to use the tensor cores.
       temporaries: bytes it may use beside arguments and results.
       scratch_bytes: shared memory of its greediest kernel, computed from scratch types; 0 where that is not compared.
       tile: for the instruction budget; None where there is no tile of a cache.
-      blocks: of its kernel that are meant to share a multiprocessor.
-      options: of the compiler.
+      blocks: thread blocks of its kernel that have to fit a multiprocessor.
+      options: options of the compiler.
     """
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes that results have to take the place of."""
+        """Bytes of donated arguments, which results have to take the place of."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.donated and self.cache else []
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
 
@@ -68,5 +68,5 @@ class Case:
 
 
 def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Of an array that is not there."""
+    """Shape and dtype of an array."""
     return jax.ShapeDtypeStruct(dims, dtype)

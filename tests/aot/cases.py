@@ -1,4 +1,4 @@
-"""Every configuration that has to pass the gate, by name."""
+"""All cases that have to pass the gate, by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tests.aot.case import Case
 from tests.aot.decode import DECODE, DECODE_MORE
 from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
-from tests.aot.mla import MLA, MLA_MORE
-from tests.aot.mla_columns import MLA_COLUMNS, MLA_COLUMNS_MORE
+from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
+from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
@@ -16,7 +16,7 @@ from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_COLUMNS | MLA_COLUMNS_MORE | MLA | MLA_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
+    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
 }
 
 MODULES = {
@@ -25,13 +25,13 @@ MODULES = {
     **dict.fromkeys(DECODE_MORE | DECODE, "decode"),
     **dict.fromkeys(WRITES | WRITES_MORE, "writes"),
     **dict.fromkeys(LATENT | LATENT_MORE, "latent"),
-    **dict.fromkeys(MLA_COLUMNS | MLA_COLUMNS_MORE, "mla_columns"),
-    **dict.fromkeys(MLA | MLA_MORE, "mla"),
+    **dict.fromkeys(MLA_SWAP_AB | MLA_SWAP_AB_MORE, "mla_swap_ab"),
+    **dict.fromkeys(MLA_SEESAW | MLA_SEESAW_MORE, "mla_seesaw"),
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
     **dict.fromkeys(ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
 }
-"""The module of this package that defines each."""
+"""Module of this package that defines each case."""
 
 SLOW = (
     (DECODE_MORE.keys() - DECODE.keys())
@@ -39,17 +39,17 @@ SLOW = (
     | LATENT_MORE.keys()
     | ENGINE.keys()
     | REAL.keys()
-    | (MLA_COLUMNS_MORE.keys() - MLA_COLUMNS.keys())
-    | (MLA_MORE.keys() - MLA.keys())
+    | (MLA_SWAP_AB_MORE.keys() - MLA_SWAP_AB.keys())
+    | (MLA_SEESAW_MORE.keys() - MLA_SEESAW.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
 )
-"""Left to the slow run."""
+"""Cases of the slow run."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
         "experts-64-tokens",
-        "mla-columns-512-64-n16",
-        "mla-rows-512-64-h128",
+        "mla-swap-ab-512-64-n16",
+        "mla-seesaw-512-64-h128",
         "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
         "paged-decode-int8-channel-d128-n8",
@@ -62,4 +62,4 @@ ON_BOTH_PLUGINS = frozenset(
         "xla-paged-decode-bf16",
     }
 )
-"""Cases that the other plugin compiles in the ordinary run too: one of each kernel."""
+"""Cases that the ordinary run compiles with the other plugin, too: one of each kernel."""

@@ -26,14 +26,14 @@ from tests.aot.samples import SAMPLES
 
 
 class Printed:
-    """What this process prints from now on, C++ libraries included; that is where Mosaic GPU's dumps go."""
+    """Capture of all that this process prints from now on, C++ libraries included: Mosaic GPU prints its dumps."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115, it is kept for good
         os.dup2(self._file.fileno(), 1)
 
     def take(self) -> str:
-        """What was printed since the last call."""
+        """Text printed since the last call."""
         sys.stdout.flush()
         ctypes.CDLL(None).fflush(None)
         self._file.seek(0)
@@ -65,7 +65,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
 
 
 def kernels_on_slices(module: str) -> tuple[str, ...]:
-    """The computations of a compiled module in which a kernel is fused with slices of its operands or results."""
+    """Names of computations of a compiled module in which a kernel is fused with slices of its operands or results."""
     found = []
     for computation in re.split(r"(?m)^}\n", module):
         name = re.match(r"\s*%?([\w.-]*slice-fusion[\w.-]*) ", computation)
@@ -75,7 +75,7 @@ def kernels_on_slices(module: str) -> tuple[str, ...]:
 
 
 def large_copies(module: str, elements: int) -> tuple[str, ...]:
-    """The copying instructions of a compiled module whose result has at least this many elements."""
+    """Copying instructions of a compiled module whose result has at least this many elements."""
     found = re.findall(r"(?m) = \(?(\w+\[([\d,]+)\])\S*(?: [^=]*\))? (copy|copy-start|transpose)\(", module)
     return tuple(
         f"{operation} of {result}"

@@ -1,4 +1,4 @@
-"""One compiling process of each plugin for all tests of a worker, started when the first of them needs it."""
+"""One compiling process for each plugin, shared by all tests of a worker and started when the first one needs it."""
 
 from collections.abc import Callable, Iterator
 

@@ -34,7 +34,7 @@ CACHES: dict[str, tuple[Any, Any]] = {
 }
 HEAD_DIMS = (64, 128, 256)
 OPERATION = "paged_decode/mosaic"
-"""What tunings are packaged under."""
+"""Operation under which tunings are packaged."""
 
 paged_decode = functools.partial(pallas_attn.paged_decode, return_lse=True, implementation="mosaic")
 
@@ -50,10 +50,10 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for, as far as its sizes depend on it, and the page size.
+    """Parameters that the kernel is compiled for and its sizes depend on, and the page size.
 
     Attributes:
-      cache: of `CACHES`.
+      cache: name in `CACHES`.
       columns: query rows of a KV head that a program takes at once.
       out: dtype of the output.
     """
@@ -81,12 +81,12 @@ class Configuration:
 
     @property
     def terms(self) -> int:
-        """16-bit numbers a query is made of."""
+        """Number of 16-bit terms whose sum is a query."""
         return 2 if self.cache.endswith("-channel") else 1
 
     @property
     def key(self) -> PagedDecodeKey:
-        """What its sizes are looked up by."""
+        """Key under which its sizes are looked up."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
@@ -104,7 +104,7 @@ class Configuration:
         return jax.eval_shape(lambda: PagedKV.allocate(spec))
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
-        """What `plan_decode` makes of a batch; the same shapes for any window."""
+        """Plan of `plan_decode` for a batch, as shapes, which are the same for any window."""
         return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch)
 
     def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
@@ -120,17 +120,17 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Of `TOKENS` tokens, whatever the kernel takes at once."""
+        """Tile of `TOKENS` tokens, whatever the kernel takes at once."""
         elements = TOKENS * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
-        """Shared memory of the kernel of `arguments`, whose queries need no packing in it."""
+        """Shared memory of the kernel of `arguments`, which packs no queries."""
         tile = replace(mosaic_tile(self.key, sizes.tile_tokens), packs_queries=False, scales=self.scales)
         return scratch_bytes(tile, sizes.stages)
 
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
-        """A call with the sizes that are packaged for a device, or those of one that nothing was measured on."""
+        """Call with the sizes that are packaged for a device, or the heuristic ones."""
 
         on_device = mock.patch.object(tuning, "device_name", return_value=device)
 
@@ -155,7 +155,7 @@ class Configuration:
 
 
 def widths(cache: str, head_dim: int) -> range:
-    """Every number of columns that a program takes at once."""
+    """Numbers of columns that a program can take at once."""
     return range(8, max_columns(head_dim, jnp.dtype(CACHES[cache][0]).itemsize) + 1, 8)
 
 
@@ -164,7 +164,7 @@ def widest(cache: str, head_dim: int) -> int:
 
 
 def configurations() -> list[Configuration]:
-    """One for each key there can be, and each cache of it; then other pages."""
+    """One configuration for each possible key and each cache of it; then other pages."""
     every = [
         Configuration(cache, head_dim, columns, out)
         for cache, head_dim in itertools.product(CACHES, HEAD_DIMS)
@@ -180,7 +180,7 @@ CONFIGURATIONS = configurations()
 
 
 def tunings() -> dict[str, list[PagedDecodeKey]]:
-    """Of each device that has packaged tunings: what it has sizes for."""
+    """Keys for which each device has packaged tunings."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
@@ -188,7 +188,7 @@ def tunings() -> dict[str, list[PagedDecodeKey]]:
 
 
 def tuned() -> Iterator[tuple[str, Configuration]]:
-    """What devices have sizes of their own for: every cache that it may be for."""
+    """Configurations with packaged tunings, and their devices: each cache that a key may be for."""
     for device, keys in tunings().items():
         for key, cache in itertools.product(keys, CACHES):
             out = jnp.float32 if key.out_bytes == 4 else jnp.bfloat16
@@ -213,14 +213,14 @@ def sinks(columns: int) -> dict[str, Any]:
 
 
 def blocks() -> Case:
-    """12 heads of 8 queries take two programs."""
+    """Call of 12 heads and 8 queries, which takes two blocks of columns."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
 
 
 def features() -> dict[str, Case]:
-    """Each by itself."""
+    """Calls with one feature each."""
     plain, speculative = BF16.arguments(), replace(BF16, columns=32)
     eight = speculative.arguments(queries=8)
     return {
@@ -234,7 +234,7 @@ def features() -> dict[str, Case]:
 
 
 def group_of_4(head_dim: int) -> Case:
-    """Half of the columns are padding, and the kernel itself packs the queries."""
+    """Call in which half of the columns are padding, and the kernel itself packs the queries."""
     few = replace(BF16, head_dim=head_dim)
     case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
     sizes = mosaic_config(few.key)
@@ -242,13 +242,13 @@ def group_of_4(head_dim: int) -> Case:
 
 
 def one_sequence() -> Case:
-    """States are merged by narrower programs than those that leave them."""
+    """Call whose partial states are merged by programs with fewer columns."""
     wide = replace(BF16, columns=32)
     return wide.case(wide.arguments(batch=1) | sinks(32))
 
 
 def unlike() -> dict[str, Case]:
-    """What other cases are not."""
+    """Calls unlike those of the configurations."""
     plain = BF16.arguments()
     return {
         **{f"bf16-d{head_dim}-group-of-4": group_of_4(head_dim) for head_dim in HEAD_DIMS},
@@ -261,7 +261,7 @@ def unlike() -> dict[str, Case]:
 
 
 def all_features(configuration: Configuration) -> Case:
-    """What needs the most registers: everything at once, over the smallest pages."""
+    """Call that needs the most registers: all features at once, over the smallest pages."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
     return replace(wide.case(arguments, soft_cap=50.0), blocks=1)  # what else takes registers, sizes are not chosen by
@@ -326,7 +326,7 @@ def calls() -> dict[str, Case]:
 # --- all of them
 
 CONTRASTS = ("bf16", "int8-head", "fp8-token")
-"""Caches that differ most."""
+"""Caches that differ most from each other."""
 
 
 def is_typical(c: Configuration) -> bool:
@@ -348,7 +348,7 @@ DECODE: dict[str, Case] = {
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned() if is_typical(c)},
     **{f"paged-decode-{name}": case for name, case in (unlike() | calls()).items()},
 }
-"""Typical ones, and what is unlike any other."""
+"""Typical configurations and calls."""
 
 DECODE_MORE: dict[str, Case] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
@@ -356,4 +356,4 @@ DECODE_MORE: dict[str, Case] = {
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned()},
     **{f"paged-decode-{name}": case for name, case in features().items()},
 }
-"""All of them, and each feature by itself."""
+"""All configurations and calls, and each feature by itself."""

@@ -1,4 +1,4 @@
-"""The compile gate: hands cases to a process that has the CUDA plugin, and keeps what came of them.
+"""Compile gate: sends cases to a process that has the CUDA plugin, and keeps the reports.
 
 A report is kept beside the packages, and holds as long as nothing changes that its case depends on (`sources.key`).
 """
@@ -17,7 +17,7 @@ from tests.aot.cases import MODULES
 from tests.aot.report import Report
 
 ANSWER = '{"error":'
-"""How a report begins, and no complaint of the compilers."""
+"""Beginning of a line with a report; no message of the compilers begins like this."""
 
 
 class Compiler:
@@ -34,7 +34,7 @@ class Compiler:
         self._reports: dict[str, Report] = {}
 
     def report(self, name: str) -> Report:
-        """What came of compiling the case, or sample, of this name."""
+        """Report on the case, or sample, of this name."""
         if name not in self._reports:  # a second time, jax would take the first's result and nothing would be compiled
             kept = _load(self._plugin, name) if self._kept else None
             self._reports[name] = self._compile(name) if kept is None else kept
@@ -80,12 +80,12 @@ def _path(plugin: str, name: str) -> Path:
 
 
 def _key(plugin: str, name: str) -> str | None:
-    """What a case's report depends on; None of the gate's samples, which are always compiled."""
+    """Hash of everything that a case's report depends on; None for the gate's samples, which are always compiled."""
     return sources.key(f"tests.aot.{MODULES[name]}", plugin) if name in MODULES else None
 
 
 def _load(plugin: str, name: str) -> Report | None:
-    """The report that is kept of a case, if nothing has changed since."""
+    """Kept report of a case, or None if something it depends on has changed."""
     key, path = _key(plugin, name), _path(plugin, name)
     if key is None or not path.is_file():
         return None
@@ -94,7 +94,7 @@ def _load(plugin: str, name: str) -> Report | None:
 
 
 def _keep(plugin: str, name: str, report: Report) -> None:
-    """Keeps a report for later runs, and is done with it at once where several do."""
+    """Keep a report for later runs, replacing the file in one step since several processes may."""
     key, path = _key(plugin, name), _path(plugin, name)
     if key is None or report.error is not None:
         return

@@ -84,7 +84,7 @@ def ragged(
 
 
 def partial_outputs(splits: int, tokens: int, heads: int, width: int) -> int:
-    """Bytes of the splits' outputs and LSEs, and of one more number for each LSE while they are merged."""
+    """Bytes of the splits' partial states (output, maximum and sum of each row)."""
     return 4 * splits * tokens * heads * (width + 2)
 
 

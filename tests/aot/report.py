@@ -1,4 +1,4 @@
-"""What the compilers said about a configuration, and what is wrong with it."""
+"""Report of the compilers on a case, and complaints about it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BARRIER_BYTES = 8
 """Shared memory that one barrier takes."""
 
 WARPGROUP = 128
-"""Threads."""
+"""Threads of a warpgroup."""
 
 KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
-"""What the assembler says about a kernel, and its disassembly."""
+"""Log of the assembler for a kernel, and its disassembly."""
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 
@@ -88,7 +88,7 @@ class Report:
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
-    """What a configuration does not keep, in words; nothing if it passes."""
+    """Yield each requirement of the case that its report does not meet; nothing if it passes."""
     if report.error is not None:
         yield f"does not compile: {report.error}"
         return

@@ -1,4 +1,4 @@
-"""What the outcome of compiling a case depends on, as one hash: the files that it can reach, and the compilers' pins.
+"""Hash of everything that a case's report depends on: the files that it can reach, and the pins of the compilers.
 
 Files are followed by what they import, wherever in them. An operation stands for its whole folder, since it loads its
 implementations by name; and `import pallas_attn` for the package's own modules and the operations that the file names.

@@ -1,4 +1,4 @@
-"""Every configuration compiles for Hopper, and what comes out is what was meant."""
+"""Every case compiles for Hopper and meets its requirements."""
 
 import jax.numpy as jnp
 import pytest
@@ -23,7 +23,7 @@ def test_cuda12(compilers, name):
 
 
 def test_every_case_has_a_module() -> None:
-    """From which follows what its kept report depends on."""
+    """The key of a kept report follows from its case's module."""
     assert MODULES.keys() == CASES.keys()
 
 

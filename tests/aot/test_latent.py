@@ -1,4 +1,4 @@
-"""What `mla_prefill` and steps of the engine are made of on Hopper, and that long prefixes cost no memory."""
+"""Composition of `mla_prefill` and of steps of the engine on Hopper; and long prefixes take no memory."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_prefill_gathers_with_the_kernel(compilers):
 
 @pytest.mark.slow
 def test_steps_of_the_engine_run_on_kernels(compilers):
-    """Those of layers that are alike are compiled once: of three layers, one is dense."""
+    """Layers that are alike are compiled once, and of three layers one is dense."""
     report = compilers("cuda13").report("engine-mixed")
     names = [kernel.name for kernel in report.kernels]
     assert {"write_latent", "gather_latent", "ragged_attention"} <= set(names)

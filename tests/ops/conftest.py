@@ -1,4 +1,4 @@
-"""The contract of writes is here, beside what they share: its fixtures and hooks."""
+"""Fixtures and hooks of the contract suites of writes, which are in this folder."""
 
 from tests.contract.fixtures import backend, pytest_collection_modifyitems, pytest_pyfunc_call, variant
 

@@ -1,7 +1,6 @@
-"""What the contract suites of all operations share: fresh inputs, poisoned pages, comparison, and looks at what is
-compiled.
+"""Helpers that the contract suites share: fresh inputs, poisoned pages, comparisons, and inspection of compiled calls.
 
-A suite runs every implementation of its operation. Adding one means adding what is promised of it to VARIANTS.
+A suite runs every implementation of its operation; `VARIANTS` has their settings and tolerances.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from pallas_attn.portable.page_tiles import PageTiles
 type Jitted = jax.stages.Wrapped
 
 GARBAGE = 2_147_480_000
-"""What table entries hold where no token is visible: read through, it is an address far outside any pool."""
+"""Block table entry where no token is visible: used as a page, it is far outside any pool."""
 
 
 # --- plans
 
 
 def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
-    """A plan for the decode call of these arguments; `options` are `plan_decode`'s own."""
+    """Plan for the decode call of these arguments; `options` go to `plan_decode`."""
     names = "q", "q_latent", "q_rope", "kv", "cache", "block_tables", "kv_lens", "q_lens", "window"
     given: dict[str, Any] = {name: arguments[name] for name in names if arguments.get(name) is not None}
     given = {name: x if isinstance(x, int) else jax.tree.map(jnp.asarray, x) for name, x in given.items()}
@@ -59,7 +58,9 @@ def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """|got - want| <= absolute + relative · |want| for each element, 1 - cosine <= `cosine` for the whole."""
+    """Bounds of an error: |got - want| <= absolute + relative · |want| for each element, 1 - cosine <= `cosine` over
+    all.
+    """
 
     absolute: float
     relative: float
@@ -71,21 +72,21 @@ F32_LSE = Tolerance(1e-5, 1e-5, 1e-9)
 HALF_OUT = Tolerance(8e-4, 2 / 128, 5e-6)
 HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
 HALF_SCALE = 0.125
-"""Of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however small
-their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With
-values of twice this size, queries that see few keys exceed it now and then.
+"""Deviation of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however
+small their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With values
+of twice this size, queries that see few keys exceed it now and then.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An implementation as the suites run it, and what is promised of it.
+    """Implementation with the settings that the suites run it with, and the tolerances it must keep.
 
     Attributes:
       implementation: its name.
-      config: taken in place of the tuned or heuristic configuration; or several, of one type each.
-      honours_plans: in `fixed` mode a row has the same bits in any batch and order.
-      tolerances: of output and LSE, for inputs of 32-bit and of narrower floats.
+      config: replaces the tuned or heuristic configuration; or several, each of another type.
+      honours_plans: whether a row has the same bits in any batch and order in `fixed` mode.
+      tolerances: of output and LSE; key True for float32 inputs, False for narrower ones.
     """
 
     implementation: str
@@ -96,12 +97,12 @@ class Variant:
     )
 
     def tolerance(self, dtype: Any) -> tuple[Tolerance, Tolerance]:
-        """Of output and LSE where q has this dtype."""
+        """Tolerances of output and LSE for queries of a dtype."""
         return self.tolerances[np.dtype(dtype) == np.float32]
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Within it, tracing an operation takes this variant's configuration."""
+        """Context in which operations are traced with this variant's configuration."""
         configs = self.config if isinstance(self.config, tuple) else () if self.config is None else (self.config,)
         by_type = {type(config): config for config in configs}
         if not by_type:
@@ -124,14 +125,13 @@ VARIANTS = {
 
 
 def variants(implementations: Iterable[str]) -> pytest.MarkDecorator:
-    """Runs a test, which takes `variant`, for each implementation of an operation."""
+    """Run a test, which takes `variant`, for each implementation of an operation."""
     return pytest.mark.parametrize("variant", [pytest.param(VARIANTS[name], id=name) for name in implementations])
 
 
 def compiled(op: Callable[..., Any], variant: Variant, **static: Any) -> Jitted:
-    """`op` jitted once for each variant and set of static arguments, so that cases of equal shapes share a compilation.
-
-    Arrays go to the result by keyword.
+    """Jit `op` once for each variant and set of static arguments, so that cases of equal shapes share a compilation.
+    The result takes arrays by keyword.
     """
     return _compiled(op, variant, tuple(sorted(static.items())))
 
@@ -150,14 +150,14 @@ def _compiled(op: Callable[..., Any], variant: Variant, static: tuple[tuple[str,
 
 
 def fresh_rng() -> np.random.Generator:
-    """A generator of a new seed. Pytest shows the seed where the test fails; `TEST_SEED=... pytest ...` repeats it."""
+    """Generator with a new seed, which pytest shows if the test fails; `TEST_SEED=... pytest ...` repeats it."""
     seed = int(os.environ.get("TEST_SEED") or secrets.randbits(32))
     print(f"TEST_SEED={seed}")
     return np.random.default_rng(seed)
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Standard normal values, rounded to `dtype`."""
+    """Draw standard normal values, rounded to `dtype`."""
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
@@ -170,11 +170,14 @@ def paginate(
     head_wise: bool = False,
     absent: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Block tables for tokens of which `visible`, bool [B, Hkv, K], says who is seen by some query.
+    """Draw block tables for visible tokens.
 
-    Entries with a visible token get pages (head-wise: rows of any head's pages) of a random permutation, about one in
-    four shared with another entry, and never page 0. All others hold garbage, or PAGE_NONE where `absent`, bool
-    [B, Hkv or 1, K / page_size], says so.
+    Entries with a visible token get pages (head-wise: rows of any head's pages) of a random permutation, never page 0,
+    and about one in four shares its page with another entry. All other entries hold garbage, or PAGE_NONE where absent.
+
+    Args:
+      visible: bool [B, Hkv, K], whether some query sees the token.
+      absent: bool [B, Hkv or 1, K / page_size].
 
     Returns:
       int32 [B, P], or [B, Hkv, P] if head-wise.
@@ -201,7 +204,7 @@ def paginate(
 
 
 def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_pages: int) -> np.ndarray:
-    """Which slots of the pool hold no visible token of any sequence: bool [N, Hkv, ps]."""
+    """Mask of slots of the pool that hold no visible token of any sequence, bool [N, Hkv, ps]."""
     num_kv_heads = visible.shape[1]
     dead = np.ones((num_pages * num_kv_heads, page_size), bool)
     for b, h, t in np.argwhere(visible):
@@ -212,7 +215,7 @@ def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_p
 
 
 def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """A copy with the worst in it where `dead` (the leading axes of `values`): NaN and infinities, or any int8."""
+    """Copy values with NaN and infinities (any int8) where `dead`, a mask of their leading axes."""
     dtype = values.dtype
     if dtype == np.int8:
         worst = rng.integers(-128, 128, values.shape).astype(dtype)
@@ -224,7 +227,7 @@ def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np
 
 
 def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """A copy with zeros where `dead` (the leading axes of `values`)."""
+    """Copy values with zeros where `dead`, a mask of their leading axes."""
     return np.where(dead.reshape(dead.shape + (1,) * (values.ndim - dead.ndim)), np.zeros((), values.dtype), values)
 
 
@@ -232,7 +235,7 @@ def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
 
 
 def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
-    """Finite values within the tolerance; infinities in the same places; no NaN."""
+    """Check finite values against the tolerance, that infinities are in the same places, and that there is no NaN."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
     assert not np.isnan(want).any(), f"{name}: the expected value has NaN"
@@ -253,7 +256,7 @@ def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
 def assert_attention_close(
     got: tuple[Any, Any], want: tuple[Any, Any], tolerances: tuple[Tolerance, Tolerance]
 ) -> None:
-    """Output and LSE, see `Variant.tolerance`; rows that see nothing are exactly 0."""
+    """Check output and LSE against tolerances, and that rows that see nothing are exactly 0."""
     assert_close("output", got[0], want[0], tolerances[0])
     assert_close("LSE", got[1], want[1], tolerances[1])
     empty = np.asarray(got[0])[np.asarray(want[1]) == -np.inf]
@@ -261,7 +264,7 @@ def assert_attention_close(
 
 
 def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
-    """Rows of output and LSE that see nothing are 0 and -inf, whatever others see, and these are not -inf."""
+    """Check that output and LSE are 0 and -inf in `empty` rows, and that no other row's LSE is -inf."""
     assert empty.any()
     assert not empty.all()
     out, lse = map(np.asarray, result)
@@ -270,7 +273,7 @@ def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
 
 
 def assert_same_bits(got: Any, want: Any) -> None:
-    """Two pytrees of arrays are equal bit for bit, NaN payloads included."""
+    """Check that two pytrees of arrays are equal bit for bit, NaN payloads included."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got) == len(want)
     for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True):
@@ -292,14 +295,15 @@ IN_PLACE = {
 
 
 def temp_bytes(call: Jitted, /, *args: Any, **kwargs: Any) -> int:
-    """Memory a jitted call needs beside its arguments and results. Arguments may be shapes."""
+    """Memory [bytes] that a jitted call needs beside its arguments and results. Arguments may be shapes."""
     analysis = call.lower(*args, **kwargs).compile().memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
 def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> None:
-    """The compiled call makes no array as large as `pages` (of a cache; an array or its shape) but in place.
+    """Check that the compiled call makes no array as large as `pages` (an array of the cache, or its shape) except in
+    place.
 
     Arguments may be shapes. Nothing else in the call may be as large.
     """
@@ -314,26 +318,26 @@ def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> 
 
 
 def assert_no_host_callbacks(call: Jitted, /, *args: Any, **kwargs: Any) -> None:
-    """Neither the traced nor the compiled call goes back to the host."""
+    """Check that neither the traced nor the compiled call goes back to the host."""
     text = str(call.lower(*args, **kwargs).as_text())
     for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"):
         assert word not in text, f"the lowered call has {word!r}"
 
 
 def scope_names(call: Jitted, /, *args: Any, **kwargs: Any) -> str:
-    """The lowered call with its name stack, to look for a named scope."""
+    """Text of the lowered call with its name stack, in which to look for a named scope."""
     return str(call.lower(*args, **kwargs).as_text(debug_info=True))
 
 
 def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
-    """The call as it comes back from being serialised by `jax.export`."""
+    """Serialise a call with `jax.export` and load it again."""
     serialised = export.export(call)(**arrays).serialize()
     return export.deserialize(serialised).call
 
 
 @contextlib.contextmanager
 def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[None]:
-    """Within it Mosaic kernels run interpreted. Fails where two accesses raced, which the interpreter only prints."""
+    """Context in which Mosaic kernels run interpreted. Fails on a race, which the interpreter only prints."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **params)):
         yield
@@ -344,9 +348,11 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 @contextlib.contextmanager
 def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
-    """Within it kernels of `sm90.flash.kernel` are traced for so many multiprocessors, as if cutting keys cost nothing.
+    """Context in which kernels of `sm90.flash.kernel` are traced for so many multiprocessors, as if cutting keys cost
+    nothing.
 
-    Fills a list with how they are cut; calls that were traced before, with the same settings, are not among them.
+    Yields a list to which each traced call adds how its keys are cut. Calls traced earlier with the same settings are
+    missing.
     """
     cut: list[KvSplits] = []
     choose = KvSplits.of
@@ -365,7 +371,9 @@ def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
 
 @contextlib.contextmanager
 def recorded_tiles() -> Iterator[list[tuple[list[int], int]]]:
-    """Fills a list with the rows and the number of each page tile that a portable implementation traced here brings."""
+    """Context that yields a list of the rows and the number of each page tile that a portable implementation traced
+    here loads.
+    """
     tiles: list[tuple[list[int], int]] = []
     locate = PageTiles.locate
 

@@ -1,4 +1,4 @@
-"""The planner alone: for any sizes, also those that no kernel takes, and any number of programs."""
+"""Direct calls of the planner, with any sizes (also those that no kernel takes) and any number of programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     mode: Literal["balanced", "fixed"] | Any = "balanced",
     implementation: str = "xla",
 ) -> DecodePlan:
-    """A plan for rows of these lengths."""
+    """Plan for rows of these lengths."""
     made_for = PlanKey(
         op="paged_decode",
         batch=kv_lens.shape[0],

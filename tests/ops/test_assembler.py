@@ -1,4 +1,4 @@
-"""An assembler that breaks kernels is refused in words; any other is taken, and so is none."""
+"""An assembler that miscompiles kernels is refused with a reason; any other, or none, is accepted."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from pallas_attn.mosaic.assembler import assembler, require_sound_assembler
 
 
 def ptxas(folder: Path, says: str) -> Path:
-    """An assembler that knows nothing but its version."""
+    """Script that prints a version of ptxas, and does nothing else."""
     folder.mkdir(parents=True)
     path = folder / "ptxas"
     path.write_text(f"#!/bin/sh\necho 'ptxas: NVIDIA (R) Ptx optimizing assembler'\necho '{says}'\n")
@@ -23,7 +23,7 @@ def release(version: str) -> str:
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """No assembler on PATH, and none in packages."""
+    """Environment with no assembler on PATH or in packages."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tmp_path / "packages"))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Converters between cache layouts: each token of each head is found where the other layout has it, bit for bit."""
+"""Converters between cache layouts keep each token of each head, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, in which order they are tried, and what is said where none can."""
+"""Choice of the implementation of a call, the order in which they are tried, and the error where none can run it."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def no_default_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FakeCall:
-    """A call of an operation that is not there."""
+    """Call of an operation that does not exist."""
 
     op: ClassVar[str] = "op"
 
@@ -72,7 +72,7 @@ def must_not_load(call: Any) -> Any:
 
 @pytest.fixture
 def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Gives operation "op" implementations: functions of a call by name."""
+    """Give operation "op" implementations: functions of a call, by name."""
 
     def register(**functions: Callable[..., Any]) -> None:
         modules = {(name, None): f"fake_{name}" for name in functions}
@@ -318,7 +318,7 @@ def arrays() -> dict[str, Any]:
 
 
 def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
-    """The implementations that took a call (which is only traced)."""
+    """Names of the implementations that took a call (which is only traced)."""
     names, load = [], dispatch.load
 
     def recording(op: str, name: str) -> Any:
@@ -369,7 +369,7 @@ def test_a_new_implementation_goes_first_and_may_refuse(
 
 
 def test_the_environment_beats_no_name_inside_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel plans for itself by Mosaic or XLA, whatever the default is: the planner has no reference."""
+    """A kernel makes its plan with Mosaic or XLA whatever the default is, since the planner has no reference."""
     pages, ints = jnp.zeros((4, 1, 16, 64), jnp.bfloat16), jnp.ones((1, 4), jnp.int32)
     call = functools.partial(paged_decode, implementation="mosaic")
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")

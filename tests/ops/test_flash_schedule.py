@@ -1,5 +1,6 @@
-"""Scheduling of the prefill kernel: blocks hold every query row once, the most work first, and splits every tile once.
-(That every work tile is done shows in the kernels' results: the interpreter fills rows that are not written with NaN.)
+"""Scheduling of the prefill kernel: blocks hold every query row once, the largest first, and splits every tile once.
+
+(The kernels' results show that every work tile is done: the interpreter fills rows that are not written with NaN.)
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
-    """All threads of a program begin with equally many, a multiple of 8. A consumer that asks for more hangs."""
+    """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left
+    hangs.
+    """
     of_consumer, of_producer = registers[consumers]
     warpgroups = consumers + 1
     at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
@@ -79,7 +82,7 @@ class Case(NamedTuple):
         return SequenceLengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
 
     def blocks(self, blocking: Blocking) -> list[QueryBlock]:
-        """The blocks that should be listed, worked out one by one."""
+        """Blocks that should be listed, computed one by one."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
@@ -150,7 +153,7 @@ def test_many_blocks(tokens: int, sequences: int) -> None:
 
 
 def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers of a step share one list, as XLA sees if it is traced once. Calls of other lengths have another."""
+    """Layers of a step share one list, as XLA sees if it is traced once. Calls with other lengths have another."""
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
@@ -199,7 +202,7 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The widest window of all heads decides."""
+    """The number of splits follows the widest window of all heads."""
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
     splits = KvSplits(most=16, heads=8, most_tiles=260, programs=132)
     with running(mode, capsys):

@@ -1,4 +1,6 @@
-"""Kernels that were kept give the bits of kernels traced anew, on a card; tests/test_kernel_cache.py has the rest."""
+"""Kernels loaded from the cache give the bits of kernels traced anew, on a card (tests/test_kernel_cache.py has the
+rest).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """A function and its arguments for each operation, by name."""
+    """Function and arguments for each operation, by name."""
     pages = {"num_pages": PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
     kv = jax.tree.map(
         lambda leaf: normal(0, *leaf.shape),

@@ -34,7 +34,7 @@ DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float1
 
 
 def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Values of every bit pattern: NaNs with payloads, infinities, -0.0 and subnormals among them."""
+    """Draw values of every bit pattern: NaNs with payloads, infinities, -0.0 and subnormals among them."""
     return np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
@@ -86,7 +86,7 @@ def test_write_fills_a_pool_in_any_order(variant: Variant) -> None:
 
 @every_variant
 def test_write_casts_to_the_dtype_of_the_cache(variant: Variant) -> None:
-    """Round to nearest even, past the 16-bit range to infinity."""
+    """Values round to nearest even; those past the 16-bit range become infinite."""
     rng = fresh_rng()
     latent = (rng.standard_normal((7, WIDTH)) * 10.0 ** rng.integers(-3, 6, (7, WIDTH))).astype(np.float32)
     slots = np.array(SLOTS["scattered"], np.int32)
@@ -121,7 +121,7 @@ def test_write_is_in_place_where_the_cache_is_donated(variant: Variant, dtype: A
 
 
 def steps_of_writes(variant: Variant, cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
-    """One write a step of a scan, as a decode loop on the device does it."""
+    """Write in each step of a scan, as a decode loop on the device does."""
 
     def step(cache: PagedLatent, token: tuple[jax.Array, jax.Array]) -> tuple[PagedLatent, None]:
         return write_latent(cache, *token, implementation=variant.implementation), None
@@ -144,7 +144,7 @@ def test_write_inside_a_scan(variant: Variant) -> None:
 
 @every_variant
 def test_write_under_vmap(variant: Variant) -> None:
-    """Layers stacked on a leading axis, each with its own slots."""
+    """Layers are stacked on a leading axis, each with its own slots."""
     rng = fresh_rng()
     pages = any_bits(rng, (2, NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent = any_bits(rng, (2, 7, WIDTH), np.float32)
@@ -165,9 +165,9 @@ TABLE_WIDTH, LENGTH = 5, 40
 def ragged_case(
     rng: np.random.Generator, cached: list[int], new: list[int], dtype: Any = np.float32, num_new: int = 16
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Arguments of `gather_latent` for sequences of these lengths, and the tokens it is to bring, in order.
+    """Arguments of `gather_latent` for sequences of these lengths, and the tokens it should return, in order.
 
-    Table entries past the cached tokens hold garbage, and so do the padding rows of the new latents.
+    Table entries past the cached tokens and padding rows of the new latents hold garbage.
     """
     pages = any_bits(rng, (NUM_PAGES, PAGE_SIZE, WIDTH), dtype)
     latent_new = any_bits(rng, (num_new, WIDTH), dtype)
@@ -190,7 +190,7 @@ def ragged_case(
 
 
 def fitted(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cut, or followed by zeros."""
+    """Cut to a length, or pad with zeros."""
     return np.concatenate([tokens, np.zeros((length, WIDTH), tokens.dtype)])[:length]
 
 
@@ -242,14 +242,14 @@ def test_gather_of_a_single_sequence_into_any_length(variant: Variant, length: i
 
 @every_variant
 def test_gather_without_any_new_latents(variant: Variant) -> None:
-    """An empty array of them, as `mla_prefill` hands over to expand a prefix."""
+    """`mla_prefill` passes an empty array to expand a prefix."""
     arrays, tokens = ragged_case(fresh_rng(), [6, 0, 9, 1], [0, 0, 0, 0], num_new=0)
     assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
 
 
 @every_variant
 def test_gather_of_absent_pages(variant: Variant) -> None:
-    """Zeros, in the middle of a sequence and at its end."""
+    """Absent pages give zeros, in the middle of a sequence and at its end."""
     arrays, tokens = ragged_case(fresh_rng(), [3 * PAGE_SIZE - 1, 0, PAGE_SIZE, 2], [2, 0, 1, 1])
     arrays["block_tables"][0, 1] = arrays["block_tables"][2, 0] = PAGE_NONE
     second = 3 * PAGE_SIZE + 1

@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernels alone of `write_latent` and `gather_latent`, beside the contract: odd widths, choice, and
-real sizes on a GPU.
+"""Tests of the Mosaic kernels of `write_latent` and `gather_latent` beyond the contract: odd widths, choice, and real
+sizes on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, write_latent
-from pallas_attn.mosaic.row_copy import copy_layout
+from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.ops.gather_latent.mosaic_sm90 import MAX_SEQUENCES
 from tests.ops import harness
 from tests.ops import test_latent as contract
@@ -33,10 +33,10 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("width", [1, 6, 192])
 def test_rows_of_any_width(width: int) -> None:
-    """Odd ones, and those that a thread does not hold at once."""
+    """Odd widths, and a width of which a thread does not hold all at once."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pallas_attn.mosaic.row_copy.HELD_BYTES", 32)
+        patch.setattr("pallas_attn.mosaic.row_layout.HELD_BYTES", 32)
         pages, latent = any_bits(rng, (6, 4, width), jnp.bfloat16), any_bits(rng, (5, width), jnp.bfloat16)
         slots = np.array([7, 0, 23, -1, 2], np.int32)
         write = jax.jit(functools.partial(write_latent, implementation="mosaic"))
@@ -52,7 +52,7 @@ def test_rows_of_any_width(width: int) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 def test_scans_write_what_calls_write() -> None:
-    """Into the cache they carry, and into caches of a stack: what is not written comes along."""
+    """Scans may carry the cache, or slice caches of a stack; rows that are not written stay."""
     rng = fresh_rng()
     pages = any_bits(rng, (3, NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent = any_bits(rng, (3, 2, WIDTH), np.float32)
@@ -70,13 +70,13 @@ def test_scans_write_what_calls_write() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_threads_share_rows_evenly(dtype: Any) -> None:
-    """Of rows of any width, and by accesses of 16 bytes those of DeepSeek's."""
+    """Threads divide rows of any width evenly, and those of DeepSeek's latents with accesses of 16 bytes."""
     for width in range(1, 600):
-        layout = copy_layout(width, dtype)
+        layout = RowLayout.for_copies(width, dtype)
         assert width % layout.columns == 0
         assert layout.threads <= 32
         assert layout.vector * jnp.dtype(dtype).itemsize <= 16
-    assert copy_layout(576, dtype).vector * jnp.dtype(dtype).itemsize == 16
+    assert RowLayout.for_copies(576, dtype).vector * jnp.dtype(dtype).itemsize == 16
 
 
 # --- choice

@@ -1,4 +1,4 @@
-"""Partial attention over any partition of the keys, merged, is attention over all of them."""
+"""Merged partial attention over any partition of the keys equals attention over all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MERGE = jax.jit(merge_states)
 def queries_and_keys(
     rng: np.random.Generator, num_keys: int = KEYS, spread: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q [QUERIES, HEADS, WIDTH], k and v [num_keys, HEADS, WIDTH]; scores have a deviation of about `spread`."""
+    """Draw q [QUERIES, HEADS, WIDTH] and k, v [num_keys, HEADS, WIDTH]; scores have a deviation of about `spread`."""
     q = rng.standard_normal((QUERIES, HEADS, WIDTH)) * spread / np.sqrt(WIDTH)
     return q, rng.standard_normal((num_keys, HEADS, WIDTH)), rng.standard_normal((num_keys, HEADS, WIDTH))
 
@@ -42,7 +42,7 @@ def split_attention(
 def unsplit(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over all keys. Sinks are what they are defined to be: one more key each, whose value is 0."""
+    """Attention over all keys. A sink is one more key, whose value is 0, as it is defined."""
     out, lse = naive.attend_all(q, k, v, np.ones((q.shape[0], k.shape[0]), bool), 1.0)
     if sinks is not None:
         out = out * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
@@ -94,7 +94,7 @@ def test_sinks_count_once_however_the_keys_are_split(part_of_key: list[int], sin
 
 
 def test_parts_without_a_visible_key_change_no_bit() -> None:
-    """Whatever their output holds."""
+    """The output of such a part may hold anything."""
     rng = fresh_rng()
     part_of_key = rng.choice([1, 3], KEYS)
     outs, lses = split_attention(*queries_and_keys(rng), part_of_key, PARTS)
@@ -107,7 +107,7 @@ def test_parts_without_a_visible_key_change_no_bit() -> None:
 
 @pytest.mark.parametrize("sinks", [None, np.array([-np.inf, -1.0, 0.0, 40.0], np.float32)], ids=["no sinks", "sinks"])
 def test_nothing_visible_anywhere(sinks: np.ndarray | None) -> None:
-    """Empty rows are exactly 0 and -inf, beside rows that are not empty."""
+    """Rows that see nothing are exactly 0 and -inf, beside rows that see something."""
     outs = np.full((PARTS, QUERIES, HEADS, WIDTH), np.nan, np.float32)
     lses = np.full(outs.shape[:-1], -np.inf, np.float32)
     outs[2, 1], lses[2, 1] = 1.0, 0.0
@@ -120,7 +120,7 @@ def test_nothing_visible_anywhere(sinks: np.ndarray | None) -> None:
 
 
 def test_what_was_seen_and_is_nan_stays_nan() -> None:
-    """Only in its own row: a model that overflowed must not pass for one that saw nothing."""
+    """NaN stays in its own row: an overflow of the model must not look like a row that sees nothing."""
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
     clean = [np.asarray(x) for x in MERGE(outs, lses)]
     outs[1, 0, 0], lses[1, 0, 0] = np.nan, np.nan  # a key was NaN
@@ -135,7 +135,7 @@ def test_what_was_seen_and_is_nan_stays_nan() -> None:
 
 @pytest.mark.parametrize("offset", [-5e5, 5e5])
 def test_scores_far_from_zero(offset: float) -> None:
-    """The merge works with differences of LSEs; exp of a LSE itself would be 0 or inf."""
+    """The merge takes exp of differences of LSEs; exp of an LSE itself would be 0 or inf."""
     outs = np.array([[[1.0]], [[3.0]]], np.float32)
     out, lse = MERGE(outs, np.full((2, 1), offset, np.float32))
     np.testing.assert_array_equal(out, [[2.0]])
@@ -153,7 +153,7 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts: int) -> None:
 
 
 def test_error_does_not_grow_along_a_chain_of_merges() -> None:
-    """As `mla_prefill` merges: each piece of the keys into the state so far."""
+    """Pieces of the keys are merged into the state one after the other, as `mla_prefill` does."""
     rng = fresh_rng()
     q, k, v = queries_and_keys(rng, num_keys=256)
     outs, lses = split_attention(q, k, v, np.arange(256), 256)

@@ -1,4 +1,4 @@
-"""Per-step metadata against loops over tokens, and its check on the host."""
+"""Per-step metadata compared with loops over tokens, and their validation on the host."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ slots_of = jax.jit(slot_mapping, static_argnames=("page_size", "length"))
 
 
 def packed_tokens(q_lens: Any, kv_lens: Any) -> list[tuple[int, int]]:
-    """(sequence, position) of each new token, in the order they are packed."""
+    """(sequence, position) of each new token, in packed order."""
     return [(s, kv - q + i) for s, (q, kv) in enumerate(zip(q_lens, kv_lens, strict=True)) for i in range(q)]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """New tokens and lengths of each sequence; idle and finished ones among them."""
+    """Draw new tokens and lengths of each sequence, some idle or finished."""
     kv_lens = draw(st.lists(st.integers(0, TABLE_WIDTH * PAGE_SIZE), min_size=SEQUENCES, max_size=SEQUENCES))
     q_lens = [draw(st.integers(0, min(kv, LENGTH // SEQUENCES))) for kv in kv_lens]
     return np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
@@ -58,7 +58,7 @@ def test_positions_are_the_last_of_each_sequence(step: tuple[np.ndarray, np.ndar
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(step=steps(), seed=st.integers(0, 2**32 - 1))
 def test_slots_are_where_the_tables_say(rank: int, step: tuple[np.ndarray, np.ndarray], seed: int) -> None:
-    """Absent pages get -1; entries past the sequence are not looked at."""
+    """Absent pages give -1; entries past the sequence are not read."""
     q_lens, kv_lens = step
     rng = np.random.default_rng(seed)
     shape = (SEQUENCES, TABLE_WIDTH) if rank == 2 else (SEQUENCES, HEADS, TABLE_WIDTH)
@@ -75,7 +75,7 @@ def test_slots_are_where_the_tables_say(rank: int, step: tuple[np.ndarray, np.nd
 
 
 def test_positions_and_slots_are_worked_out_without_a_loop() -> None:
-    """Of which XLA would start every round by itself, for each step."""
+    """XLA would launch kernels for every iteration of a loop, in each step."""
     tables, cu_q_lens, kv_lens = (jnp.zeros(shape, jnp.int32) for shape in ((300, 4), (301,), (300,)))
     slots = functools.partial(slot_mapping, page_size=4, length=64)
     assert "while" not in jax.jit(slots).lower(tables, cu_q_lens, kv_lens).as_text()
@@ -88,7 +88,7 @@ def test_a_token_past_the_table_gets_no_slot() -> None:
 
 
 def test_an_idle_decode_row_gets_no_slot() -> None:
-    """It has two tokens in the batch, as its neighbour does, but holds none."""
+    """An idle row has two tokens in the batch, as its neighbour does, but a length of 0."""
     cu_q_lens, kv_lens = jnp.asarray([0, 2, 4], jnp.int32), jnp.asarray([0, 2], jnp.int32)
     np.testing.assert_array_equal(token_positions(cu_q_lens, kv_lens, length=4), [-1, -1, 0, 1])
     tables = jnp.asarray([[5], [6]], jnp.int32)
@@ -147,7 +147,7 @@ def test_bad_shapes_are_refused_by_name(call: Any, message: str) -> None:
 
 
 def step(**changes: Any) -> dict[str, Any]:
-    """Two decode rows, an idle one and a chunk of three tokens, over 8 pages of 4."""
+    """Step of two decode rows, an idle one and a chunk of three tokens, over 8 pages of 4."""
     good = {
         "block_tables": np.array([[3, 1, GARBAGE], [0, PAGE_NONE, 2], [GARBAGE] * 3, [4, 5, -7]], np.int32),
         "kv_lens": np.array([8, 9, 0, 7], np.int32),
@@ -160,7 +160,7 @@ def step(**changes: Any) -> dict[str, Any]:
 
 
 def head_wise(**changes: Any) -> dict[str, Any]:
-    """One decode row of two heads, whose second sees a sink token and the newest two tokens."""
+    """Step of one decode row of two heads, the second of which sees a sink token and the newest two tokens."""
     good = {
         "block_tables": np.array([[[15, 2, 9], [6, GARBAGE, 0]]], np.int32),
         "kv_lens": np.array([10], np.int32),
@@ -227,7 +227,7 @@ def test_entries_of_a_sequence_without_new_tokens_may_hold_anything() -> None:
 
 
 def test_entries_are_held_to_the_pool_as_far_as_a_window_reaches() -> None:
-    """A query at 8 that sees 4 keys reads tokens from 5 on; one at 7, from 4 on; the sink, token 0."""
+    """Of windows of 4 keys, the query at 8 reads tokens from 5 on, that at 7 from 4 on; the sink is token 0."""
     tables, kv_lens = [[GARBAGE, 2, 3]], [9]
     validate_metadata(tables, kv_lens, num_pages=4, page_size=4, window=4)
     validate_metadata([[GARBAGE, GARBAGE, 3]], kv_lens, num_pages=4, page_size=4, window=1)

@@ -1,4 +1,4 @@
-"""A plan for `mla_decode` is shared among as many programs as the kernel plans for itself, found from shapes alone."""
+"""A shared plan of `mla_decode` has as many programs as the kernel's own plan would have, found from shapes alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def programs(arguments: dict[str, Any], **static: Any) -> int:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Programs of the plans that kernels traced here make for themselves."""
+    """Numbers of programs of the plans that kernels traced here make for themselves."""
     numbers: list[int] = []
 
     def recording(call: Any, implementation: str, num_programs: int) -> DecodePlan:

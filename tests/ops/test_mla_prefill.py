@@ -1,4 +1,4 @@
-"""The contract of `mla_prefill`: attention over keys expanded all at once, in whatever pieces it was computed."""
+"""The contract of `mla_prefill`: attention over all keys expanded at once, whatever pieces it is computed in."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class PrefillCase:
 
     Attributes:
       cached, new: tokens of each sequence.
-      tokens: T; what the new tokens leave of it is padding.
+      tokens: T; rows past the new tokens are padding.
       table_width, num_pages: P and N.
-      value_scale: of the latents, queries are divided by it; below 1 for 16-bit inputs, see `harness.HALF_SCALE`.
+      value_scale: factor of the latents, by which queries are divided; below 1 for 16-bit inputs, see
+        `harness.HALF_SCALE`.
     """
 
     cached: tuple[int, ...]
@@ -58,7 +59,7 @@ class PrefillCase:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with values. `pages` hold the prefix only: every other slot, and every table entry past it, is dead."""
+    """Case with values. `pages` hold the prefix only: all other slots, and table entries past it, are dead."""
 
     case: PrefillCase
     rng: np.random.Generator
@@ -89,7 +90,7 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), *latents, w_uk, w_uv, tables, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; what must not matter is poison or 0."""
+        """Array arguments; values that must not matter are poison or 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = np.arange(self.case.tokens) >= sum(self.case.new)
         q = fill(self.rng, self.q, padding)
@@ -106,7 +107,7 @@ class Inputs:
         }
 
     def expected(self) -> np.ndarray:
-        """[T, Hq, v] in float64, over keys and values rounded to the queries' dtype, as storing them would."""
+        """Output [T, Hq, v] in float64, from keys and values rounded to the queries' dtype as if they were stored."""
         case = self.case
         out, start = np.zeros((*self.q.shape[:2], case.value_dim)), 0
         for s, (cached, new) in enumerate(zip(case.cached, case.new, strict=True)):
@@ -134,7 +135,7 @@ def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> No
 
 
 def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None) -> None:
-    """Poison changes no bit, padding is 0, and the result is the one spelt out in numpy."""
+    """Check that poison changes no bit, that padding is 0, and that the result is that of numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = prefill(variant, piece_tokens)(**inputs.arguments())
     harness.assert_same_bits(got, prefill(variant, piece_tokens)(**inputs.arguments(poisoned=False)))
@@ -188,14 +189,14 @@ def test_dtypes(variant: Variant, case: PrefillCase) -> None:
 
 @every_variant
 def test_widths_of_deepseek_as_a_user_gets_them(variant: Variant) -> None:
-    """With the tuned or heuristic configuration and piece size."""
+    """The configuration and piece size are the tuned or heuristic ones."""
     widths = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512}
     check(Variant(variant.implementation), replace(BASE, heads=2, value_scale=0.5, **widths))
 
 
 @every_variant
 def test_error_does_not_grow_with_the_number_of_pieces(variant: Variant) -> None:
-    """64 of them: partial results rounded to bfloat16 would add up to several times the tolerance."""
+    """With 64 pieces, partial results rounded to bfloat16 would add up to several times the tolerance."""
     long = PrefillCase(
         (253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=harness.HALF_SCALE
     )
@@ -223,7 +224,7 @@ def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
 
 @every_variant
 def test_chunk_by_chunk_is_all_at_once(variant: Variant) -> None:
-    """Each chunk is written once it was attended, as an engine does."""
+    """Each chunk is written to the cache after it was attended, as an engine does."""
     whole = Inputs.draw(replace(BASE, cached=(0, 0, 0, 0), new=(5, 1, 8, 10)), harness.fresh_rng())
     tables = 1 + whole.rng.permutation(whole.case.num_pages - 1)[: whole.tables.size].reshape(whole.tables.shape)
     arguments = whole.arguments() | {"block_tables": tables.astype(np.int32)}
@@ -264,7 +265,7 @@ def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
 
 @every_variant
 def test_fewer_keys_than_queries_spoil_no_other_sequence(variant: Variant) -> None:
-    """Those of the first sequence; the second one has a prefix of several pieces."""
+    """The first sequence has fewer keys than queries; the second one has a prefix of several pieces."""
     inputs = Inputs.draw(replace(BASE, cached=(0, 3 * PS, 0, 0), new=(3 * PS, 2, 1, 0)), harness.fresh_rng())
     arguments = inputs.arguments()
     want = prefill(variant, PS)(**arguments)
@@ -317,7 +318,7 @@ def test_repeats_are_equal_bit_for_bit(variant: Variant) -> None:
 
 @every_variant
 def test_under_vmap(variant: Variant) -> None:
-    """Batches of different lengths, so of different numbers of pieces."""
+    """Batches have different lengths, and so different numbers of pieces."""
     rng = harness.fresh_rng()
     inputs = [Inputs.draw(replace(BASE, cached=c, new=n), rng) for c, n in list(LENGTHS.values())[:4]]
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *(i.arguments() for i in inputs))
@@ -333,7 +334,7 @@ def test_exported(variant: Variant) -> None:
 
 @every_variant
 def test_inside_a_scan(variant: Variant) -> None:
-    """Layers with weights of their own; all else is theirs in common."""
+    """Layers have weights of their own, and share all other arguments."""
     inputs = Inputs.draw(BASE, harness.fresh_rng())
     arguments = {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.arguments().items()}
     layers = {name: jnp.stack([w, w[::-1]]) for name in ("w_uk", "w_uv") for w in [arguments.pop(name)]}
@@ -354,7 +355,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(varian
 
 
 def shapes(table_width: int) -> dict[str, Any]:
-    """A call by its shapes alone, of 64 new tokens of 4 sequences over a pool of 65,536 cached ones."""
+    """Shapes of a call with 64 new tokens of 4 sequences over a pool of 65,536 cached ones."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     return {
         "q_nope": f32((64, 4, 32)),

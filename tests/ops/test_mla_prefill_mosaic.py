@@ -1,4 +1,4 @@
-"""`mla_prefill` with Mosaic kernels where there are any for its parts, interpreted: the contract's own checks."""
+"""`mla_prefill` with Mosaic kernels for those of its parts that have one, interpreted: the contract's own checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_merges_as_merge_states_does() -> None:
-    """Of states with LSEs so large that their differences are all that can be told, empty ones and seen NaN."""
+    """LSEs are so large that only differences matter; some states are empty, some have seen NaN."""
     rng = harness.fresh_rng()
     outs = rng.standard_normal((2, 6, 3, 8), np.float32)
     lses = (1e5 + rng.standard_normal((2, 6, 3))).astype(np.float32)
@@ -55,7 +55,7 @@ def test_merges_as_merge_states_does() -> None:
 
 
 def test_the_configured_piece_is_what_none_means() -> None:
-    """Its tokens bound the memory: of larger pieces it is more."""
+    """The piece's tokens bound the memory; larger pieces take more."""
     arrays = contract.shapes(64)
     temporaries = {
         tokens: harness.temp_bytes(contract.prefill(Variant("xla", config)), **arrays)
@@ -91,9 +91,9 @@ def attend_at_once(
 @pytest.mark.parametrize("implementation", ["xla", ("mosaic", "xla"), "mosaic"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_widths_of_deepseek(heads: int, implementation: Any) -> None:
-    """Chunks on prefixes of all kinds of lengths, by pages of 64 tokens, against float32 all at once, but of the same
-    keys and values of 16 bits. (Of values that are not rounded two may nearly cancel: a query that sees no more than
-    these would exceed the tolerance in one of 8 million outputs now and then.)
+    """Chunks on prefixes of all kinds of lengths, in pages of 64 tokens, against float32 all at once over the same
+    16-bit keys and values. (Values that are not rounded may nearly cancel: one in 8 million outputs of queries that see
+    no more than two of them would exceed the tolerance now and then.)
     """
     rng, page_size, num_pages = harness.fresh_rng(), 64, 256
     cached, new = np.array([1000, 0, 4096, 63, 64, 0]), np.array([100, 333, 1, 64, 0, 14])

@@ -1,4 +1,5 @@
-"""Calls of `paged_decode` and `paged_prefill` that fit together badly: the error names the argument, and nothing runs.
+"""Calls of `paged_decode` and `paged_prefill` whose arguments do not fit: the error names the argument, and nothing
+runs.
 
 Arguments are shapes, so nothing could.
 """
@@ -32,7 +33,7 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
 
 
 def plan(batch: int = B, page_size: int = PS, window: Any = None, q_lens: bool = False) -> DecodePlan:
-    """A plan for `DECODE`, where nothing else is said."""
+    """Plan for `DECODE` with other options where given."""
     rows, of_programs = batch * HKV, ints(5)
     made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, window, q_lens)
     return DecodePlan(*(ints(rows),) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, made_for, "xla", 0)
@@ -158,7 +159,7 @@ def test_an_implementation_that_is_not_there(op: Callable[..., Any], call: dict[
     ids=["float32", "int8 per head", "fp8 per channel", "int8 in groups"],
 )
 def test_right_arguments(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
-    """What the tables above change was right before."""
+    """The arguments that the tables above change are right before the change."""
     optional = {"kv": kv, "window": HeadWindow(ints(HKV), ints(HKV)), "sinks": of(HQ)}
     if op is paged_decode:
         optional |= {

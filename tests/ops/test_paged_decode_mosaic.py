@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernel alone of `paged_decode`, beside the contract: interpreted on the CPU with race detection,
-compiled on a GPU.
+"""Tests of the Mosaic kernel of `paged_decode` beyond the contract: interpreted with race detection on a CPU, compiled
+on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_m
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -68,7 +68,7 @@ def draw(case: PagedCase) -> Inputs:
 
 
 def check(inputs: Inputs, **more: Any) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     got = call(inputs.case, inputs.decode() | more)
     harness.assert_attention_close(got, inputs.expected_decode(), MOSAIC.tolerance(inputs.case.dtype))
 
@@ -85,7 +85,7 @@ def test_a_row_cut_among_many_programs() -> None:
 def test_pieces_of_few_rows_are_merged_by_more_programs(
     group: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of 8 columns, where those that left the pieces had 16, or 64 of either query; with learned sinks."""
+    """Merging programs take 8 columns each of states of 16, or of 64 for either query; with learned sinks."""
     monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
     packing = QueryPacking(group, queries, max_columns(64, 2))
     assert packing.width == group
@@ -99,7 +99,7 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
 
 @pytest.mark.parametrize("scales", ["head", "channel"])
 def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
-    """As far as float16 reaches (what is smaller than its numbers weighs nothing in a score), and finite beyond."""
+    """Terms are exact in the range of float16, and finite beyond it. (Smaller values weigh nothing in a score.)"""
     case = replace(BASE, cache_dtype="int8", scales=scales, q_heads=2, head_dim=64)
     kv = draw(case).decode()["kv"]
     powers = np.exp2(np.linspace(-12, 19, 64))
@@ -113,7 +113,9 @@ def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
 
 
 def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
-    """What conversions of words of four 8-bit numbers give, pairs of float16: the interpreter has no PTX."""
+    """Emulate the PTX of a conversion, which the interpreter does not have: pairs of float16 from words of four 8-bit
+    numbers.
+    """
     registers: dict[str, np.ndarray] = {"$2": words}
 
     def value(operand: str) -> np.ndarray:
@@ -144,7 +146,7 @@ def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
 def test_conversions_to_float16(dtype: Any) -> None:
-    """Of every pair of numbers beside every other, as keys and as values."""
+    """Every pair of bytes beside every other, in the orders of keys and of values."""
     low = np.arange(2**16, dtype=np.uint32)
     words = low | harness.fresh_rng().permutation(low) << 16
     numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
@@ -160,7 +162,7 @@ SMALL = replace(BASE, kv_lens=(0, 37), pages_per_row=4, num_pages=9, kv_heads=1,
 
 
 def check_all(got: Any, inputs: Sequence[Inputs]) -> None:
-    """The results of several calls, stacked, against numpy."""
+    """Compare the stacked results of several calls with numpy."""
     outs, lses = zip(*(each.expected_decode() for each in inputs), strict=True)
     harness.assert_attention_close(got, (np.stack(outs), np.stack(lses)), MOSAIC.tolerance(SMALL.dtype))
 
@@ -170,7 +172,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
 
 
 def test_layers_of_a_scan_share_a_pool() -> None:
-    """Each has pages of its own in it, and tables that say so: nothing of the pool is sliced."""
+    """Each layer has its own pages of the pool, as its tables say: nothing of the pool is sliced."""
     inputs = [draw(SMALL), draw(SMALL)]
     each = [arguments(layer) for layer in inputs]
     pool = jax.tree.map(lambda *x: jnp.concatenate(x), *(layer["kv"] for layer in each))
@@ -199,7 +201,9 @@ def test_more_rows_than_a_grid_has_on_most_axes() -> None:
 
 
 def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the operation plans for itself, from shapes alone; one where nothing follows plans."""
+    """A plan made from shapes has as many programs as the operation's own, and one where no implementation follows
+    plans.
+    """
     planned = []
 
     def plan(call: Any, implementation: str, num_programs: int) -> Any:
@@ -224,7 +228,7 @@ REFUSED = {
 
 
 def test_refuses_a_soft_cap_that_costs_digits() -> None:
-    """Scores are a difference of numbers as large as the cap."""
+    """Capped scores are differences of numbers as large as the cap."""
     refused = explain("paged_decode", **draw(BASE).decode(), soft_cap=5000.0).refused
     assert refused == {"mosaic": "takes a soft cap of up to 4096, got 5000"}
 
@@ -237,7 +241,7 @@ def test_refuses_in_words(case: PagedCase, reason: str) -> None:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None) -> str:
-    """Of a device, by a kernel that is not interpreted."""
+    """Reason with which a kernel that is not interpreted refuses a device."""
     monkeypatch.setattr(device, "current", lambda: device.Device(platform, "a card", compute_capability, 100))
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):

@@ -1,7 +1,7 @@
-"""Tests of the Mosaic kernel alone of `paged_prefill`, beside the contract: interpreted on the CPU with race detection,
-compiled on a GPU.
+"""Tests of the Mosaic kernel of `paged_prefill` beyond the contract: interpreted with race detection on a CPU, compiled
+on a GPU.
 
-Blocks hold 64 rows for each consumer, tiles 64 keys. Cases that differ in values only share a compilation.
+Blocks hold 64 rows for each consumer, tiles 64 keys. Cases that differ only in values share a compilation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TWO_CONSUMERS = Variant("mosaic", FlashConfig(tile_keys=128, stages=2, consumers
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -72,7 +72,7 @@ def call(variant: Variant, case: PagedCase, arrays: dict[str, Any]) -> tuple[jax
 
 
 def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = call(variant, case, inputs.prefill())
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
@@ -80,7 +80,7 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 
 @pytest.mark.parametrize(("group", "packing"), [(2, (1, 1)), (2, (2, 2)), (7, (7, 8)), (10, (5, 8))], ids=str)
 def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
-    """One, one for each consumer, some with a place left over, and a part of a group."""
+    """One head, one for each consumer, seven of eight places, and half of a group."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
     with mock.patch.object(config, "packing", return_value=config.HeadPacking(*packing)):
         check(replace(case, sinks="mixed", tokens=17), TWO_CONSUMERS)

@@ -1,4 +1,4 @@
-"""`plan_decode` covers every visible page once, shares the cost evenly, and cuts no more than its mode asks for."""
+"""`plan_decode` covers every visible page once, shares costs evenly, and cuts no more rows than its mode asks for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 
 @functools.cache
 def planner(mode: str, num_programs: int, window: int | None = None, page_size: int = PS) -> harness.Jitted:
-    """`plan_decode` jitted; lengths and a `HeadWindow` go to the result as arrays."""
+    """Jit `plan_decode`; lengths and a `HeadWindow` are passed as arrays."""
 
     @jax.jit
     def plan(kv_lens: jax.Array, q_lens: jax.Array | None, windows: HeadWindow | None) -> DecodePlan:
@@ -54,7 +54,7 @@ def planner(mode: str, num_programs: int, window: int | None = None, page_size: 
 
 
 class Piece(NamedTuple):
-    """Pages [start, stop) of a row's walk."""
+    """Pages [start, stop) of the visible pages of a row."""
 
     row: int
     start: int
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
-    """What each program takes, by the words of `DecodePlan`."""
+    """Pieces that each program takes, by the definition in `DecodePlan`."""
     num_pages = np.asarray(plan.num_pages).tolist()
     starts = list(zip(np.asarray(plan.cta_row).tolist(), np.asarray(plan.cta_page).tolist(), strict=True))
     assert starts[-1] == (len(num_pages), 0), "the last program leaves something over"
@@ -78,28 +78,28 @@ def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
 
 
 def cut(place: int, start: int, stop: int, plan: DecodePlan) -> list[Piece]:
-    """A stretch of a row, cut where `fixed` mode cuts all rows."""
+    """Cut pages [start, stop) of a row at the multiples where `fixed` mode cuts all rows."""
     size = plan.split_pages or max(stop, 1)
     edges = [start, *(p for p in range(size, stop, size) if p > start), stop]
     return [Piece(int(plan.row_order[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
 def by_row(plan: DecodePlan, of_places: Any) -> np.ndarray:
-    """What a plan lists by place, by row."""
+    """Reorder an array that a plan lists by place to one by row."""
     listed = np.empty(len(of_places), np.int64)
     listed[np.asarray(plan.row_order)] = of_places
     return listed
 
 
 def walked_entries(plan: DecodePlan, row: int) -> list[int]:
-    """Table entries of a row's pages, in the order it numbers them."""
+    """Table entries of a row's pages, in the plan's order of pages."""
     listed = plan.sink_pages, plan.first_page, plan.num_pages
     sink_pages, first_page, num_pages = (int(by_row(plan, x)[row]) for x in listed)
     return [*range(sink_pages), *range(first_page, first_page + num_pages - sink_pages)]
 
 
 def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: int = 0) -> list[int]:
-    """Entries that hold a token some query sees, token by token."""
+    """Table entries with a token that some query sees, found token by token."""
     seen = set()
     for position in range(max(kv_len - q_len, 0), kv_len):
         seen |= {t // PS for t in range(position + 1) if t < sink_tokens or t > position - window}
@@ -107,7 +107,7 @@ def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: in
 
 
 def check(plan: DecodePlan) -> list[list[Piece]]:
-    """Every page of every row is in exactly one piece, and the counts of pieces are right."""
+    """Check that every page of every row is in exactly one piece, and that the counts of pieces are right."""
     rows = np.asarray(plan.row_order).tolist()
     assert sorted(rows) == list(range(len(rows)))
     programs = pieces_of_programs(plan)
@@ -188,7 +188,7 @@ def test_one_window_for_all_heads(mode: str, window: int) -> None:
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], num_programs: int) -> None:
-    """Whatever one program has above the mean, beyond rounding, is the price of one cut, or of cutting at all."""
+    """No program exceeds the mean, beyond rounding, by more than a cut costs, or by what is accepted to avoid cuts."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     costs = [cost(program) for program in programs]
@@ -227,7 +227,7 @@ def test_balanced_cuts_at_most_once_a_program(lens: list[int], num_programs: int
     ],
 )
 def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -> None:
-    """Where whole rows make nearly equal shares, or are too short to be worth two programs."""
+    """Whole rows make nearly equal shares, or are too short to be worth two programs."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
     assert np.diff(plan.split_indptr).max() == 1
@@ -259,7 +259,7 @@ def test_balanced_cuts_where_whole_rows_would_be_uneven(lens: list[int], num_pro
     ],
 )
 def test_balanced_gives_rows_programs_of_their_own(lens: list[int], num_programs: int, parts: list[int]) -> None:
-    """Where that is nearly as even as equal distances, so that no program takes parts of two rows."""
+    """Programs of their own are nearly as even as equal shares, so no program takes parts of two rows."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     assert [len(program) for program in programs] == [1] * (sum(parts) * KV_HEADS) + [0] * (
@@ -317,7 +317,7 @@ def test_pages_larger_than_a_fixed_piece(mode: str) -> None:
 
 @modes
 def test_lengths_do_not_overflow(mode: str) -> None:
-    """The longest sequence int32 can count, on several rows."""
+    """Several rows have the largest length of an int32."""
     plan = planner(mode, 132)(as_lens([2**31 - 1, 0, 0, 2**31 - 1, 0, 0]), None, None)
     assert by_row(plan, plan.num_pages).tolist() == [2**27, 2**27, 0, 0, 0, 0] * 2
     places, pages = np.asarray(plan.cta_row), np.asarray(plan.cta_page)
@@ -423,7 +423,7 @@ OWN_WINDOWS = HeadWindow(jnp.array([5, 3], jnp.int32), jnp.array([0, 1], jnp.int
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(("field", "change"), OTHERS.items(), ids=OTHERS)
 def test_a_call_refuses_a_plan_made_for_another(field: str, change: dict[str, Any], implementation: str) -> None:
-    """Also where nothing follows plans, so that the mistake does not wait for a GPU."""
+    """Implementations that do not follow plans refuse, too, so that the mistake shows before a GPU is used."""
     plan = harness.plan_for(STEP, implementation=implementation)
     with pytest.raises(ValueError, match=f"^plan: was made for {field} = .*, this call has {field} = "):
         paged_decode(**STEP | change, plan=plan, implementation=implementation)

@@ -1,4 +1,4 @@
-"""The Mosaic kernel behind `plan_decode` makes the plans of plain JAX, number for number."""
+"""The Mosaic kernel of `plan_decode` makes the same plans as plain JAX, number for number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 def arguments(
     rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
 ) -> dict[str, Any]:
-    """Sequences of which about one in five is idle; windows of some heads; up to 3 queries, or none, of each."""
+    """Draw sequences, about one in five idle, windows for some heads, and up to 3 queries each."""
     lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
     given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
     if drafts:
@@ -73,7 +73,7 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
     [(0, 49), (2, 12), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 49), (0, 12)))],
 )
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows so alike that none is cut: fewer than programs, and several of each."""
+    """Rows are so alike that none is cut: fewer of them than programs, and several for each program."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
@@ -86,7 +86,7 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
 def test_interpreted_with_programs_for_each_row(
     spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are nearly whole numbers of shares, some of them idle; or a chunk and a half of them, as they come."""
+    """Rows are nearly whole numbers of shares, some idle; or one and a half chunks of them, not sorted."""
     if not snake_order:
         monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
         monkeypatch.setattr(schedule, "MAX_SNAKE_ROWS", 128)
@@ -105,7 +105,7 @@ def test_interpreted_with_programs_for_each_row(
     [(13, 6), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((14, 13), (15, 4)))],
 )
 def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lengths that differ, of which some together make equal shares: whole rows, and two for two programs."""
+    """Rows differ in length, and some together make equal shares: whole rows, or two rows for two programs."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 1}
     with harness.interpreting(capsys):
@@ -113,7 +113,9 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
 
 
 def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many programs as rows, whose lengths differ: only then they are in snake order. Threads of two warpgroups."""
+    """As many programs as rows whose lengths differ, so that groups in snake order are taken. Threads of two
+    warpgroups.
+    """
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
     given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=140, implementation="xla")

@@ -1,5 +1,5 @@
-"""What the portable implementations over paged K/V promise besides numbers: memory bounded by a tile, and cost that
-follows lengths and windows.
+"""Costs of the portable implementations over paged K/V: memory is bounded by a tile, and time follows lengths and
+windows.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ LONG = PagedCase((4096,), page_size=16, pages_per_row=256, num_pages=300)
 
 
 def decode_steps(case: PagedCase) -> list[tuple[list[int], int]]:
-    """Rows and tile of each step. A row is a sequence or, with head-wise windows, one of its heads."""
+    """Rows and tile of each step; a row is a sequence or, with head-wise windows, one of its heads."""
     return _steps(paged_decode, case, Inputs.draw(case, harness.fresh_rng()).decode())
 
 
 def prefill_steps(case: PagedCase) -> list[tuple[list[int], int]]:
-    """Rows and tile of each step. A row is four queries or, with head-wise windows, one of their heads."""
+    """Rows and tile of each step; a row is four queries or, with head-wise windows, one head of them."""
     return _steps(paged_prefill, case, Inputs.draw(case, harness.fresh_rng()).prefill())
 
 
@@ -42,7 +42,7 @@ def _steps(op: Callable[..., Any], case: PagedCase, arrays: dict[str, Any]) -> l
 
 
 def test_a_short_row_does_not_wait_for_a_long_one() -> None:
-    """Three rows of 4 tiles walk together; the other six take a step a group."""
+    """Three rows of 4 tiles walk together; the other six take a step for each group."""
     steps = decode_steps(replace(BASE, kv_lens=(1, 64, 1, 64, 1, 1, 64, 1, 1)))
     assert len(steps) == 4 + 1 + 1
     assert all(sorted(rows) == [1, 3, 6] for rows, tile in steps if tile > 0)
@@ -65,7 +65,7 @@ def test_decode_costs_what_its_window_holds(kv_len: int) -> None:
 
 
 def test_windowed_heads_do_not_pay_for_full_ones() -> None:
-    """Of three sequences with a full and a windowed head each, the full heads walk together and so do the others."""
+    """Three sequences have a full and a windowed head each: the full heads walk together, and so do the others."""
     case = replace(LONG, kv_lens=(4096,) * 3, num_pages=900, head_windows=((FULL, 0), (32, 5)), head_wise=False)
     steps = decode_steps(case)
     assert len([rows for rows, _ in steps if sorted(rows) == [0, 2, 4]]) == 256
@@ -74,7 +74,7 @@ def test_windowed_heads_do_not_pay_for_full_ones() -> None:
 
 
 def test_prefill_costs_what_it_sees() -> None:
-    """16 queries of a causal context of 64 are 4 rows, which see 52, 56, 60 and 64 tokens of tiles of 16."""
+    """16 causal queries on 64 tokens are 4 rows, which see 52, 56, 60 and 64 tokens in tiles of 16."""
     assert len(prefill_steps(replace(BASE, q_lens=(16,)))) == 4 + 4  # in groups of 3 and of the last
     assert len(prefill_steps(replace(BASE, kv_lens=(16,), q_lens=(16,)))) == 1 + 1
     assert len(prefill_steps(replace(LONG, q_lens=(4,), window=28))) == 2  # of 31 tokens up to the end of a page
@@ -97,7 +97,7 @@ DENSE_BYTES = 2 * 16 * 4096 * 16 * 2 * 32 * 4  # K and V of 16 tables of 4096 pa
 
 
 def test_decode_memory_is_bounded_by_a_tile() -> None:
-    """Neither the width of the table nor the batch asks for more than arguments and results of that size."""
+    """Wider tables and larger batches take memory only for their arguments and results."""
     decode = harness.compiled(paged_decode, AS_SHIPPED)
 
     def temp(batch: int, pages_per_row: int) -> int:
@@ -111,7 +111,7 @@ def test_decode_memory_is_bounded_by_a_tile() -> None:
 
 
 def test_prefill_memory_is_bounded_by_a_tile() -> None:
-    """The same, and no more for every token of the chunk than a few copies of its queries."""
+    """Wider tables take no memory, and each token of the chunk no more than a few copies of its queries."""
     prefill = harness.compiled(paged_prefill, AS_SHIPPED)
 
     def temp(tokens: int, pages_per_row: int) -> int:

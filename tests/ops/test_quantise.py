@@ -1,4 +1,4 @@
-"""The arithmetic of quantised caches against numpy, to the bit."""
+"""Arithmetic of quantised caches compared with numpy, to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(compiled: bool, f: Callable[..., Any], *args: Any, **static: Any) -> np.
 @eager_and_jitted
 @pytest.mark.parametrize("shape", [(500, 64), (500, 1), (1, 64), (1, 1)])
 def test_divide_rounds_once(compiled: bool, shape: tuple[int, ...]) -> None:
-    """XLA replaces division by whatever is broadcast with multiplication by its reciprocal."""
+    """XLA replaces a division by a broadcast value with a multiplication by its reciprocal."""
     rng = fresh_rng()
     x, y = rng.standard_normal((500, 64), np.float32), np.exp(rng.standard_normal(shape, np.float32))
     assert (x * (1 / y) != x / y).any()
@@ -84,7 +84,7 @@ def test_dequantise_multiplies_in_float32(dtype: str) -> None:
 
 @each_dtype
 def test_quantising_what_was_read_changes_nothing(dtype: str) -> None:
-    """So that earlier tokens of a group keep their bytes where the scale stays."""
+    """Earlier tokens of a group therefore keep their bytes while the scale stays."""
     finite = jnp.asarray(np.arange(-127, 128), dtype)
     scale = jnp.exp(jnp.asarray(fresh_rng().standard_normal((1000, 1), np.float32)))
     read = jax.jit(dequantise)(jnp.broadcast_to(finite, (1000, 255)), scale)

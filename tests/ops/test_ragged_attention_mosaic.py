@@ -1,7 +1,7 @@
-"""Tests of the Mosaic kernel alone of `ragged_attention`, beside the contract: interpreted on the CPU with race
-detection, compiled on a GPU.
+"""Tests of the Mosaic kernel of `ragged_attention` beyond the contract: interpreted with race detection on a CPU,
+compiled on a GPU.
 
-Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ in values only share
+Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ only in values share
 a compilation.
 """
 
@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn import ragged_attention
 from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.sm90.flash.split import RowState, merge_splits
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -40,7 +42,7 @@ BASE = RaggedCase(
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -50,7 +52,7 @@ def call(variant: Variant, case: RaggedCase, arrays: dict[str, Any], **static: A
 
 
 def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = call(variant, case, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
@@ -61,7 +63,7 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int) -> None:
-    """Sequences of fewer tiles than parts leave some of them nothing."""
+    """Sequences of fewer tiles than splits leave some splits empty."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(multiprocessors) as parts:
@@ -69,9 +71,49 @@ def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int
     assert parts[0].most > 1
 
 
+def test_scores_near_5e5_where_keys_are_cut() -> None:
+    """Values of neighbouring tiles cancel, so that errors in the weights of splits show, and float16's own do not."""
+    variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
+    case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, dtype="float16")
+    case = replace(case, exact=True)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    inputs.q[...] *= case.key_dim**0.5
+    inputs.v[...] = np.where(np.arange(case.keys) // 64 % 2, -1, 1)[:, None, None]
+    with harness.keys_cut(16) as parts:
+        got = call(variant, case, inputs.arguments())
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
+    assert parts[0].most > 1
+
+
+@pytest.mark.parametrize("level", [0, 7e5])
+def test_splits_are_merged_by_their_maxima(level: float) -> None:
+    """5 rows and 3 splits, with room for a fourth that was not written; one row sees nothing, one has seen NaN."""
+    rng, nothing, seen_nan = harness.fresh_rng(), 1, 2
+    o = rng.standard_normal((4, 5, 8), np.float32)
+    m, l = (rng.uniform(low, low + 8, (4, 5)).astype(np.float32) for low in (level, 1))  # noqa: E741
+    for split, row in ((0, 0), (0, nothing), (1, nothing), (2, nothing)):
+        o[split, row], m[split, row], l[split, row] = np.nan, -np.inf, 0
+    o[1, seen_nan] = l[1, seen_nan] = o[3] = m[3] = l[3] = np.nan
+    sinks = jnp.asarray(rng.standard_normal(5), jnp.float32)
+    merged = merge_splits(RowState(*(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (o, m, l))), 4, jnp.int32(3))
+    out, lse = np.asarray(merged.output(sinks)), np.asarray(merged.lse())
+
+    weights = np.where(l[:3] == 0, 0, np.exp2(m[:3].astype(np.float64) - level))
+    total = (weights * l[:3]).sum(axis=0)
+    weighted = np.where(l[:3, :, None] == 0, 0, o[:3] * weights[..., None]).sum(axis=0)
+    denominator = total + np.exp2(np.asarray(sinks, np.float64) / np.log(2) - level)
+    rest = [0, 3, 4]
+    harness.assert_close("output", out[rest], weighted[rest] / denominator[rest, None], harness.F32_OUT)
+    harness.assert_close("LSE", lse[rest], (level + np.log2(total[rest])) * np.log(2), harness.F32_LSE)
+    assert not np.any(out[nothing])
+    assert np.isneginf(lse[nothing])
+    assert np.isnan(out[seen_nan]).all()
+    assert np.isnan(lse[seen_nan])
+
+
 @pytest.mark.parametrize("growth", [3, 30], ids=["by less than probabilities have room for", "by more"])
 def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
-    """What was added up stays or shrinks, by powers of 2; the bits of a row do not tell what its neighbours need."""
+    """Sums are rescaled by powers of 2, so a row's bits do not depend on whether its neighbours are rescaled."""
     case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
     inputs = Inputs.draw(case, harness.fresh_rng())
     grows = np.arange(case.tokens) % 2 == 1

@@ -1,4 +1,4 @@
-"""The shapes of real models: that every implementation takes them, and on a GPU that their numbers are right."""
+"""Shapes of real models: every implementation accepts them, and on a GPU the numbers are right."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,9 @@ from tests.real_sizes import decode_arrays, normal, prefill_arrays, static
 
 
 def lean(op: str) -> pytest.MarkDecorator:
-    """What is dense takes more memory than there is. Configurations are those that users get."""
+    """Run a test for each implementation, as users get it, but the dense reference, which needs more memory than a card
+    has.
+    """
     names = set(dispatch.implementations(op)) - {"reference"}
     return pytest.mark.parametrize("variant", [pytest.param(Variant(name), id=name) for name in sorted(names)])
 
@@ -34,7 +36,7 @@ def fresh_key() -> jax.Array:
 
 @pytest.fixture
 def as_on_hopper() -> Iterator[None]:
-    """Kernels are traced for the interpreter, where there is no such card. Nothing runs."""
+    """Trace kernels for the interpreter, since no card is here. Nothing runs."""
     with plgpu.force_gpu_interpret_mode():
         yield
 
@@ -82,7 +84,7 @@ def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
 @lean("paged_prefill")
 @every_prefill
 def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
-    """A sample of the chunk's tokens, each compared with the decode step it would have been."""
+    """A sample of the chunk's tokens is compared with the decode step of each."""
     key = fresh_key()
     arrays = jax.jit(prefill_arrays, static_argnums=0)(case, key)
     out, lse = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))(**arrays)
@@ -104,7 +106,7 @@ def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
 @lean("paged_decode")
 @pytest.mark.parametrize("head_wise", [False, True])
 def test_a_pool_beyond_32_bit_offsets(variant: Variant, head_wise: bool) -> None:
-    """Pages at the end of a pool of more than 2**32 elements, and the same pages in a small one."""
+    """Pages at the end of a pool of more than 2**32 elements give the result of the same pages in a small pool."""
     num_pages, num_kv_heads, page_size, head_dim, pages = 2**16 + 512, 8, 64, 128, 16
     k, v, q = jax.random.split(fresh_key(), 3)
     small = PagedKV(*[normal(x, (2 * pages, num_kv_heads, page_size, head_dim)) for x in (k, v)])

@@ -1,4 +1,4 @@
-"""DeepSeek's shapes: that every implementation takes them, and on a GPU that their numbers are right."""
+"""Shapes of DeepSeek's models: every implementation accepts them, and on a GPU the numbers are right."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_decode_numbers(variant: harness.Variant, case: shapes.MlaDecode) -> Non
 @lean("ragged_attention")
 @every_prefill
 def test_prefill_numbers(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
-    """A sample of the chunk's tokens, each compared with the absorbed decode step it would have been: of those that see
-    so many keys that the errors of their rounding cancel, as the tolerances take for granted.
+    """A sample of the chunk's tokens is compared with the absorbed decode step of each: tokens that see so many keys
+    that rounding errors average out, as the tolerances assume.
     """
     key = fresh_key()
     arrays = jax.jit(mla_prefill_arrays, static_argnums=0)(case, key)

@@ -1,4 +1,4 @@
-"""Rotation and norms, alone and as `write_kv` does them, against complex numbers in float64."""
+"""Rotary embedding and norms, alone and in `write_kv`, compared with complex numbers in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_rope(rng: np.random.Generator, half: int = WIDTH // 2, **options: Any
 
 
 def turned(x: Any, rope: Rope, norm: Any = None) -> np.ndarray:
-    """x [T, heads, D] rotated and normed in float64."""
+    """Rotate and norm x [T, heads, D] in float64."""
     x = np.array(x).astype(np.float64)
     if norm is not None and rope.norm_order == "before_rope":
         x = normed(x, norm, rope.norm_eps)

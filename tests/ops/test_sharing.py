@@ -1,4 +1,4 @@
-"""`Groups`: who shares programs with whom, and where their rows stand in a plan."""
+"""`Groups` of rows that share programs, and the rows' places in a plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_row_has_a_place_of_its_own_and_idle_ones_the_last(rows: int, num_
 @settings(deadline=None)
 @given(lens=st.lists(st.integers(1, 1000), min_size=1, max_size=MOST), num_programs=PROGRAMS)
 def test_groups_get_about_as_much(lens: list[int], num_programs: int) -> None:
-    """The longest row more, at most."""
+    """Shares of groups differ by the longest row at most."""
     groups = groups_of(len(lens), num_programs)
     at = np.empty(len(lens), int)
     at[np.asarray(groups.place(NUMBERS))[: len(lens)]] = sorted(lens, reverse=True)

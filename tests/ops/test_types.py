@@ -1,4 +1,4 @@
-"""The data model: what a cache is made of, and how its pytrees behave."""
+"""Data model: arrays of a cache, and behaviour of its pytrees."""
 
 import dataclasses
 from typing import Any
@@ -63,7 +63,7 @@ def test_quantised_cache(dtype: str, scales: Any, shape: tuple[int, ...], bytes_
 
 
 def test_a_pool_of_one_page_per_head_has_the_same_bytes_per_page() -> None:
-    """Its static scales are as long as the pool has pages, and still no part of a page."""
+    """Static scales have as many entries as this pool has pages, but are no part of a page."""
     assert kv_spec("int8", "channel", num_pages=HKV).bytes_per_page == 2 * HKV * PS * D
 
 
@@ -155,7 +155,7 @@ INSTANCES = [
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda instance: type(instance).__name__)
 def test_pytrees(instance: Any) -> None:
-    """Frozen, rebuilt from their arrays, through jit and export, with what is static left as it is."""
+    """Pytrees are frozen and rebuilt from their arrays, through jit and export, and keep their static fields."""
     fields = dataclasses.fields(instance)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(instance, fields[0].name, None)

@@ -1,4 +1,4 @@
-"""What `write_kv` stores, every implementation against numpy: which bytes, where, and that all others stay."""
+"""Every implementation of `write_kv` compared with numpy: bytes written, their places, and that all others stay."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tokens_in_the_cache_dtype_are_moved_bit_for_bit(variant: Variant) -> No
 @each_quantised
 @pytest.mark.parametrize("layout", ["head", "channel"])
 def test_static_scales_are_used_as_given(dtype: str, layout: Any, rank: int, variant: Variant) -> None:
-    """Those of the head, whichever head's row it writes; what is beyond their range saturates."""
+    """Each head's scale is used whichever head's row it writes; values beyond the range saturate."""
     rng = fresh_rng()
     shape = cache_spec(dtype, layout).arrays["k_scale"].shape
     k_scale, v_scale = (jnp.asarray(10.0 ** rng.uniform(-4, -1, shape), jnp.float32) for _ in range(2))
@@ -78,7 +78,7 @@ def test_static_scales_are_used_as_given(dtype: str, layout: Any, rank: int, var
 @pytest.mark.parametrize(("dtype", "rank"), [("int8", 1), ("float8_e4m3fn", 2)])
 @pytest.mark.parametrize("groups", [1, 2, 4, PAGE_SIZE])
 def test_dynamic_scales_follow_the_rule_to_the_byte(dtype: str, rank: int, groups: int, variant: Variant) -> None:
-    """Slots in any order, so that whatever bytes a group holds count as its earlier tokens."""
+    """Slots come in any order; any bytes that a group holds count as its earlier tokens."""
     rng = fresh_rng()
     kv = jax.tree.map(
         lambda a: jnp.where(jnp.isfinite(a.astype(jnp.float32)), a, jnp.ones_like(a)), stale_cache(rng, dtype, groups)
@@ -111,7 +111,7 @@ def test_tokens_without_a_slot_count_in_no_group(dtype: str, variant: Variant) -
 
 
 class Group:
-    """The first group, of half a page, of page 2, which holds stale bytes: tokens of one value each go in by calls."""
+    """First group of page 2, half a page of stale bytes, to which calls append tokens of one value each."""
 
     def __init__(self, variant: Variant, dtype: str):
         self.kv = stale_cache(fresh_rng(), dtype, 2)
@@ -178,7 +178,7 @@ class TestGroups:
         np.testing.assert_allclose(group.values[:2], [0.01, 0], rtol=1e-6)
 
     def test_an_abandoned_draft_token_counts_no_more(self, dtype: str, variant: Variant) -> None:
-        """At a scale of 1000 the first token has 1/100 of its range; the second is to have all of its own."""
+        """At a scale of 1000 the first token has 1/100 of the range; its successor must have all of it."""
         group = Group(variant, dtype).append(0, 10.0).append(1, 1000.0).append(1, 10.0)
         assert group.scale < 11 / QMAX[dtype]
         np.testing.assert_allclose(group.values[:2], 10, rtol=0.25 if dtype == "int8" else 0.05)
@@ -208,7 +208,9 @@ def test_any_block_of_groups_is_requantised_alike(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """How many tokens each call brings to one sequence, the sizes of their values as powers of two, and a seed."""
+    """Draw the number of tokens that each call appends to one sequence, the sizes of their values as powers of two, and
+    a seed.
+    """
     calls = draw(st.lists(st.tuples(st.integers(1, NUM_TOKENS), st.integers(-8, 8)), min_size=1, max_size=8))
     counts, exponents = zip(*calls, strict=True)
     return list(counts), list(exponents), draw(st.integers(0, 2**32 - 1))
@@ -217,7 +219,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(histories(), st.sampled_from([("int8", 2), ("float8_e4m3fn", 2)]))
 def test_any_chunking_keeps_values_near(history: tuple[list[int], list[int], int], cache: tuple[str, int]) -> None:
-    """Over stale pages, and with equal bytes in every implementation."""
+    """Pages are stale, and all implementations write equal bytes."""
     (counts, exponents, seed), (dtype, groups) = history, cache
     rng = np.random.default_rng(seed)
     pages = rng.permutation(NUM_PAGES)
@@ -238,7 +240,7 @@ def test_any_chunking_keeps_values_near(history: tuple[list[int], list[int], int
 
 
 def _assert_near(kv: PagedKV, pages: np.ndarray, written: np.ndarray, roundings: np.ndarray) -> None:
-    """Each time a token is rounded costs it half a step at most, and a group's steps only grow."""
+    """Check values against half a quantisation step for each rounding; the steps of a group only grow."""
     position = np.arange(len(written))
     page, offset = pages[position // PAGE_SIZE], position % PAGE_SIZE
     assert kv.k_scale is not None

@@ -1,4 +1,4 @@
-"""`write_kv` as a call: in place under jit and scan, traced once, exported, and refusing what does not fit."""
+"""Calls of `write_kv`: in place under jit and scan, traced once, exported, and refused where arguments do not fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ XLA = VARIANTS["xla"]
 
 
 def scan_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = "xla") -> PagedKV:
-    """A step's layers, or a loop's steps, each writing its tokens into the cache it carries."""
+    """Write in each step of a scan that carries the cache, as layers of a step or steps of a loop do."""
     write_step = lambda kv, x: (write_kv(kv, *x, implementation=implementation), None)  # noqa: E731
     return lax.scan(write_step, kv, (k, v, slots))[0]
 
@@ -57,7 +57,7 @@ def single_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = 
 
 
 def shapes(dtype: str, scales: Any, rank: int, steps: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """A call on a pool much larger than anything else in it."""
+    """Shapes of a call on a pool much larger than anything else in it."""
     x = jax.ShapeDtypeStruct((*steps, NUM_TOKENS, HEADS, WIDTH), jnp.float32)
     slots = jax.ShapeDtypeStruct((*steps, *(NUM_TOKENS, HEADS)[:rank]), jnp.int32)
     arrays: dict[str, Any] = cache_spec(dtype, scales, num_pages=2000).arrays  # pyrefly: ignore[bad-assignment]
@@ -84,7 +84,7 @@ def test_a_cache_carried_by_a_scan_is_written_in_place(dtype: str, scales: Any) 
 
 
 def test_a_float8_cache_is_never_converted_as_a_whole() -> None:
-    """XLA's CPU backend has to copy it, but not by way of float16."""
+    """XLA's CPU backend has to copy it, but must not convert it to float16 for that."""
     args = shapes("float8_e4m3fn", "head", 1)
     module = jax.jit(single_write, donate_argnums=0).lower(*args).compile()
     assert not re.search(rf"\w+\[{','.join(map(str, args[0].k.shape))}\]\S* convert\(", str(module.as_text()))
@@ -139,7 +139,7 @@ def test_a_scan_writes_what_calls_write(dtype: str, scales: Any, variant: Varian
 
 @each_variant
 def test_a_scan_writes_caches_of_a_stack(variant: Variant) -> None:
-    """Each step slices its cache off one stack and leaves it on another; what is not written comes along."""
+    """Each step slices its cache off one stack and puts it on another; rows that are not written stay."""
     rng = fresh_rng()
     calls = [(stale_cache(rng, "int8", 2), *tokens(rng), random_slots(rng, 1)) for _ in range(3)]
 
@@ -203,7 +203,7 @@ def test_no_token_is_a_call_too(variant: Variant) -> None:
 
 
 def good_call(**changes: Any) -> dict[str, Any]:
-    """A call with rope and q; changes to fields of Rope are made there, others to arguments."""
+    """Call with rope and q; changes named like fields of `Rope` apply to it, others to arguments."""
     fields = {field.name for field in dataclasses.fields(Rope)}
     angles = jnp.zeros((NUM_TOKENS, WIDTH // 2), jnp.float32)
     rope = dataclasses.replace(Rope(angles, angles), **{name: changes[name] for name in fields & changes.keys()})

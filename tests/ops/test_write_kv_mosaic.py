@@ -1,4 +1,4 @@
-"""Tests of the Mosaic kernel alone of `write_kv`, beside the contract."""
+"""Tests of the Mosaic kernel of `write_kv` beyond the contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FP8 = "float8_e4m3fn"
 
 @pytest.fixture
 def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs kernels interpreted, with parameters of the interpreter that a test may ask for."""
+    """Run kernels interpreted, with parameters of the interpreter that a test may set."""
     with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
 
@@ -36,7 +36,7 @@ def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureReque
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
 @pytest.mark.usefixtures("interpreter")
 def test_a_chunk_in_any_order(interpreter: None) -> None:
-    """Tokens of one group come from programs of their own, and notes that nobody wrote name a token that exists."""
+    """Programs share the tokens of a group, and scratch entries that no program wrote name a token that exists."""
     rng = fresh_rng()
     kv = stale_cache(rng, "int8", 2)
     for start in (0, 6, 3):  # the last again, as after a draft
@@ -51,7 +51,7 @@ def test_a_chunk_in_any_order(interpreter: None) -> None:
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """a · b + c of float32, rounded once: the sum in float64 is made odd where it is not exact."""
+    """Compute a · b + c in float32, rounded once: the sum in float64 is made odd where it is inexact."""
     a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
     product = a * b  # exact
     total = product + c
@@ -67,14 +67,14 @@ NUMPY = Arithmetic(np.multiply, fma, np.negative)
 
 
 def guessed_reciprocal(rng: np.random.Generator, x: Any) -> np.ndarray:
-    """Off by about a unit in the last place, as the instruction's result may be."""
+    """Reciprocal that is off by about a unit in the last place, as the instruction's may be."""
     exact = np.float32(1) / np.asarray(x, np.float32)
     return (exact.view(np.int32) + rng.integers(-1, 2, exact.shape, np.int32)).view(np.float32)
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
-    """Lets the arithmetic of a GPU run here, instruction by instruction."""
+    """Run arithmetic of a GPU here, instruction by instruction."""
     rng = fresh_rng()
     instructions = {
         "rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x),
@@ -89,7 +89,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
 
 
 def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
-    """Random ones, and those of numbers with few bits set or almost all, which come nearest to ties."""
+    """Random numbers, and those with few bits set or almost all, whose quotients come nearest to ties."""
     rng, shape = on_numpy, (2, 200_000)
     mantissas = rng.choice([0, 2**23 - 1], shape) ^ rng.integers(0, 2 ** rng.integers(0, 24, shape))
     x, y = (mantissas + (127 << 23)).astype(np.int32).view(np.float32)
@@ -145,7 +145,7 @@ def test_is_chosen_on_hopper(dtype: Any, scales: Any) -> None:
 
 @pytest.mark.parametrize("rotation", ["none", "neox", "interleaved"])
 def test_threads_share_stretches_evenly(rotation: Any) -> None:
-    """Whatever is asked of the heuristic: of every stretch, threads have as many neighbouring columns each."""
+    """Whatever the heuristic is asked, threads of a row have equally many neighbouring columns of each segment."""
     for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
         half = 0 if rotation == "none" else min(half, head_dim // 2)
         key = WriteKVKey(head_dim, half, rotation, entries, group)
@@ -217,7 +217,7 @@ def test_real_sizes_to_the_byte(dtype: str, scales: Any, num_tokens: int) -> Non
 
 
 def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int) -> None:
-    """Appended in steps, as XLA has it."""
+    """Append tokens in steps, and compare all bytes with XLA's."""
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype, scales=scales
@@ -243,7 +243,7 @@ def test_real_sizes_turned(style: Any, half: int, norm_order: Any, num_tokens: i
 
 
 def check_turned(style: Any, half: int, norm_order: Any, num_tokens: int, page_size: int) -> None:
-    """Within a unit in the last place of bfloat16, as XLA has it."""
+    """Write rotated keys and queries, and compare them with XLA's to a unit in the last place of bfloat16."""
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     angle = rng.uniform(0, 7, (num_tokens, half))
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))

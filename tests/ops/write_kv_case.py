@@ -1,4 +1,4 @@
-"""Small pools as others left them, tokens and slots for them, and in numpy what `write_kv` is to make of these."""
+"""Small pools with stale contents, tokens and slots for them, and `write_kv` in numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGE
 
 
 def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None) -> PagedKV:
-    """Any bytes, NaN among them, under huge, tiny, infinite and NaN scales."""
+    """Cache of any bytes, NaN among them, under huge, tiny, infinite and NaN scales."""
     arrays: dict[str, Any] = {}
     for name, a in cache_spec(dtype, scales).arrays.items():
         if name.endswith("scale"):
@@ -45,14 +45,14 @@ def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None
 
 
 def tokens(rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0) -> tuple[Any, Any]:
-    """Keys and values; `spread` is how far apart the tokens' sizes are, as a standard deviation of their logarithms."""
+    """Draw keys and values; `spread` is the standard deviation of the logarithms of the tokens' sizes."""
     shape = (2, NUM_TOKENS, HEADS, WIDTH)
     x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((*shape[:-1], 1)))
     return jnp.asarray(x[0].astype(dtype)), jnp.asarray(x[1].astype(dtype))
 
 
 def random_slots(rng: np.random.Generator, rank: int) -> Any:
-    """Distinct slots of any page (or, by head, of any head's rows); three of them write nothing."""
+    """Draw distinct slots of any page (or, by head, of any head's rows); three of them write nothing."""
     shape = (NUM_TOKENS, HEADS)[:rank]
     pool = NUM_PAGES * PAGE_SIZE * (HEADS if rank == 2 else 1)
     slots = rng.permutation(pool)[: np.prod(shape)].astype(np.int32)
@@ -61,7 +61,7 @@ def random_slots(rng: np.random.Generator, rank: int) -> Any:
 
 
 def write(variant: Variant, kv: PagedKV, k: Any, v: Any, slots: Any, **rope_and_q: Any) -> Any:
-    """`write_kv` under jit, compiled once for all calls of equal shapes."""
+    """Run `write_kv` under jit, compiled once for all calls of equal shapes."""
     return compiled(write_kv, variant)(kv=kv, k=k, v=v, slots=slots, **rope_and_q)
 
 
@@ -89,7 +89,7 @@ def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
 
 
 def _targets(slots: Any) -> Iterator[tuple[int, int, int, int, int]]:
-    """Token, head, page, the head whose row it is, and offset of all that is written."""
+    """Yield token, head, page, the head whose row it is, and offset of everything that is written."""
     slots = np.asarray(slots).astype(np.int64)
     for t in range(NUM_TOKENS):
         for h in range(HEADS):

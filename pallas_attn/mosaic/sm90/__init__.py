@@ -1,1 +1,1 @@
-"""What kernels for Hopper share: wgmma, tiles, the decode kernel, and in `flash` the prefill kernel."""
+"""Code shared by kernels for Hopper: wgmma, tiles, the decode kernel, and the prefill kernel in `flash`."""

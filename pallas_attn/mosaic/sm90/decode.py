@@ -1,4 +1,4 @@
-"""Decode attention over paged K and V on Hopper, read downward: what a kernel is given, the kernel, one tile.
+"""Decode attention over paged K and V on Hopper, read downward: operands of the kernel, the kernel, one tile.
 
 A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
 wait. Each takes its share of a decode plan: work tiles (`mosaic.tile_scheduler`), consecutive pages of one row, which
@@ -65,7 +65,7 @@ from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
 SCALES_PER_COPY = 4
 """float32 scales in 16 bytes, at multiples of which copies begin and end."""
 
-# --- what a kernel is compiled for, given, and holds
+# --- compile-time facts, operands and scratch of a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +136,11 @@ class DecodeTile:
     def tiles_per_page(self) -> int:
         return max(1, self.page_size // self.tokens)
 
-    def first_page(self, tile: Any) -> tuple[Any, Any]:
-        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
+    def first_page(self, i: Any) -> tuple[Any, Any]:
+        """First page of a split's i-th tile, counted from the split's first page, and which tile of that page it is."""
         if self.tiles_per_page == 1:
-            return tile * self.pages, 0
-        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
+            return i * self.pages, 0
+        return lax.div(i, self.tiles_per_page), lax.rem(i, self.tiles_per_page)
 
     def rows(self, tokens: int) -> int:
         """Rows of shared memory that hold so many tokens."""
@@ -190,7 +190,7 @@ class DecodeTile:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStatic:
-    """What a kernel is compiled for, beside shapes and dtypes of its arrays.
+    """Compile-time facts of a kernel, beside shapes and dtypes of its arrays.
 
     Attributes:
       stages: tiles in shared memory.
@@ -361,11 +361,11 @@ class KvSplit:
     """Pages `start` to `stop` of a row, numbered as in the plan, as one program attends to them.
 
     Attributes:
-      block: of query rows.
+      block: index of the block of query rows.
+      row: KV head of a sequence, batch · Hkv + head.
       sink_pages, first_page: the row's visible pages are table entries 0 to sink_pages, then those from first_page on.
-      batch, head: sequence and KV head of the row.
       first_query: position of the first query; negative if there are more queries than keys.
-      window, sink_tokens: of the head; a window of None hides nothing.
+      window, sink_tokens: window of the head, None if it hides nothing, and sink tokens that it shows besides.
     """
 
     static: DecodeStatic
@@ -450,10 +450,10 @@ class KvSplit:
         """Start the copies of the queries, on one warp."""
         x, mem, packing = self.x, self.mem, self.tile.packing
         if not self.tile.packs_queries:
-            place = self.block * x.plan.num_pages.shape[0] + self.row
+            block_row = self.block * x.plan.num_pages.shape[0] + self.row
             for q, part in zip(x.q, mem.q, strict=True):
                 for term in range(q.shape[0]):
-                    plgpu.copy_gmem_to_smem(q.at[term, place], part.at[term], mem.q_landed)
+                    plgpu.copy_gmem_to_smem(q.at[term, block_row], part.at[term], mem.q_landed)
             return
         heads = pl.ds(packing.first_head(self.block, self.head), packing.block_heads)
         for i in range(packing.block_queries):
@@ -466,16 +466,16 @@ class KvSplit:
 
             pl.when(query >= packing.queries)(lambda: plgpu.barrier_arrive(mem.q_landed))
 
-    def look_up_pages(self, tile: Any) -> list[tuple[Any, Any]]:
-        """Row of the pool and position of the first token, or ABSENT, of each page of a tile. A tile past the last one
-        gets ids that are in range and mean nothing.
+    def look_up_pages(self, i: Any) -> list[tuple[Any, Any]]:
+        """Row of the pool and position of the first token, or ABSENT, of each page of the i-th tile; of a tile past
+        the last one, any row in range.
         """
-        geometry, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
-        first, tile_of_page = geometry.first_page(tile)
+        tile, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
+        first, tile_of_page = tile.first_page(i)
         pages = []
-        for j in range(geometry.pages):
-            i = self.start + first + j
-            entry = jnp.minimum(self.table_entry(jnp.minimum(i, self.stop - 1)), tables.shape[-1] - 1)
+        for j in range(tile.pages):
+            number = self.start + first + j
+            entry = jnp.minimum(self.table_entry(jnp.minimum(number, self.stop - 1)), tables.shape[-1] - 1)
             if len(tables.shape) == 3:
                 pool_row = tables[self.batch, self.head, entry]
                 exists = basics.in_pool(pool_row, pool_rows)
@@ -483,66 +483,65 @@ class KvSplit:
                 page = tables[self.batch, entry]
                 pool_row = page * self.static.num_kv_heads + self.head
                 exists = basics.in_pool(page, pool_rows // self.static.num_kv_heads)
-            position = entry * geometry.page_size + tile_of_page * geometry.tokens
-            pages.append((pool_row, jnp.where((i < self.stop) & exists, position, ABSENT)))
+            position = entry * tile.page_size + tile_of_page * tile.tokens
+            pages.append((pool_row, jnp.where((number < self.stop) & exists, position, ABSENT)))
         return pages
 
     def table_entry(self, page: Any) -> Any:
         """Entry of the block table that holds a visible page of the row."""
         return jnp.where(page < self.sink_pages, page, page - self.sink_pages + self.first_page)
 
-    def start_copies(self, tile: Any, pages: list[tuple[Any, Any]]) -> None:
-        """Start the copies of a tile, on one warp. An absent page arrives at once."""
+    def start_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
+        """Start the copies of the i-th tile on one warp, given `look_up_pages(i)`. Absent pages arrive at once."""
         mem = self.mem
-        slot = lax.rem(tile, self.static.stages)
+        slot = lax.rem(i, self.static.stages)
         for j, (pool_row, position) in enumerate(pages):
             mem.tile_meta[slot, j] = position
-            pl.when(position < ABSENT)(functools.partial(self.copy_page, tile, j, pool_row))
+            pl.when(position < ABSENT)(functools.partial(self.copy_page, i, j, pool_row))
 
             @pl.when(position >= ABSENT)
             def _arrive() -> None:
                 for _ in range(self.tile.page_copies):
                     plgpu.barrier_arrive(mem.landed.at[slot])
 
-    def copy_page(self, tile: Any, j: int, pool_row: Any) -> None:
-        """Start the copies of the j-th page of a tile, or of as much of the page as the tile holds."""
-        geometry, x, mem = self.tile, self.x, self.mem
-        slot = lax.rem(tile, self.static.stages)
+    def copy_page(self, i: Any, j: int, pool_row: Any) -> None:
+        """Start the copies of the j-th page of the i-th tile, or of as much of the page as the tile holds."""
+        tile, x, mem = self.tile, self.x, self.mem
+        slot = lax.rem(i, self.static.stages)
         landed = mem.landed.at[slot]
-        _, tile_of_page = geometry.first_page(tile)
-        rows = geometry.rows(geometry.page_tokens)
+        _, tile_of_page = tile.first_page(i)
+        rows = tile.rows(tile.page_tokens)
         source, target = pl.ds(tile_of_page * rows, rows), pl.ds(j * rows, rows)
-        for (first, columns), k in zip(geometry.key_slices, mem.k, strict=True):
+        for (first, columns), k in zip(tile.key_slices, mem.k, strict=True):
             plgpu.copy_gmem_to_smem(x.k.at[pool_row, source, pl.ds(first, columns)], k.at[slot, target], landed)
         if x.v is not None:
             plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[slot, target], landed)
-        if geometry.page_groups:
-            first = pool_row * geometry.page_groups
-            if geometry.tiles_per_page > 1:
-                first += lax.div(tile_of_page * (geometry.tokens * geometry.page_groups), geometry.page_size)
-            width = geometry.groups
+        if tile.page_groups:
+            first = pool_row * tile.page_groups
+            if tile.tiles_per_page > 1:
+                first += lax.div(tile_of_page * (tile.tokens * tile.page_groups), tile.page_size)
+            width = tile.groups
             if width < SCALES_PER_COPY:
                 offset = lax.rem(first, SCALES_PER_COPY)
                 mem.tile_meta[self.static.stages + 2 + slot, j] = offset
                 first, width = first - offset, SCALES_PER_COPY
-            for i, scale in enumerate((x.k_scale, x.v_scale)):
-                plgpu.copy_gmem_to_smem(
-                    scale.at[pl.ds(first, width)], mem.scales.at[slot, i, j, pl.ds(0, width)], landed
-                )
+            for of_values, scale in enumerate((x.k_scale, x.v_scale)):
+                to = mem.scales.at[slot, of_values, j, pl.ds(0, width)]
+                plgpu.copy_gmem_to_smem(scale.at[pl.ds(first, width)], to, landed)
 
     # One tile
 
-    def step(self, tile: Any, state: AttentionState) -> AttentionState:
-        """Attend to one tile, and start the copies of the one that takes its slot."""
+    def step(self, i: Any, state: AttentionState) -> AttentionState:
+        """Attend to the i-th tile, and start the copies of the one that takes its slot."""
         static, x, mem, shape = self.static, self.x, self.mem, self.tile.shape
         m, l, acc = state  # noqa: E741
-        slot, following = lax.rem(tile, static.stages), tile + static.stages
+        slot, following = lax.rem(i, static.stages), i + static.stages
         pages = self.look_up_pages(following) if self.tile.looks_ahead else None
         plgpu.barrier_wait(mem.landed.at[slot])
         base = [mem.tile_meta[slot, j] for j in range(self.tile.pages)]
-        # The compiler computes what is the same in every step before the loop, such as addresses, which take two
-        # registers for 32 bytes of a row. For the long rows of latents it must not know that a position is never
-        # negative, and computes them in the loop.
+        # The compiler would compute addresses before the loop and keep them: two registers for every 32 bytes of a row,
+        # too many for the long rows of latents. There they depend on a zero that it does not know to be one, since it
+        # cannot tell that positions are not negative.
         zero = jnp.minimum(base[0], 0) if x.v is None else 0
         slot += zero
         v = mem.values(slot)
@@ -551,8 +550,8 @@ class KvSplit:
         mask = functools.partial(self.mask_tile, base, v)
         s, v_scale = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scale)
         if v_scale is not None:
-            # The scale goes into the probability by way of the exponent: m then bounds their product, which is rounded
-            # to 16 bits, by 1.
+            # The scale is multiplied into the probability through the exponent: their product, which is rounded to 16
+            # bits, is then at most 1.
             v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
         m_new = jnp.maximum(m, s.max(axis=0))

@@ -1,4 +1,4 @@
-"""What can be tuned in the kernel of `sm90.decode`; a file that loads without a kernel language."""
+"""Tunable sizes of the kernel of `sm90.decode`, in a file that loads without a kernel language."""
 
 from __future__ import annotations
 

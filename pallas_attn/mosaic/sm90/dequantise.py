@@ -1,15 +1,19 @@
-"""8-bit caches in Mosaic GPU kernels: what the tensor cores work in, and bringing it to them.
+"""Conversion of 8-bit caches (int8, e4m3) to float16, in which Hopper's tensor cores multiply them.
 
-The tensor cores multiply in float16 here: it holds what e4m3 and int8 do, and two numbers take one instruction (e4m3)
-or less than three (int8). Both go through registers, which wgmma reads its left operand from, never back to shared
-memory. `ldmatrix` brings them there, 16 bytes of a row to four neighbouring threads. It deals in 16-bit numbers, two of
-ours, so channels end up in an order of their own:
+Float16 holds every value of e4m3 and int8, and two of them take one instruction (e4m3) or less than three (int8).
 
-- Keys [tokens, channels], the left operand as it lies: a thread gets channels 4j to 4j + 3 of 16 of a token, where
-  wgmma expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order; the queries are brought into the
-  same one before the kernel (`query_terms`).
-- Values [tokens, channels], transposed: rows r and r + 8 of 16 of the product are channels 2r and 2r + 1. The
-  accumulator keeps that order until a piece is done (`restore_channel_order`).
+In decode, 8-bit tiles are converted in registers, from which wgmma reads its left operand; they do not go back to
+shared memory. `ldmatrix` loads them, 16 bytes of a row to four neighbouring threads. It moves elements of 16 bits, each
+of which is two of ours, so channels end up permuted:
+
+- Keys [tokens, channels] are the left operand as they lie. Of 16 channels a thread gets 4j to 4j + 3, where wgmma
+  expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order, so queries are permuted alike before the
+  kernel (`query_terms`).
+- Values [tokens, channels] are transposed while they are loaded. Of 16 rows of the product, r and r + 8 are channels
+  2r and 2r + 1. The accumulator keeps that order until a split is done (`restore_channel_order`).
+
+In prefill, whose left operands are queries and probabilities, tiles are converted from shared memory to shared memory
+(`dequantise_tile`).
 """
 
 from __future__ import annotations
@@ -36,10 +40,12 @@ from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
 QUERY_SCALE = 2.0**-4
-"""bfloat16 queries are multiplied with this: float16 then holds those from 2**-13 to 2**20 exactly, and saturates."""
+"""Factor of bfloat16 queries: float16 then holds those from 2**-13 to 2**20 exactly, and larger ones saturate."""
 
 QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
-"""Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r lies at chunk c ^ (r % 8) of that row."""
+"""Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r is stored as chunk c ^ (r % 8) of that
+row.
+"""
 
 E4M3_TO_F16 = """
 {{
@@ -64,20 +70,20 @@ sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }}
 """
-"""Four int8 to float16: byte b, with its sign flipped b + 128, is the mantissa of 0x6400 + b + 128, which is the
-float16 1024 + b + 128.
+"""Converts four int8 to float16. A byte b with its sign bit flipped is b + 128, which as the low bits of 0x6400 makes
+the float16 1024 + 128 + b; 1152 is subtracted from it.
 """
 
-
 SMALLEST_SCALE = 1e-26
-"""Smaller scales of values count as this one: the reciprocal enters a sum, which must not overflow."""
+"""Smallest scale of values: smaller ones are raised to it, since their reciprocals enter a sum that must not overflow.
+"""
 
 
 # --- before the kernel
 
 
 def scale_layout(kv: PagedKV) -> ScaleLayout:
-    """Which scales a cache has."""
+    """Kind of scales that a cache has, from the rank of `k_scale`."""
     if kv.k_scale is None:
         return None
     match kv.k_scale.ndim:
@@ -90,18 +96,16 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """`plain_query_terms`; over an 8-bit cache with channels in the order in which `multiply_dequantised` meets those
-    of keys.
-    """
+    """Compute `plain_query_terms`; for an 8-bit cache with channels in the order that `multiply_dequantised` takes."""
     terms, scale = plain_query_terms(q, kv)
     return (terms if kv.k_scale is None else [as_keys(term) for term in terms]), scale
 
 
 def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Queries as a sum of terms the tensor cores can multiply with the cache, and what they were multiplied with.
+    """Split queries into a sum of terms that tensor cores can multiply with the cache; return terms and their factor.
 
-    One term where it holds them exactly. Scales of keys by channel are multiplied in, and take two: the LSE would show
-    their rounding.
+    There is one term where 16 bits hold the queries exactly. Scales of keys by channel are multiplied into the queries,
+    which takes two terms: the LSE would show the rounding of one.
     """
     if kv.k_scale is None:
         return [q], 1.0
@@ -118,8 +122,8 @@ def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Ar
 
 
 def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int:
-    """Number of tokens that share one row of a tile in shared memory: several where 8-bit heads are narrower than a
-    row, since copies of 64 bytes reach three quarters of the bandwidth only.
+    """Number of tokens that share a row of a tile in shared memory: several where 8-bit heads are narrower than a row,
+    since copies of rows of 64 bytes reach only three quarters of the bandwidth.
     """
     return max(1, ROW_BYTES // head_dim) if jnp.dtype(cache_dtype) in QMAX else 1
 
@@ -128,41 +132,44 @@ def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int
 
 
 def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """a @ (bs[0] + bs[1] + ...)ᵀ in float32, for an 8-bit tile a of [M, K] and float16 bs [N, K], all in shared memory;
-    the columns of bs are in the order of `as_keys`.
+    """Compute a @ (bs[0] + bs[1] + ...)ᵀ in float32, all operands in shared memory.
 
     The interpreter has no wgmma of registers.
+
+    Args:
+      a: 8-bit tile [M, K], or with several rows of it in a row.
+      bs: float16 [N, K] each, columns in the order of `as_keys`.
     """
     channels = bs[0].shape[1]
     if interpreted():
-        wide = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
-        products = [jnp.dot(wide, b[...].T, preferred_element_type=jnp.float32) for b in bs]
+        left = as_keys(a[...].reshape(-1, channels).astype(jnp.float16))
+        products = [jnp.dot(left, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
     in_row = min(channels, ROW_BYTES)
-    some = max(64, in_row // len(bs))  # each of several products holds its left operand in registers of its own
+    step = max(64, in_row // len(bs))  # each of several products holds its left operand in registers of its own
 
     def accumulate(total: Ref) -> jax.Array:
-        for i in range(0, channels, some):
+        for i in range(0, channels, step):
             row = pl.ds(i // in_row * in_row, ROW_BYTES)
-            wide = _load_rows(a.at[:, row], in_row, i % in_row, some)
+            left = _load_rows(a.at[:, row], in_row, i % in_row, step)
             for b in bs:
-                plgpu.wgmma(total, wide, b.at[:, pl.ds(i, some)].transpose((1, 0)))
-            if some < channels:
-                plgpu.wgmma_wait(0)  # or the next channels would need registers of their own
+                plgpu.wgmma(total, left, b.at[:, pl.ds(i, step)].transpose((1, 0)))
+            if step < channels:
+                plgpu.wgmma_wait(0)  # so that the next channels take the same registers
         return total[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((math.prod(a.shape) // channels, bs[0].shape[0]), jnp.float32))
 
 
 def load_transposed(tile: Ref, channels: int) -> jax.Array:
-    """An 8-bit tile of [tokens, channels] as float16 [channels, tokens] in registers, its rows ordered `as_values`."""
+    """Load an 8-bit tile [tokens, channels] to registers as float16 [channels, tokens], rows ordered `as_values`."""
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
     return _load_columns(tile, channels)
 
 
 def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array) -> None:
-    """Makes an 8-bit tile of [tokens, channels] 0 where live_mask [tokens], in layout PER_TOKEN, is not true."""
+    """Zero the tokens of an 8-bit tile [tokens, channels] where live_mask [tokens], in layout PER_TOKEN, is false."""
     if interpreted():
         numbers = jnp.where(live_mask[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
         tile[...] = numbers.reshape(tile.shape)
@@ -182,22 +189,23 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array) -> None:
     write_zeros(tile, jnp.where(live_mask, 1, 0))
 
 
-def dequantise_tile(tile: Ref, wide: Ref) -> None:
-    """Writes an 8-bit tile of [tokens, channels] to a float16 one, which wgmma reads: a chunk of 16 at a time.
+def dequantise_tile(tile: Ref, to: Ref) -> None:
+    """Convert an 8-bit tile [tokens, channels] to a float16 tile that wgmma reads, both in shared memory.
 
-    Neighbouring threads take neighbouring tokens: so eight of them meet all banks of shared memory, in either tile.
+    A thread converts chunks of 16 channels. Neighbouring threads take neighbouring tokens, so that eight of them access
+    all banks, in either tile.
     """
-    tokens, channels = wide.shape
+    tokens, channels = to.shape
     if interpreted():
-        wide[...] = tile[...].reshape(wide.shape).astype(wide.dtype)
+        to[...] = tile[...].reshape(to.shape).astype(to.dtype)
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
     @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, tiles.operand_ref()))
-    def convert(_: Any, tile: ir.Value, wide: ir.Value) -> None:
+    def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = _warp_and_lane()
         token, chunk = _sum(_times(_masked(warp, 1), 32), lane), _shifted(warp, 1)
-        source, target = _Chunks(tile, channels, token, chunk), _Chunks(wide, 2 * channels, token, _times(chunk, 2))
+        source, target = _Chunks(tile, channels, token, chunk), _Chunks(to, 2 * channels, token, _times(chunk, 2))
         four = ir.VectorType.get((4,), _i32())
         for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
             words = llvm.load(four, source.pointer(block, chunks), alignment=16)
@@ -209,11 +217,11 @@ def dequantise_tile(tile: Ref, wide: Ref) -> None:
                 ]
                 llvm.store(vector.from_elements(four, pairs), target.pointer(block, 2 * chunks + half), alignment=16)
 
-    convert(tile, wide)
+    convert(tile, to)
 
 
 def restore_channel_order(product: jax.Array) -> jax.Array:
-    """Brings the rows of a product from the order of `as_values` to their own."""
+    """Reorder the rows of a product [channels, n] from the order of `as_values` to that of the channels."""
     rows, columns = product.shape
     if interpreted():
         return product.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -222,7 +230,8 @@ def restore_channel_order(product: jax.Array) -> jax.Array:
     def exchange(_: Any, product: Any) -> Any:
         _, lane = _warp_and_lane()
         odd = arith.trunci(ir.IntegerType.get_signless(1), _masked(_shifted(lane, 2), 1))
-        # Row g of the first half is row g % 2 of thread row g / 2; row g of the second, of thread row g / 2 + 4.
+        # Threads of a warp are 8 rows of 4. Row g of the first 8 results is the pair's row g % 2 of thread row g / 2;
+        # of the second 8, of thread row g / 2 + 4.
         sources = [_sum(_times(_shifted(lane, 3), 4), _masked(lane, 3))]
         sources.append(_sum(sources[0], mgpu.c(16, _i32())))
         registers = product.registers.reshape(rows // 64, columns // 8, 2)
@@ -242,11 +251,13 @@ def restore_channel_order(product: jax.Array) -> jax.Array:
 
 
 def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int) -> jax.Array:
-    """Spreads values of groups of tokens over the tokens: ref [n, some] in shared memory holds those of n stretches of
-    groups · group_tokens tokens, from int32 begin [n] on if given; returns [n · groups · group_tokens], in layout
-    PER_TOKEN.
+    """Load a value of each group of tokens, such as its scale, for each token: float32 [tokens] in layout PER_TOKEN.
 
     Pallas has no loads by index.
+
+    Args:
+      ref: float32 [n, at least groups] in shared memory, a row for each of n segments of groups · group_tokens tokens.
+      begin: int32 [n], index of the first value of each row; 0 unless given.
     """
     tokens = ref.shape[0] * groups * group_tokens
     if interpreted():
@@ -260,11 +271,11 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int) 
     )
     def load(_: Any, ref: ir.Value, *begin: ir.Value) -> Any:
         index = ir.IndexType.get()
-        size, stretch = mgpu.c(group_tokens, index), mgpu.c(groups * group_tokens, index)
+        size, segment = mgpu.c(group_tokens, index), mgpu.c(groups * group_tokens, index)
         layout = mgpu.WGMMA_ROW_LAYOUT
         registers = np.empty(layout.registers_shape((tokens,)), dtype=object)
         for i, (token,) in zip(np.ndindex(registers.shape), layout.thread_idxs((tokens,)), strict=True):
-            row, group = arith.divui(token, stretch), arith.divui(arith.remui(token, stretch), size)
+            row, group = arith.divui(token, segment), arith.divui(arith.remui(token, segment), size)
             for first in begin:
                 group = arith.addi(group, arith.index_cast(index, memref.load(first, [row])))
             value = memref.load(ref, [row, group])
@@ -278,12 +289,12 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int) 
 
 
 def as_keys(x: jax.Array) -> jax.Array:
-    """The last axis in the order in which `_load_rows` gives wgmma the channels of keys."""
+    """Permute the last axis, channels, to the order in which `_load_rows` gives wgmma those of keys."""
     return x.reshape(*x.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(x.shape)
 
 
 def as_values(x: jax.Array) -> jax.Array:
-    """The rows [channels, n] in the order in which `_load_columns` gives them to wgmma."""
+    """Permute rows [channels, n] to the order in which `_load_columns` gives them to wgmma."""
     return x.reshape(-1, 8, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -291,12 +302,12 @@ def as_values(x: jax.Array) -> jax.Array:
 
 
 class _Chunks:
-    """Pointers to chunks of 16 bytes of a tile of tokens: those that a thread begins with, and from there on.
+    """Pointers to chunks of 16 bytes of a tile of tokens, at constant distances from a thread's first chunk.
 
-    Attributes:
-      tile: a memref [rows / 8, columns of 128 bytes, 8, 128 bytes].
-      token_bytes: of a token, which is the number of its channels if those have 8 bits.
-      token, chunk: where a thread is, below 64 tokens and 4 chunks.
+    Args:
+      tile: memref [rows / 8, columns of 128 bytes, 8, 128 bytes], swizzled.
+      token_bytes: bytes of a token; the number of its channels if those have 8 bits.
+      token, chunk: position of the thread's first chunk, token < 64 and chunk < 4.
     """
 
     def __init__(self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value) -> None:
@@ -316,7 +327,12 @@ class _Chunks:
         self._chunk = _times(arith.xori(chunk, _masked(row, 7)), 16)
 
     def pointer(self, tokens: int, chunks: int) -> ir.Value:
-        """Of what is that many tokens, a multiple of 16, and that many chunks farther on; `chunks` adds no carry."""
+        """Pointer to the chunk so many tokens and chunks after the first one.
+
+        Args:
+          tokens: a multiple of 16.
+          chunks: a number with no bit in common with that of the first chunk.
+        """
         column, chunk = divmod(chunks, ROW_BYTES // 16)
         constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
         offset = _sum(self._row, arith.xori(self._chunk, mgpu.c(16 * chunk, _i32())))
@@ -325,9 +341,10 @@ class _Chunks:
 
 
 def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
-    """Float16 [tokens, count], some columns of [tokens, channels] in the order of `as_keys`, as wgmma's left operand.
+    """Load `count` channels of an 8-bit tile [tokens, channels], from `first` on, as wgmma's left operand: float16
+    [tokens, count] in the order of `as_keys`.
 
-    Of the four matrices of 8 tokens and a chunk that one `ldmatrix` brings, two are below one another, two beside.
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each: 16 tokens of two neighbouring chunks.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
@@ -343,16 +360,16 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
             pointer = chunks.pointer(64 * block, first // 16 + chunk)
             for i, word in enumerate(_load_matrices(pointer, nvvm.MMALayout.row)):
                 column = 2 * (chunk + i // 2)
-                registers[block, column : column + 2, i % 2] = _widened(word, assembly)
+                registers[block, column : column + 2, i % 2] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
 
 
 def _load_columns(tile: Ref, channels: int) -> jax.Array:
-    """Float16 [channels, tokens], rows in the order of `as_values`, as wgmma's left operand.
+    """Load an 8-bit tile transposed as wgmma's left operand: float16 [channels, tokens], rows in the order `as_values`.
 
-    The four matrices that one `ldmatrix` brings, transposed, are below one another.
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each, transposed: 32 tokens of one chunk.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
@@ -365,14 +382,14 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
             for i, word in enumerate(_load_matrices(chunks.pointer(32 * rows, 4 * block), nvvm.MMALayout.col)):
-                registers[block, 4 * rows + i] = _widened(word, assembly)
+                registers[block, 4 * rows + i] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
 
 
 def _load_matrices(pointer: ir.Value, layout: Any) -> Iterator[ir.Value]:
-    """The four words that a thread gets of four matrices, whose rows begin at the `pointer` of a thread each."""
+    """Load four 8 x 8 matrices with one `ldmatrix`; each lane's pointer is to a row. Return the lane's four words."""
     words = nvvm.ldmatrix(
         pointer,
         num=4,
@@ -384,41 +401,41 @@ def _load_matrices(pointer: ir.Value, layout: Any) -> Iterator[ir.Value]:
 
 
 def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
-    """PTX that makes two pairs of float16, $0 and $1, of the four 8-bit numbers of a word, $2, taken in an order."""
+    """PTX that converts the four 8-bit numbers of a word, $2, in some order to two pairs of float16, $0 and $1."""
     return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
 
 
-def _widened(word: ir.Value, assembly: str) -> list[ir.Value]:
-    """The pairs that a `conversion` makes of a word."""
+def _dequantised(word: ir.Value, assembly: str) -> list[ir.Value]:
+    """Pairs of float16, as vectors, that a `conversion` makes of a word."""
     halves = ir.VectorType.get((2,), ir.F16Type.get())
     return [mgpu.utils.bitcast(pair, halves) for pair in _converted(word, assembly)]
 
 
 def _converted(word: ir.Value, assembly: str) -> list[ir.Value]:
-    """The same, as a word each."""
+    """Pairs of float16, as words, that a `conversion` makes of a word."""
     pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([_i32()] * 2), [word], assembly, "=r,=r,r")
     return [llvm.extractvalue(_i32(), pairs, [i]) for i in range(2)]
 
 
 def _fragments(registers: np.ndarray) -> Any:
-    """Registers [blocks of 64 rows, 8 columns each, halves of 16 rows] as an array in layout TILE."""
+    """Array in layout TILE from registers [blocks of 64 rows, blocks of 8 columns, halves of a warp's 16 rows]."""
     blocks, columns, _ = registers.shape
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64 * blocks, 8 * columns))
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
 def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Of a thread in its warpgroup."""
+    """Warp of a thread in its warpgroup, and lane in its warp."""
     thread = mgpu.utils.thread_idx()
     return _masked(_shifted(thread, 5), 3), _masked(thread, 31)
 
 
 def _shuffle(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
-    """One of a pair of float32, from another thread of the warp."""
+    """Read element i of a pair of float32 from another lane of the warp."""
     number = vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-    everybody: Any = mgpu.c(0xFFFFFFFF, _i32())
+    all_lanes: Any = mgpu.c(0xFFFFFFFF, _i32())
     clamp: Any = mgpu.c(31, _i32())
-    return nvvm.shfl_sync(everybody, number, lane, clamp, nvvm.ShflKind.idx)
+    return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
 
 
 def _i32() -> ir.Type:

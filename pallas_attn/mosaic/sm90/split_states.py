@@ -1,8 +1,8 @@
 """Attention states: written as output, or stored as partial states of a split row and merged by a second kernel.
 
 States are not normalised: `m` is the largest score of a query row, `l` the sum of exp(score - m), `acc` the sum of
-values times exp(score - m), all float32. An LSE in place of m and l would lose more to rounding than exp can take where
-scores are large.
+values times exp(score - m), all float32. An LSE in place of m and l would be rounded: at 5e5 by up to 1/64, and weights
+would be wrong by as much.
 
 A partial state lies in global memory as threads hold it, block by block of 64 x 8 values, of which each thread holds
 four: a thread moves 16 bytes and a warp 512 consecutive ones. Row by row it would be 8 bytes in each of 8 rows, and
@@ -40,17 +40,17 @@ FRAGMENT = (4, 128)
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
 LOADER_BYTES = 32 * 1024
-"""Partial states that a program merges at a time take up to so many bytes, and the next ones in flight as many."""
+"""Bytes of partial states, at most, that a program merges at a time; the next ones in flight take as many."""
 
 MERGE_VALUES = 64
-"""Output values of a query row that one program of the merge takes."""
+"""Output values of a query row in one item of the merge."""
 
 OUTPUT_BYTES = 32 * 1024
-"""Output that a program holds in shared memory while it is copied out takes up to so many bytes."""
+"""Bytes of output, at most, that a program holds in shared memory while they are copied out."""
 
 
 class AttentionState(NamedTuple):
-    """Attention of the query rows of a block over some of the keys.
+    """Attention of a block's query rows, which are columns, over some of the keys.
 
     Attributes:
       m, l: [width].
@@ -85,7 +85,7 @@ class AttentionState(NamedTuple):
         return AttentionState(m, self.l * weights[0] + other.l * weights[1], self.acc * mine + other.acc * others)
 
 
-# --- output of a row that is done
+# --- output of a finished row
 
 
 class OutputWriter(NamedTuple):
@@ -136,7 +136,7 @@ class OutputWriter(NamedTuple):
             self.lse[...] = lse
 
     def _copy_out(self, packing: QueryPacking, block: Any, row: Any, out: Any, first_value: Any) -> None:
-        """Start the copies of values that the tile holds at once."""
+        """Write values of a query row, as many as the tile holds, to the tile and start their copies."""
         out = out.astype(self.tile.dtype)
         if out.dtype == jnp.float32:  # only a tile of 16 bits can be transposed while it is stored
             out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -154,8 +154,8 @@ class OutputWriter(NamedTuple):
             def _store(i: int = i, query: Any = query) -> None:
                 rows = pl.ds(i * packing.block_heads, packing.block_heads)
                 for j in range(out.shape[0] // slice_values):
-                    place = self.out.at[batch, query, heads, pl.ds(first_value + j * slice_values, slice_values)]
-                    plgpu.copy_smem_to_gmem(self.tile.at[j, rows], place)
+                    to = self.out.at[batch, query, heads, pl.ds(first_value + j * slice_values, slice_values)]
+                    plgpu.copy_smem_to_gmem(self.tile.at[j, rows], to)
 
 
 # --- partial states of a split row
@@ -187,12 +187,12 @@ class PartialStates(NamedTuple):
 
 
 class PartialLoader(NamedTuple):
-    """Ring of partial states in shared memory: n to read and n in flight.
+    """Ring of partial states in shared memory: a batch of n to read, and one in flight.
 
     Attributes:
       stats: [2, n, 2, width].
       acc: [2, n, fragments, *FRAGMENT].
-      landed: barrier of each n.
+      landed: a barrier for each batch.
     """
 
     stats: Any
@@ -358,7 +358,11 @@ def _merge_kernel(
     loader: PartialLoader,
     tile: Ref,
 ) -> None:
-    """Merge `MERGE_VALUES` values of the columns of a narrow block of a row, one such slice after the other."""
+    """Merge rows of several splits, item by item: `MERGE_VALUES` values of a row for the columns of a narrow block.
+
+    Args:
+      packing, narrow: blocks of columns of the partial states, and the narrower ones that they are cut into here.
+    """
     width, narrow_per_block, slices = narrow.width, packing.width // narrow.width, out.shape[3] // MERGE_VALUES
     slice_fragments = num_fragments(MERGE_VALUES * width)
 

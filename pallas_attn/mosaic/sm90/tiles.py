@@ -52,12 +52,12 @@ def operand(shape: tuple[int, ...], dtype: Any, *, row_bytes: int = ROW_BYTES) -
 
 
 def operand_ref(row_bytes: int = ROW_BYTES) -> Any:
-    """Type of a reference to a 16-bit `operand`, for functions in the language of the compiler."""
+    """Type of a reference to a 16-bit `operand`, for `plgpu.inline_mgpu`."""
     return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
 
 
 def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
-    """Sum of a @ bᵀ over pairs of a [M, K] and b [N, K] in shared memory, in float32."""
+    """Add up a @ bᵀ over pairs of a [M, K] and b [N, K] in shared memory, in float32."""
 
     def accumulate(total: Ref) -> jax.Array:
         for a, b in pairs:
@@ -153,7 +153,7 @@ def clear_rows(tile: Ref, live_mask: jax.Array, row_bytes: int = ROW_BYTES) -> N
 
 
 def store_zeros_unless(live_mask: Any, chunks: Callable[[int, int], Iterable[ir.Value]]) -> None:
-    """In the language of the compiler, store zeros to a thread's chunks of each row that is not live.
+    """Emit MLIR that stores zeros to a thread's chunks of each row that is not live.
 
     Args:
       live_mask: int32 [rows] in layout PER_TOKEN, 0 where a row becomes 0.

@@ -1,10 +1,11 @@
-"""Products of Hopper's tensor cores that run while the threads that started them do something else.
+"""Asynchronous wgmma products, and register-level operations on their tiles that Pallas cannot express.
 
-Each `start` is a group of its own, and `finish` says how many of those started later may still be in flight.
+Each product that a function starts is a commit group of its own; `finish` says how many of the later ones may still be
+in flight.
 
 Pallas fences the registers of a left operand right before it is multiplied. If another product is in flight by then,
 the assembler takes the fence for a change of what that product reads, and makes every product wait for the one before.
-Here registers are fenced only while no product that uses them is in flight. The interpreter has no such products.
+Here registers are fenced only while no product that uses them is in flight. The interpreter has no products in flight.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE, add_product, operand_ref, over_tokens
 
 DEPTH = 16
-"""Numbers of 16 bits that one instruction sums over."""
-
+"""K of a wgmma instruction on 16-bit operands."""
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-"""`TILE` with one number in each register."""
+"""Layout like `TILE`, with one number in each register instead of pairs."""
 
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +60,7 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
 
 
 def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """Compute (qs[0] + ...) @ kᵀ in float32; calls `meanwhile` once the product is in flight."""
+    """Compute (qs[0] + ...) @ kᵀ in float32; call `meanwhile` while the product is in flight."""
 
     def product(s: Ref) -> jax.Array:
         for q in qs:
@@ -75,7 +75,7 @@ def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
     """Compute o + p @ v."""
     o = add_product(o, p, v)
     if interpreted():
-        plgpu.commit_smem()  # there, threads have read the values, which copies are about to overwrite
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
     return o
 
 
@@ -178,12 +178,11 @@ float is as precise at 2**8 as at 1, so rescaling may wait until a maximum excee
 def rescale_accumulator(
     totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
-    """Totals [64, n] times 2**(before - after) [64], once they are finished; as they are where a warp's rows need none
-    of it.
+    """Multiply totals [64, n] with 2**(before - after) [64]; a warp none of whose rows change skips it.
 
     Args:
-      finished: whether they are already. If not, it is waited for behind a branch, before which the assembler leaves
-        what was to be done meanwhile.
+      finished: whether the totals are finished. If not, all products in flight are waited for after the branch on
+        whether to skip. The assembler moves no arithmetic past a branch: what precedes overlaps the products.
     """
     if interpreted():
         factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
@@ -208,7 +207,11 @@ def rescale_accumulator(
 
 
 def _rescale_assembly(count: int, wait: str) -> str:
-    """Assembly for so many registers of sums, of which pairs are of a thread's two rows in turn."""
+    """PTX for so many accumulator registers, pairs of which belong to a thread's two rows in turn.
+
+    Args:
+      wait: PTX that waits for the totals, or nothing.
+    """
     before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
     factors = "".join(
         f"sub.f32 f{row}, {before[row]}, {after[row]}; ex2.approx.f32 f{row}, f{row}; "
@@ -225,7 +228,7 @@ def _rescale_assembly(count: int, wait: str) -> str:
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
-    """[64, 8]: columns of p [64, n] added up eight apart, which takes no thread another's numbers."""
+    """Add up columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
     if interpreted():
         return p.reshape(p.shape[0], -1, 8).sum(axis=1)
 
@@ -237,13 +240,13 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
-    """soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
-    # tanh x = 1 - 2 / (1 + exp 2x). The hardware's own has 11 bits, and the exact one takes too many registers.
+    """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
+    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
     return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x, or 0 where that is no normal number. It is one instruction; a quotient takes three more, to mind that."""
+    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
     if interpreted():
         return 1 / x
 
@@ -261,13 +264,13 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 class Limits(NamedTuple):
-    """Which columns of a tile of scores [64, N] their rows see: from `low` to `high`, and those before `sink`, where
-    the column's page is there.
+    """Columns of a tile of scores [64, N] that each row sees: below `high`, at `low` or later or below `sink`, and on a
+    present page.
 
     Attributes:
       low, high: int32 [64].
-      sink: int32 [64], or None.
-      pages: int32 [64], a bit for each `page_tokens` columns, or None where all are there.
+      sink: int32 [64]; None where there are no sink tokens.
+      pages: int32 [64], a bit for each `page_tokens` columns; None where all pages are present.
     """
 
     low: Any
@@ -277,7 +280,7 @@ class Limits(NamedTuple):
     page_tokens: int = 0
 
     def sees(self, column: Any) -> Any:
-        """bool [64, N], for columns [1, N]."""
+        """Mask [64, N] of columns [1, N]."""
         seen = column >= self.low[:, None]
         if self.sink is not None:
             seen |= column < self.sink[:, None]
@@ -288,10 +291,10 @@ class Limits(NamedTuple):
 
 
 def hide(s: jax.Array, limits: Limits) -> jax.Array:
-    """s [64, N] with -inf in columns that their rows do not see.
+    """Set scores [64, N] to -inf in columns that their rows do not see.
 
-    Columns are compared as constants with limits that each thread has moved by its first column. Compared as an iota,
-    they would take as many registers as the tile.
+    Each thread subtracts its first column from the limits and compares them with constants. An iota of columns would
+    take as many registers as the tile.
     """
     if interpreted():
         return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
@@ -322,7 +325,7 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
 
 
 class _Row(NamedTuple):
-    """`Limits` of one row, moved by a thread's first column."""
+    """`Limits` of one row, minus a thread's first column."""
 
     low: ir.Value
     high: ir.Value
@@ -337,31 +340,35 @@ class _Row(NamedTuple):
         return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
 
     def hide(self, pair: ir.Value, column: int) -> ir.Value:
-        """Scores of two neighbouring columns; of the thread's first, counted from its own."""
-        kept = []
+        """Mask the scores of two neighbouring columns.
+
+        Args:
+          column: the first of them, minus the thread's first column.
+        """
+        masked = []
         for i in range(2):
-            place = _number(column + i)
-            seen = arith.cmpi(arith.CmpIPredicate.sge, place, self.low)
+            at = _number(column + i)
+            seen = arith.cmpi(arith.CmpIPredicate.sge, at, self.low)
             if self.sink is not None:
-                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.sink))
-            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, place, self.high))
+                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.sink))
+            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.high))
             if self.pages is not None:
                 page = arith.andi(self.pages, _number(1 << column // self.page_tokens))
                 seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.ne, page, _number(0)))
-            least = mgpu.c(-np.inf, ir.F32Type.get())
-            kept.append(arith.select(seen, vector.extract(pair, [], [i]), least))
-        return vector.from_elements(pair.type, kept)
+            minus_inf = mgpu.c(-np.inf, ir.F32Type.get())
+            masked.append(arith.select(seen, vector.extract(pair, [], [i]), minus_inf))
+        return vector.from_elements(pair.type, masked)
 
 
 def _number(x: int) -> Any:
     return mgpu.c(x, ir.IntegerType.get_signless(32))
 
 
-# --- products in the language of the compiler
+# --- products as MLIR
 
 
 def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
-    """(qs[0] + ...) @ kᵀ."""
+    """Start (qs[0] + ...) @ kᵀ as a commit group."""
     total: list[ir.Value] = []
     for q in qs:
         total = add_scores(total, q, k)
@@ -370,14 +377,14 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
 
 
 def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
-    """o + p @ v."""
+    """Start o + p @ v as a commit group."""
     total = add_values(list(o.registers.flat), words(p), v)
     commit()
     return fragments(total, o.shape)
 
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
-    """Registers of total + q @ kᵀ, or of the product where the total has none."""
+    """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
     (_, depth), dtype = mma_utils.tiled_memref_shape(q)
     (keys, _), _ = mma_utils.tiled_memref_shape(k)
     rights = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys, row_bytes)
@@ -389,7 +396,11 @@ def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: i
 def add_values(
     total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
 ) -> list[ir.Value]:
-    """Registers of total + p @ v, for what each instruction takes of p: `words` or a descriptor of `left_steps`."""
+    """Start total + p @ v; return the result's registers.
+
+    Args:
+      lefts: left operand of each instruction: registers from `words`, or a descriptor from `left_steps`.
+    """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
     for a, b in zip(lefts, _steps(*_right(v, values, row_bytes), keys, row_bytes), strict=True):
         total = _instruction(total, a, b, columns=values, dtype=dtype, transposed=True)
@@ -397,14 +408,14 @@ def add_values(
 
 
 def words(p: Any) -> Iterator[list[ir.Value]]:
-    """Registers of a left operand, of each instruction."""
+    """Yield the registers of each instruction's left operand, 16 columns of p."""
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     for i in range(0, p.shape[1], DEPTH):
         yield [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
 
 
 def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterator[ir.Value]:
-    """Descriptors of what each instruction takes of a left operand in shared memory."""
+    """Yield the descriptor of each instruction's left operand in shared memory."""
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
@@ -412,7 +423,9 @@ def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterato
 
 
 def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
-    """Descriptor of a right operand, and how many bytes on the next step and the next row of a swizzled tile begin."""
+    """Descriptor of a right operand, and distances [bytes] to the next instruction's within a swizzle tile and to the
+    next tile.
+    """
     depth = row_bytes // 2
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(depth, depth), group_size=(depth, columns), logical_k_major=True
@@ -421,20 +434,25 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
 
 
 def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Iterator[ir.Value]:
-    wide = ir.IntegerType.get_signless(64)
+    """Yield the descriptor of each instruction's operand, which sums over `DEPTH` of `depth`.
+
+    Descriptors are made one by one, right before their instructions. All at once they would take registers from the
+    accumulators.
+    """
+    i64 = ir.IntegerType.get_signless(64)
     for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH):
-        # Where it is asked for, right before its instruction: made all at once, they take registers from sums.
-        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), wide))
+        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), i64))
 
 
 def _instruction(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: Any, transposed: bool
 ) -> list[ir.Value]:
-    """One wgmma, added to a total, or to nothing if that has no registers.
+    """Issue one wgmma, which adds to a total, or overwrites if that has no registers; return the result's registers.
 
     Args:
-      left: the descriptor of a left operand, or the registers that hold one.
-      transposed: whether neighbours in the right operand are columns, and not what is summed over.
+      left: descriptor of the left operand, or the registers that hold it.
+      columns: N of the instruction.
+      transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
     """
     count = columns // 2
     places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
@@ -454,7 +472,7 @@ def _instruction(
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
-    """Inline assembly with so many float32 results."""
+    """Issue inline assembly with so many float32 results."""
     number = ir.VectorType.get((1,), ir.F32Type.get())
     results: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
@@ -468,16 +486,17 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
 
 
 def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
-    """An array in the layout of sums."""
+    """Array in layout `ACCUMULATOR` from its registers."""
     array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
     array.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
 
 
 def commit() -> None:
-    """Makes what was started since the last one a group to wait for."""
+    """Make the products started since the last commit a group that can be waited for."""
     assembly("wgmma.commit_group.sync.aligned;")
 
 
 def assembly(text: str) -> None:
+    """Issue inline assembly without operands."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

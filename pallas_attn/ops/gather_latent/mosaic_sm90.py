@@ -24,8 +24,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_copy import copy_layout, copy_rows, like
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.row_layout import RowLayout, copy_rows
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
@@ -38,7 +37,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     refusals.require_int32_rows(num_pages * page_size)
     if call.num_sequences > MAX_SEQUENCES:
         raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.num_sequences}")
-    layout = copy_layout(width, call.cache.pages.dtype)
+    layout = RowLayout.for_copies(width, call.cache.pages.dtype)
     inputs = GatherLatentInputs(
         rows=call.cache.pages.reshape(-1, width),
         new=call.latent_new if call.latent_new.shape[0] else None,
@@ -96,9 +95,9 @@ def _kernel(layout: RowLayout, page_size: int, x: GatherLatentInputs, out: Ref) 
     cached, new = held & (position < source.cached), held & (position >= source.cached)
 
     table_width = x.block_tables.shape[0] // x.kv_lens.shape[0]
-    entry = source.sequence * table_width + lax.div(position, like(row, page_size))
+    entry = source.sequence * table_width + lax.div(position, jnp.full_like(row, page_size))
     page = layout.take(x.block_tables, jnp.where(cached, entry, 0))
-    pool_row = page * page_size + lax.rem(position, like(row, page_size))
+    pool_row = page * page_size + lax.rem(position, jnp.full_like(row, page_size))
     out_row = jnp.where(there, row, -1)
     exists = cached & basics.in_pool(page, x.rows.shape[0] // page_size)
     copy_rows(layout, x.rows, jnp.where(exists, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
@@ -118,5 +117,5 @@ def _row_source(x: GatherLatentInputs, row: jax.Array) -> RowSource:
         source = RowSource(*(jnp.where(within, new, old) for new, old in zip(here, source, strict=True)))
         return start + kv_len, source
 
-    nowhere = RowSource(like(row, x.kv_lens.shape[0]), *(like(row, 0) for _ in range(3)))
+    nowhere = RowSource(jnp.full_like(row, x.kv_lens.shape[0]), *(jnp.full_like(row, 0) for _ in range(3)))
     return lax.fori_loop(0, x.kv_lens.shape[0], visit, (jnp.int32(0), nowhere))[1]

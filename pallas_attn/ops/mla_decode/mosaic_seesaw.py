@@ -97,7 +97,7 @@ OLDER_BIT, NEVER_BIT = 31, 30
 """Bits of what a query row sees, above those of the draft keys: all older keys, and none."""
 
 INITIAL_MAX = -1e30
-"""What the largest score begins with: finite, so that no difference is NaN, and smaller than any score."""
+"""Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
 
 FULL, PARTIAL, DEAD = 2, 1, 0
 """Visibility of a tile: every row sees all tokens; each token is seen by some row; or one may be seen by no row."""
@@ -197,7 +197,7 @@ def _visible_bits(
 
 @dataclasses.dataclass(frozen=True)
 class SeesawStatic:
-    """What the kernel is compiled for, beside shapes and dtypes of its arrays.
+    """Compile-time facts of the kernel, beside shapes and dtypes of its arrays.
 
     Attributes:
       queries, heads: of which rows are made, query by query.

@@ -34,6 +34,7 @@ from pallas_attn.mosaic.sm90.flash.kernel import (
     Consumer,
     FlashScratch,
     FlashStatic,
+    OutputRows,
     Producer,
     ScoreTransform,
     flash_attention,
@@ -49,7 +50,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
     align_down,
     list_blocks,
 )
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
+from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
@@ -536,7 +537,7 @@ class PagedTile(NamedTuple):
 
     # Consumer
 
-    def attend(self, consumer: Consumer, kv_tile: Any, out: Ref, lse: Ref) -> None:
+    def attend(self, consumer: Consumer, kv_tile: Any, result: OutputRows | RowState) -> None:
         staged, scales = self.scratch.staged, None
         if staged is not None:
             scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
@@ -546,9 +547,9 @@ class PagedTile(NamedTuple):
             position, row = lax.optimization_barrier((position, row))
         mask = functools.partial(self.mask, position, kv_tile)
         transform = ScoreTransform(mask) if scales is None else scales.transform(mask, self.kv_head, kv_tile)
-        o, m, l = consumer.attend(kv_tile, self.kv_tiles, transform)  # noqa: E741
-        o = o if scales is None else scales.apply_to_output(o, self.kv_head)
-        store_rows(out, lse, row, (o, m, l), self.sinks(row))
+        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = state if scales is None else state._replace(o=scales.apply_to_output(state.o, self.kv_head))
+        store_rows(result, row, state, self.sinks(row))
 
     def mask(self, position: jax.Array, kv_tile: Any, i: Any, s: jax.Array) -> jax.Array:
         """Masks the scores of the i-th tile, number kv_tile + i of the rings, for rows at these positions."""

@@ -1,21 +1,22 @@
 """`plan_decode` on Hopper: one program, so that a step pays for one short kernel.
 
-It has about as many threads as there are rows or programs, and takes these a chunk at a time, one of them a thread.
-Prefix sums of what rows cost stay in shared memory, where every place among them is then searched for:
+The arithmetic is that of `portable.schedule`, which also says what offsets, places and pieces are. Each thread takes a
+row, a place or a program; where there are more of them than threads, they are taken a chunk at a time. Prefix sums stay
+in shared memory, and are searched to find the row at an offset:
 
-    rows      cost              -> ends: where each row ends         (prefix sums)
+    rows      cost              -> ends: the offset where each row ends (prefix sums)
     total     -> share, own share
-    rows      parts             -> piece_ends, and whether that is even; if so, programs start with parts
+    rows      parts             -> piece_ends, and whether this is even enough; if so, each part is a program's
     else
-    rows      rank              -> place, and what is listed by place
+    rows      rank by length    -> place, and the lists by place
     places    cost              -> ends                              (prefix sums)
-    places    pieces in groups  -> piece_ends, and whether that is even
+    places    pieces in groups  -> piece_ends, and whether this is even enough
     else
     places    pieces            -> piece_ends                        (prefix sums)
     programs  start             -> place, page, piece
 
-What is not needed is not done: every instruction is fetched once, and most of the kernel's time is latency. Nothing
-waits but threads for each other; they all take the same branches.
+Steps that a call does not need are branched around: every instruction is fetched once, and most of the kernel's time is
+latency. It cannot deadlock: threads wait only for each other, and all take the same branches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, unknown_zero
-from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
+from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
@@ -45,7 +46,12 @@ MAX_ROWS = 24 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class PlanStatic:
-    """What a kernel is compiled for, beside shapes and dtypes."""
+    """Compile-time facts of the kernel, beside shapes and dtypes.
+
+    Attributes:
+      window: of all heads, unless there is a `HeadWindow`.
+      rows, programs: number of rows, and of programs of the plan.
+    """
 
     sharing: Sharing
     window: int
@@ -56,7 +62,7 @@ class PlanStatic:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether rows may be cut in groups, or have programs to themselves."""
+        """Whether groups or rows may have programs of their own."""
         return not self.sharing.split_pages
 
     @property
@@ -79,7 +85,7 @@ class PlanStatic:
 
     @property
     def most_pieces(self) -> int:
-        """A piece begins with a row or with a program."""
+        """Largest number of pieces: each begins with a row or with a program."""
         return self.rows + self.programs
 
 
@@ -115,11 +121,12 @@ class PlanOutputs(NamedTuple):
 
 
 class PlanScratch(NamedTuple):
-    """Shared memory; int32 unless it says otherwise.
+    """Shared memory of the kernel.
 
     Attributes:
-      ends, piece_ends: prefix sums of costs and of pieces, up to and with each place; those past the last add nothing.
-      keys: float32, by which rows are put in order; None where they are not.
+      ends, piece_ends: int32 [padded rows], inclusive prefix sums of costs and of numbers of pieces, by row or place;
+        constant past the last.
+      keys: float32 [rows, padded], sort keys; None where rows keep their order.
       lanes: the threads.
     """
 
@@ -177,7 +184,7 @@ def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScrat
 
 
 def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, Any]:
-    """Sums up what rows cost, as they come; returns the sum of all, and how many are not idle."""
+    """Write `ends` of rows in their own order; return the total cost, and how many rows are not idle."""
 
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         cost, busy = before
@@ -192,7 +199,9 @@ def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, 
 
 
 def _part(static: PlanStatic, mem: PlanScratch, share: Any, own_share: Any) -> Any:
-    """Sums up parts of rows, as they come; returns whether they are even enough, and no more than programs."""
+    """Write `piece_ends` for rows that have programs of their own; return whether that is even enough, and programs
+    suffice.
+    """
 
     def part(row: Any, before: Any) -> Any:
         parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
@@ -211,13 +220,13 @@ def _flagged(static: PlanStatic, pieces: Any, are_worse: Any) -> Any:
 def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, own_share: Any) -> None:
     _list_in_order(static, x, plan, mem.lanes)
     _list_rows(
-        static, plan, mem, lambda place: find(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
+        static, plan, mem, lambda place: segment_of(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
     )
 
     def start(program: Any, _: None) -> None:
-        row = find(mem.piece_ends, static.rows, program)
+        row = segment_of(mem.piece_ends, static.rows, program)
         pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
-        before = sum_before(mem.piece_ends, row)
+        before = exclusive_sum(mem.piece_ends, row)
         page = jnp.where(row < static.rows, (program - before) * pages, 0)
         _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
 
@@ -238,31 +247,31 @@ def _share(
         _list_in_order(static, x, plan, mem.lanes)
 
     def following(place: Any) -> Any:
-        """The next place of a row that is not idle."""
+        """Next place of a row that is not idle."""
         if in_snake_order:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
-        return find(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
+        return segment_of(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
-        """Where groups begin and end, and the share of each one's programs."""
-        begin, end = (sum_before(mem.ends, groups.start(group + i)) for i in range(2))
+        """Offsets where groups begin and end, and the share of each of their programs."""
+        begin, end = (exclusive_sum(mem.ends, groups.start(group + i)) for i in range(2))
         return begin, end, sharing.share(end - begin, groups.programs)
 
     def pieces_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
-        begin, end = sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place)
+        begin, end = exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place)
         pieces = sharing.pieces(begin - start, end - start, shares)
         return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
 
     def start_in_groups(program: Any) -> ProgramStart:
-        of = ratio(program, groups.programs)
-        begin, end, shares = bounds(of)
-        number = program - of * groups.programs
+        group = ratio(program, groups.programs)
+        begin, end, shares = bounds(group)
+        number = program - group * groups.programs
         at = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
         return ProgramStart(number, shares, begin, begin + at)
 
     def pieces(place: Any) -> Any:
-        return sharing.pieces(sum_before(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
+        return sharing.pieces(exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
     def start(program: Any) -> ProgramStart:
         at = jnp.minimum(sharing.start(program, share, total), total)
@@ -281,13 +290,13 @@ def _share(
 
 
 class ProgramStart(NamedTuple):
-    """Where programs start among the rows.
+    """Starts of programs.
 
     Attributes:
-      number: of each among those which take equal shares of the same rows.
-      share: what each of those takes.
-      begin: where their rows begin.
-      at: where the program starts.
+      number: index of the program among those that take equal shares of the same rows.
+      share: cost that each of those takes.
+      begin: offset where their rows begin.
+      at: offset where the program starts.
     """
 
     number: Any
@@ -299,7 +308,7 @@ class ProgramStart(NamedTuple):
 def _list_in_snake_order(
     static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, groups: Groups
 ) -> None:
-    """Lists rows in the order of groups, and sums up what they cost."""
+    """List rows in the order of groups, and write `ends` of places."""
     row = mem.lanes.number()
     walk = _walk(static, x, row)
     key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1).astype(jnp.float32)
@@ -309,12 +318,12 @@ def _list_in_snake_order(
     _list(static, plan, place, row, walk)
     PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
     mem.lanes.barrier()
-    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # of places now
+    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # by place
     mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
 def _cut(static: PlanStatic, mem: PlanScratch, pieces: Callable[[Any], Any]) -> Any:
-    """Sums up pieces of the rows at these places; returns the sum of all."""
+    """Write `piece_ends` of places, given the number of pieces of each; return the total."""
 
     def cut(place: Any, before: Any) -> Any:
         return mem.lanes.append(mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
@@ -335,23 +344,23 @@ def _list_pieces(
 
     def list_programs(program: Any, _: None) -> None:
         number, share, begin, at = start(program)
-        place = find(mem.ends, static.rows, at)
+        place = segment_of(mem.ends, static.rows, at)
         last = jnp.minimum(place, static.rows - 1)
         snapped = sharing.snap_to_row_end(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
         place = jnp.where(snapped > at, following(last), place)
-        row_begin = sum_before(mem.ends, place)
+        row_begin = exclusive_sum(mem.ends, place)
         into = snapped - row_begin
-        piece = sharing.piece(number, row_begin - begin, into, sum_before(mem.piece_ends, place), share)
+        piece = sharing.piece(number, row_begin - begin, into, exclusive_sum(mem.piece_ends, place), share)
         _list_programs(static, plan, program, (place, sharing.page(into), piece))
 
     mem.lanes.each_chunk(static.programs + 1, list_programs)
 
 
-# --- what is listed
+# --- lists of the plan
 
 
 def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: Lanes) -> None:
-    """Lists rows as they come."""
+    """List rows in their own order."""
 
     def write(row: Any, _: None) -> None:
         _list(static, plan, row, row, _walk(static, x, row))
@@ -360,34 +369,38 @@ def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: 
 
 
 def _list(static: PlanStatic, plan: PlanOutputs, place: Any, row: Any, walk: PageWalk) -> None:
-    """Writes what a plan lists of rows to their places."""
+    """Write rows and their pages to their places in the plan."""
     refs = plan.row_order, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
         PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
 
 
 def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, following: Callable[[Any], Any]) -> None:
-    """Writes which place follows each, where its pieces begin, and which are merged."""
+    """Write `next_row`, `split_indptr` and `merged_rows` of the plan.
+
+    Args:
+      following: maps a place to the next one that is not idle.
+    """
 
     def write(place: Any, merged_before: Any) -> Any:
         exists, is_last = place < static.rows, place == static.rows - 1
-        end, begin = PER_THREAD.take(mem.piece_ends, place), sum_before(mem.piece_ends, place)
+        end, begin = PER_THREAD.take(mem.piece_ends, place), exclusive_sum(mem.piece_ends, place)
         PER_THREAD.put(plan.next_row, jnp.where(exists, place, -1), following(place))
         PER_THREAD.put(plan.split_indptr, jnp.where(exists, place, -1), begin)
         PER_THREAD.put(plan.split_indptr, jnp.where(is_last, static.rows, -1), end)
         is_merged = exists & (end - begin != 1)
-        so_far, of_all = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
+        so_far, total = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
         so_far += merged_before
         at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))  # others fill the list from its end
         PER_THREAD.put(plan.merged_rows, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
         PER_THREAD.put(plan.merged_rows, jnp.where(is_last, so_far, -1), _of_each(static.rows))
-        return merged_before + of_all
+        return merged_before + total
 
     mem.lanes.each_chunk(static.rows, write, _of_each(0))
 
 
 def _list_programs(static: PlanStatic, plan: PlanOutputs, program: Any, start: tuple[Any, Any, Any]) -> None:
-    """Writes place, page and piece."""
+    """Write the place, page and piece that each program starts with."""
     at = jnp.where(program <= static.programs, program, -1)
     for ref, values in zip((plan.cta_row, plan.cta_page, plan.cta_split), start, strict=True):
         PER_THREAD.put(ref, at, values)
@@ -397,7 +410,7 @@ def _list_programs(static: PlanStatic, plan: PlanOutputs, program: Any, start: t
 
 
 def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
-    """Pages of rows; anything for those past the last."""
+    """Visible pages of rows; arbitrary for rows past the last."""
     row = jnp.minimum(row, static.rows - 1)
     batch = ratio(row, static.num_kv_heads)
     head = row - batch * static.num_kv_heads
@@ -412,9 +425,9 @@ def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
 
 
 def _pages(static: PlanStatic, mem: PlanScratch, row: Any) -> Any:
-    """Of rows, by what they cost where that is their pages and a constant; 0 for those past the last."""
+    """Number of pages of rows in `balanced` mode, from their costs; 0 for rows past the last."""
     last = jnp.minimum(row, static.rows - 1)
-    cost = PER_THREAD.take(mem.ends, last) - sum_before(mem.ends, last)
+    cost = PER_THREAD.take(mem.ends, last) - exclusive_sum(mem.ends, last)
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 

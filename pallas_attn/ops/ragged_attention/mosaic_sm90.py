@@ -19,13 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.sm90 import tiles, wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.kernel import (
     ROWS,
     Consumer,
     FlashStatic,
+    OutputRows,
     Producer,
     ScoreTransform,
     flash_attention,
@@ -40,7 +40,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
     align_down,
     list_blocks,
 )
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
+from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
@@ -179,17 +179,17 @@ class RaggedTile(NamedTuple):
 
     # Consumer
 
-    def attend(self, consumer: Consumer, kv_tile: Any, out: Ref, lse: Ref) -> None:
+    def attend(self, consumer: Consumer, kv_tile: Any, result: OutputRows | RowState) -> None:
         start = self.block.start + consumer.number * QUERIES
         first = jnp.minimum(start, self.x.q.shape[0] - QUERIES)  # rows before `start` are another consumer's
         diagonal = self.block.end_key - self.block.end_row + 1
         transform = ScoreTransform(functools.partial(self.mask, first, diagonal))
-        result = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = consumer.attend(kv_tile, self.kv_tiles, transform)
         row = first + tiles.token_iota(QUERIES)
         ours = (row >= jnp.maximum(start, self.block.first_row)) & (row < self.block.end_row)
         num_heads = self.front.num_heads
         row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
-        store_rows(out, lse, row, result)
+        store_rows(result, row, state)
 
     def mask(self, first: Any, diagonal: Any, i: Any, s: jax.Array) -> jax.Array:
         """Masks keys of neighbouring sequences in the scores of the i-th tile, and keys that causal rows do not see.

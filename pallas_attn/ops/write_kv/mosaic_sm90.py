@@ -38,7 +38,6 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_copy import like
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.sm90.dequantise import scale_layout
 from pallas_attn.ops.write_kv.call import WriteKVCall
@@ -246,7 +245,8 @@ class WriteKVStatic:
         """Row of the pool of a slot that is in it."""
         if self.head_slots:
             return slot
-        page, offset = lax.div(slot, like(slot, self.page_size)), lax.rem(slot, like(slot, self.page_size))
+        page_size = jnp.full_like(slot, self.page_size)
+        page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
         return (page * self.num_kv_heads + head) * self.page_size + offset
 
     def norm_and_rotate(
@@ -284,7 +284,7 @@ def _norm_and_rotate_queries(static: WriteKVStatic, x: WriteKVInputs, rotated: R
     tile = static.tile
     row = program * tile.layout.rows + tile.layout.iota(tile.layout.rows)
     row = jnp.where(row < static.q_rows, row, -1)
-    token = _index_or_none(row >= 0, lax.div(row, like(row, static.q_rows // static.num_tokens)))
+    token = _index_or_none(row >= 0, lax.div(row, jnp.full_like(row, static.q_rows // static.num_tokens)))
     values = static.norm_and_rotate(tile.load(x.q, row), x, x.q_norm, token)
     tile.store(rotated, row, [segment.astype(rotated.dtype) for segment in values])
 
@@ -299,7 +299,7 @@ def _index_or_none(there: jax.Array, index: jax.Array) -> jax.Array:
 def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, program: Any) -> None:
     tile, layout = static.tile, static.tile.layout
     entry = program * layout.rows + layout.iota(layout.rows)
-    token, head = (f(entry, like(entry, static.num_kv_heads)) for f in (lax.div, lax.rem))
+    token, head = (f(entry, jnp.full_like(entry, static.num_kv_heads)) for f in (lax.div, lax.rem))
     slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_slots_given - 1))
     exists = entry < static.entries
     row = _index_or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
@@ -408,7 +408,7 @@ def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token:
     slot = scan.take(slots, jnp.minimum(place, static.num_slots_given - 1))
     there = (number < static.scan_tokens) & (token < static.num_tokens) & (slot >= 0) & (slot < static.num_slots)
     slot = jnp.where(there, slot, 0)  # of which nothing comes before
-    offset = scan.spread(lax.rem(slot, like(slot, group)), group)
+    offset = scan.spread(lax.rem(slot, jnp.full_like(slot, group)), group)
     other = plgpu.broadcasted_iota(jnp.int32, (scan.rows, group), 1, layout=scan.tile)
     before = jnp.where(other < offset, scan.spread(slot, group) - offset + other, 0)
     written = (other < offset) & (_writer(static, slots, writers, before, scan, scan.tile) >= 0)
@@ -449,7 +449,7 @@ def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers:
     k, early_v = tile.load(x.k, entry), load_v() if static.few_values else None
     if x.cos is not None:
         k = static.norm_and_rotate(
-            k, x, x.k_norm, _index_or_none(new, lax.div(entry, like(entry, static.num_kv_heads)))
+            k, x, x.k_norm, _index_or_none(new, lax.div(entry, jnp.full_like(entry, static.num_kv_heads)))
         )
     group = ScaleGroup(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
     _requantise_group(tile, group, pool.k, pool.k_scale, k)

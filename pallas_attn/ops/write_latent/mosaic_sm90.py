@@ -20,8 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_copy import copy_layout, copy_rows
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.row_layout import RowLayout, copy_rows
 from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
@@ -32,7 +31,7 @@ def write_latent(call: WriteLatentCall) -> PagedLatent:
     refusals.require_int32_rows(num_pages * page_size)
     if not call.slots.shape[0]:
         return call.cache
-    layout = copy_layout(width, call.latent.dtype)
+    layout = RowLayout.for_copies(width, call.latent.dtype)
     rows = basics.alias_in_place(call.cache.pages.reshape(-1, width))
     plgpu.kernel(
         functools.partial(_kernel, layout),

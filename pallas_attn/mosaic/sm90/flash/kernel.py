@@ -58,7 +58,7 @@ from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import tiles, wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
+from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState, merge_splits
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
@@ -175,8 +175,8 @@ class FrontTile(Protocol):
           again: whether the program had a work tile before.
         """
 
-    def attend(self, consumer: Consumer, kv_tile: Any, out: Ref, lse: Ref) -> None:
-        """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, and its output."""
+    def attend(self, consumer: Consumer, kv_tile: Any, result: OutputRows | RowState) -> None:
+        """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, written to `result`."""
 
 
 class FrontEnd(Protocol):
@@ -222,7 +222,7 @@ def flash_attention(
 
     Args:
       inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
-      sinks: learned logits that enter when splits are merged; where nothing is cut they are among the inputs instead.
+      sinks: learned logits that enter once splits are merged; where nothing is cut they are among the inputs instead.
     """
     static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
     programs = min(work_tiles, basics.multiprocessors())
@@ -233,12 +233,11 @@ def flash_attention(
         front.scratch_types(),
     )
     _require_shared_memory(front, scratch_types)
-    rows = splits.most * math.prod(shape)
-    out, lse = plgpu.kernel(
+    rows, is_cut = splits.most * math.prod(shape), splits.most > 1
+    (result,) = plgpu.kernel(
         functools.partial(_kernel, front, programs),
         out_type=(
-            jax.ShapeDtypeStruct((rows, static.value_dim), out_dtype if splits.most == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            RowState.types(rows, static.value_dim) if is_cut else OutputRows.types(rows, static.value_dim, out_dtype),
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -248,7 +247,11 @@ def flash_attention(
         compiler_params=front.compiler_params,
         kernel_name=front.kernel_name,
     )(basics.materialize(inputs), tile_counter)
-    return splits.merge(out, lse, work.counts, shape, sinks, out_dtype)
+    if is_cut:
+        state = merge_splits(result, splits.most, work.counts[1])
+        sink = None if sinks is None else jnp.tile(sinks, shape[0])
+        result = OutputRows(state.output(sink).astype(out_dtype), state.lse())
+    return result.out.reshape(*shape, -1), result.lse.reshape(shape)
 
 
 def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
@@ -267,8 +270,7 @@ def _kernel(
     programs: int,
     x: Any,
     tile_counter: Ref | None,
-    out: Ref,
-    lse: Ref,
+    result: OutputRows | RowState,
     scratch: FlashScratch,
     next_tile: Ref | None,
     next_tile_landed: Ref | None,
@@ -298,7 +300,7 @@ def _kernel(
 
         def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
             tile = front.tile(x, front_scratch, work)
-            tile.attend(consumer, kv_tile, out, lse)
+            tile.attend(consumer, kv_tile, result)
             return tile.kv_tiles
 
         consumer.begin_round()
@@ -434,12 +436,8 @@ class Consumer:
     scratch: FlashScratch
     number: Any
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on.
-
-        Returns:
-          o and m of `SoftmaxState` and l [64], over all tiles.
-        """
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowState:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on."""
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
@@ -447,7 +445,7 @@ class Consumer:
         plgpu.barrier_wait(self.scratch.q_landed)
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, kv_tiles, step, state)
-        return self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1)
+        return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
         """Takes the first tile, and waits for the keys of the one after it."""
@@ -574,29 +572,31 @@ class Scores(NamedTuple):
 # --- output
 
 
-def store_rows(
-    out: Ref,
-    lse: Ref,
-    row: jax.Array,
-    result: tuple[jax.Array, jax.Array, jax.Array],
-    sink: jax.Array | None = None,
-) -> None:
-    """Writes output and LSE of 64 rows to rows `row` of out [n, Dv] and lse [n] where that is not negative.
+class OutputRows(NamedTuple):
+    """Finished rows: out [n, Dv] and lse [n], arrays or references to them."""
+
+    out: Any
+    lse: Any
+
+    @staticmethod
+    def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike) -> OutputRows:
+        """Shapes of so many rows."""
+        return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32))
+
+
+def store_rows(result: OutputRows | RowState, row: jax.Array, state: RowState, sink: jax.Array | None = None) -> None:
+    """Write 64 rows to rows `row` of the result where that is not negative: finished, or as they are to be merged.
 
     Args:
-      result: o, m and l of `Consumer.attend`.
-      sink: [64] learned logits of the rows.
+      sink: [64] learned logits of the rows; None where rows are merged, after which sinks enter.
     """
-    o, m, l = result  # noqa: E741
-    seen = l != 0
-    shift = jnp.where(seen, m, 0.0)
-    denominator = l if sink is None else l + jnp.exp2(sink * LOG2E - shift)
-    inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
-    # Rows that see nothing may hold 0 times an infinite value.
-    normalised = jnp.where(over_tokens(seen, o.shape), o * over_tokens(inverse, o.shape), 0.0)
-    ROWS.store(out, row, 0, normalised.astype(out.dtype))
-    log2 = shift + jnp.log2(jnp.where(seen, l, 1.0))
-    ROWS.put(lse, row, jnp.where(seen, log2 * (1 / LOG2E), -jnp.inf))
+    if isinstance(result, RowState):
+        ROWS.store(result.o, row, 0, state.o)
+        ROWS.put(result.m, row, state.m)
+        ROWS.put(result.l, row, state.l)
+        return
+    ROWS.store(result.out, row, 0, state.output(sink).astype(result.out.dtype))
+    ROWS.put(result.lse, row, state.lse())
 
 
 def pad_rows(x: Float[Array, "n H D"], least: int) -> Float[Array, "m H D"]:

@@ -39,7 +39,7 @@ from jaxtyping import Array, Int32
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, interpreted
-from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, find, sum_before
+from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT
 from pallas_attn.mosaic.sm90.flash.split import KvSplits
@@ -269,10 +269,10 @@ def _describe(
     """The blocks of these numbers and their sort keys, the largest first; -1 for numbers from `count` on, whose blocks
     are arbitrary.
     """
-    segment = jnp.minimum(find(scratch.ends, x.segments, number), x.segments - 1)
+    segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
     first_key, end_key = _key_rows(x, segment)
-    start = _align_each_down(first_row) + (number - sum_before(scratch.ends, segment)) * blocking.block_rows
+    start = _align_each_down(first_row) + (number - exclusive_sum(scratch.ends, segment)) * blocking.block_rows
     seen = end_key - _align_each_down(first_key)
     if blocking.causal:
         seen -= jnp.maximum(end_row - (start + blocking.block_rows), 0)  # keys of the queries that follow the block's

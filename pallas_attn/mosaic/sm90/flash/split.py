@@ -1,33 +1,34 @@
 """KV splits: the keys of query blocks cut into parts, where there are fewer blocks than multiprocessors (split-KV).
 
-The keys of all blocks are cut into equally many splits, and each split of a block is a work tile of its own, with a
-partial output and an LSE that XLA merges. The number of splits is chosen on the device, by the kernel that lists the
-blocks (`sm90.flash.schedule`), from the number of blocks and of the tiles of keys that they see; the partial outputs
-have room for the most that a call of these shapes can have.
+The keys of all blocks are cut into equally many splits, and each split of a block is a work tile of its own, which
+leaves partial states (`RowState`) that XLA merges. The number of splits is chosen on the device, by the kernel that
+lists the blocks (`sm90.flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
+room for the partial states of as many splits as a call of these shapes can have.
 
-Float32 rounds an LSE of 5e5 by so much that outputs err by 1.3 to 2.6 times the contract's tolerance, where those of
-keys that are not cut keep within 4% of it; with one of 6e4 they keep within it (interpreted, float16).
+As in decode (`sm90.split_states`), partial states keep maximum and sum apart, and are merged by their maxima: an LSE of
+5e5, rounded to float32, would change the weight of a split by up to 1.6%.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.basics import LOG2E
 from pallas_attn.mosaic.block_scan import Lanes
-from pallas_attn.portable.merge import merge_states
+from pallas_attn.mosaic.sm90.tiles import over_tokens
 
 WORK_TILE_OVERHEAD = 2
-"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its end."""
+"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its output."""
 
 MERGE_OVERHEAD = 6
-"""Cost of merging splits, in tiles. Both costs are reckoned from what a launch and a tile take, and not measured."""
+"""Cost of merging splits, in tiles. Both costs are estimates from the times of a launch and of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class KvSplits:
     """Limits within which keys of blocks may be cut.
 
     Attributes:
-      most: splits that there is room for; 1 if keys are not cut.
+      most: number of splits that there is room for; 1 if keys are not cut.
       heads: heads, or groups of heads that share a block, that blocks are done for.
       most_tiles: tiles of keys that a block can see.
       programs: programs that run at a time.
@@ -48,7 +49,7 @@ class KvSplits:
 
     @staticmethod
     def of(*, heads: int, num_blocks: tuple[int, int], most_tiles: int) -> KvSplits:
-        """Room for as many splits as can be the best choice.
+        """Limits with room for as many splits as can be the best choice.
 
         Args:
           heads, most_tiles: see the class.
@@ -68,8 +69,12 @@ class KvSplits:
         return KvSplits(most, heads, most_tiles, programs)
 
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
-        """In the listing kernel: the number of splits that takes the least time, for so many blocks of a head that see
-        so many tiles of keys at most. Every thread works out the time of one number.
+        """Choose the number of splits that takes the least time: in the listing kernel, where each thread computes the
+        time of one number.
+
+        Args:
+          num_blocks: blocks of a head.
+          kv_tiles: tiles of keys that a block sees at most.
         """
         # The least time and the thread that found it are one number: the time above, the thread below.
         power = 1 << self.most.bit_length()
@@ -82,30 +87,68 @@ class KvSplits:
         least = -lanes.max(-(time * power + lanes.number() % power))
         return least % power + 1
 
-    def merge(
-        self,
-        outs: Float[Array, "most_rows D"],
-        lses: Float[Array, "most_rows"],
-        counts: Int32[Array, "numbers"],
-        shape: tuple[int, int],
-        sinks: Float[Array, "Hq"] | None,
-        out_dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-        """Output and LSE over all splits.
-
-        Args:
-          outs, lses: of each split, for rows of `shape` [T, Hq].
-          counts: of the `WorkList`.
-          sinks: learned logits; None if they are in the outputs, as they are where nothing is cut.
-        """
-        if self.most == 1:
-            return outs.reshape(*shape, -1), lses.reshape(shape)
-        exists = jnp.arange(self.most, dtype=jnp.int32)[:, None, None] < counts[1]
-        lses = jnp.where(exists, lses.reshape(self.most, *shape), -jnp.inf)
-        out, lse = merge_states(outs.reshape(self.most, *shape, -1), lses, sinks)
-        return out.astype(out_dtype), lse
-
 
 def _time(work_tiles: Any, splits: Any, kv_tiles: Any, programs: int) -> Any:
     """Time of so many work tiles before they are cut into splits, in tiles of keys, without merging."""
     return pl.cdiv(work_tiles * splits, programs) * (pl.cdiv(kv_tiles, splits) + WORK_TILE_OVERHEAD)
+
+
+# --- partial states
+
+
+class RowState(NamedTuple):
+    """Attention of query rows over some of the keys, not normalised: arrays, or references to them.
+
+    Attributes:
+      o: [n, Dv] float32, values weighted with 2**(score - m).
+      m: [n] float32, the largest score times log2 e, or less than that by at most the threshold below which nothing is
+        rescaled; -inf where no key is seen.
+      l: [n] float32, sums of 2**(score - m).
+    """
+
+    o: Any
+    m: Any
+    l: Any  # noqa: E741
+
+    @staticmethod
+    def types(rows: int, value_dim: int) -> RowState:
+        """Shapes of the states of so many rows."""
+        each = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        return RowState(jax.ShapeDtypeStruct((rows, value_dim), jnp.float32), each, each)
+
+    @property
+    def seen(self) -> Any:
+        """bool [n], whether a row sees a key; true of a row that saw NaN."""
+        return self.l != 0
+
+    def output(self, sink: Any = None) -> Any:
+        """Normalised output [n, Dv], 0 where no key is seen.
+
+        Args:
+          sink: [n] learned logits of the rows.
+        """
+        seen, shift = self.seen, jnp.where(self.seen, self.m, 0.0)
+        denominator = self.l if sink is None else self.l + jnp.exp2(sink * LOG2E - shift)
+        inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
+        # Rows that see nothing may hold 0 times an infinite value.
+        return jnp.where(over_tokens(seen, self.o.shape), self.o * over_tokens(inverse, self.o.shape), 0.0)
+
+    def lse(self) -> Any:
+        """Natural logarithm of the denominator without sinks, [n]; -inf where no key is seen."""
+        log2 = jnp.where(self.seen, self.m, 0.0) + jnp.log2(jnp.where(self.seen, self.l, 1.0))
+        return jnp.where(self.seen, log2 * (1 / LOG2E), -jnp.inf)
+
+
+def merge_splits(partials: RowState, room: int, num_splits: Int32[Array, ""]) -> RowState:
+    """Merge the partial states of the splits of n rows.
+
+    Args:
+      partials: [room · n, ...], split after split. Those from `num_splits` on were not written.
+    """
+    o, m, l = (x.reshape(room, -1, *x.shape[1:]) for x in partials)  # noqa: E741
+    seen = (jnp.arange(room, dtype=jnp.int32)[:, None] < num_splits) & (l != 0)
+    m = jnp.where(seen, m, -jnp.inf)
+    highest = m.max(axis=0)
+    weights = jnp.exp2(m - jnp.where(highest == -jnp.inf, 0.0, highest)[None])
+    o = jnp.where(seen[..., None], o * weights[..., None], 0.0).sum(axis=0)
+    return RowState(o, highest, jnp.where(seen, l * weights, 0.0).sum(axis=0))

@@ -1,4 +1,4 @@
-"""`mla_decode` for few query rows on Hopper: widths of latents, of tiles and of pages, drafts, and plans."""
+"""The swap-AB kernel of `mla_decode`, for few query rows: widths of latents, of tiles and of pages, drafts, plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
       columns: query rows that a program takes at once: heads, unless there are several queries.
@@ -49,12 +49,12 @@ class Configuration:
     def __str__(self) -> str:
         named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
         pages = "" if self.page_size == 64 else f"-p{self.page_size}"
-        name = f"mla-columns-{self.latent_dim}-{self.rope_dim}-n{self.columns}{pages}"
+        name = f"mla-swap-ab-{self.latent_dim}-{self.rope_dim}-n{self.columns}{pages}"
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
 
     @property
     def key(self) -> SwapAbKey:
-        """What its sizes are looked up by."""
+        """Key under which its sizes are looked up."""
         out_bytes = jnp.dtype(self.out).itemsize
         return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
 
@@ -84,24 +84,24 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Of `TOKENS` tokens."""
+        """Tile of `TOKENS` tokens."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         return Tile(keys * jnp.dtype(self.dtype).itemsize, (keys + values) * self.columns)
 
     def kernel_tile(self, sizes: DecodeConfig) -> DecodeTile:
-        """What the kernel of `arguments` takes at once."""
+        """Tile of the kernel of `arguments`."""
         packing = QueryPacking(group=self.columns, queries=1, limit=self.columns)
         dims = self.latent_dim, self.rope_dim
         return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, out_dtype=self.out)
 
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
-        def decode_columns(**arguments: Any) -> Any:
+        def decode_swap_ab(**arguments: Any) -> Any:
             call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
             return decode(call, plan_of(call, "mosaic_sm90", num_programs(call)))
 
         sizes = swap_ab_config(self.key)
         return Case(
-            decode_columns,
+            decode_swap_ab,
             fitted(arguments or self.arguments()),
             cache="cache",
             temporaries=64 * 2**20,
@@ -125,7 +125,7 @@ def configurations() -> Iterator[Configuration]:
 
 
 def drafts(configuration: Configuration, queries: int) -> Case:
-    """Trees of drafts."""
+    """Call with draft trees."""
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask)
 
@@ -142,14 +142,14 @@ UNLIKE: dict[str, Case] = {
     "one-sequence": DEEPSEEK.case(DEEPSEEK.arguments(batch=1)),
 }
 
-MLA_COLUMNS: dict[str, Case] = {
+MLA_SWAP_AB: dict[str, Case] = {
     **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32))},
-    **{f"mla-columns-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads")},
+    **{f"mla-swap-ab-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads")},
 }
-"""Typical ones, and what is unlike any other."""
+"""Typical configurations and calls."""
 
-MLA_COLUMNS_MORE: dict[str, Case] = {
+MLA_SWAP_AB_MORE: dict[str, Case] = {
     **{str(c): c.case() for c in configurations()},
-    **{f"mla-columns-{name}": case for name, case in UNLIKE.items()},
+    **{f"mla-swap-ab-{name}": case for name, case in UNLIKE.items()},
 }
-"""All of them."""
+"""All configurations and calls."""

@@ -1,4 +1,4 @@
-"""`mla_decode` on Hopper for many query rows: widths of latents and of pages, dtypes, drafts, plans, and calls."""
+"""The seesaw kernel of `mla_decode`, for many query rows: widths of latents and of pages, dtypes, drafts, and plans."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pallas_attn import PagedLatent, tuning
 from pallas_attn.mosaic import shared_memory
 from pallas_attn.ops.mla_decode.config import seesaw_config
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
-from tests.aot import mla_columns
+from tests.aot import mla_swap_ab
 from tests.aot.case import Case, Tile, shape
-from tests.aot.mla_columns import BATCH, TOKENS, WIDTHS
+from tests.aot.mla_swap_ab import BATCH, TOKENS, WIDTHS
 from tests.aot.plans import fitted
 
 ROWS = 64
 """Query rows of a program."""
 
 OPERATION = "mla_decode/mosaic"
-"""What tunings are packaged under."""
+"""Operation under which tunings are packaged."""
 
 mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
-      heads: a block of rows for each 64; an even number of blocks makes clusters.
+      heads: query heads, a block of rows for each 64; an even number of blocks makes clusters.
       out: dtype of the output; None for the queries'.
     """
 
@@ -52,13 +52,13 @@ class Configuration:
     def __str__(self) -> str:
         named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
         pages = "" if self.page_size == 64 else f"-p{self.page_size}"
-        name = f"mla-rows-{self.latent_dim}-{self.rope_dim}-h{self.heads}{pages}"
+        name = f"mla-seesaw-{self.latent_dim}-{self.rope_dim}-h{self.heads}{pages}"
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
 
     @property
-    def shapes(self) -> mla_columns.Configuration:
-        """Of the arguments, which few rows and many have alike."""
-        return mla_columns.Configuration(self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype)
+    def shapes(self) -> mla_swap_ab.Configuration:
+        """Configuration of swap-AB with arguments of the same shapes."""
+        return mla_swap_ab.Configuration(self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype)
 
     def arguments(
         self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH
@@ -70,7 +70,7 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Of `TOKENS` tokens, for one block of rows: two that are a cluster copy half of it each."""
+        """Tile of `TOKENS` tokens for one block of rows; each of two blocks in a cluster copies half of it."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         sharers = 2 if -(-self.heads // ROWS) % 2 == 0 else 1
         return Tile(keys * jnp.dtype(self.dtype).itemsize // sharers, (keys + values) * ROWS)
@@ -94,8 +94,8 @@ class Configuration:
         return shared_memory.block_bytes(SeesawScratch.types(static, self.dtype), reduction_bytes=reductions)
 
     def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
-        """A call with the sizes that are packaged for a device, or those of one that nothing was measured on. Partial
-        states take more than anything else beside arguments and results: 128 KB for each piece of 64 rows.
+        """Call with the sizes that are packaged for a device, or the heuristic ones. Of all temporaries, partial states
+        take most: 128 KB for each split of 64 rows.
         """
 
         def call(**arguments: Any) -> Any:
@@ -129,24 +129,24 @@ CONFIGURATIONS = list(configurations())
 
 
 def tuned_devices() -> list[str]:
-    """Those that have packaged tunings of the kernel."""
+    """Devices with packaged tunings of the kernel."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     return [file.name.removesuffix(".json") for file in files if OPERATION in json.loads(file.read_text())]
 
 
-# --- what is unlike any other
+# --- other calls
 
 
 def drafts(heads: int, queries: int, page_size: int = 64) -> Case:
-    """Trees of drafts."""
+    """Call with draft trees."""
     configuration = Configuration(heads=heads, page_size=page_size)
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return replace(configuration.case(configuration.arguments(queries) | mask), tile=None)
 
 
 def without(configuration: Configuration, *names: str) -> Case:
-    """A call that leaves some arguments to the operation."""
+    """Call without some arguments, which the operation then makes."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
 
@@ -181,7 +181,7 @@ LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
 """A pool of more than 2**32 elements."""
 
 UNLIKE: dict[str, Case] = {
-    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows to be columns
+    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows for swap-AB
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),
     "128-heads-2-queries": DEEPSEEK.case(DEEPSEEK.arguments(queries=2)),
@@ -193,16 +193,16 @@ UNLIKE: dict[str, Case] = {
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
-MLA: dict[str, Case] = {
+MLA_SEESAW: dict[str, Case] = {
     str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
     "mla-decode-one-sequence": UNLIKE["one-sequence"],
 }
-"""Typical ones, and what is unlike any other."""
+"""Typical configurations and calls."""
 
-MLA_MORE: dict[str, Case] = {
+MLA_SEESAW_MORE: dict[str, Case] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
 }
-"""All of them."""
+"""All configurations and calls."""

@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernel alone of `mla_decode` for many query rows, beside the contract: interpreted on the CPU
-with race detection, compiled on a GPU.
+"""Tests of the seesaw kernel of `mla_decode` (many query rows) beyond the contract: interpreted with race detection on
+a CPU, compiled on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLUSTER = Variant("mosaic", SeesawConfig(pairs=1, cluster=2), honours_plans=True
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -71,7 +71,7 @@ def draw(case: MlaCase) -> Inputs:
 
 
 def check(inputs: Inputs, variant: Variant) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     arguments = inputs.arguments()
     plan = backends.plan_of(backends.MOSAIC, arguments, num_programs=3, mode="balanced")
     got = call(arguments | {"plan": plan}, variant)
@@ -92,12 +92,12 @@ def test_two_pairs_of_tiles(case: MlaCase) -> None:
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_shapes(case: MlaCase) -> None:
-    """One pair of tiles in shared memory."""
+    """Shared memory holds one pair of tiles."""
     check(draw(case), SINGLE)
 
 
 def test_blocks_that_share_what_is_read() -> None:
-    """In a cluster of two."""
+    """Two blocks of query rows are a cluster, and share the copies of latents."""
     case = replace(ONE_BLOCK, kv_lens=(70, 200), heads=128, latent_dim=128, rope_dim=32, page_size=64, pages_per_row=4)
     check(draw(case), CLUSTER)
 

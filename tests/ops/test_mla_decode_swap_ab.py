@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernel alone of `mla_decode` for few query rows, beside the contract: interpreted on the CPU
-with race detection, compiled on a GPU.
+"""Tests of the swap-AB kernel of `mla_decode` (few query rows) beyond the contract: interpreted with race detection on
+a CPU, compiled on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRAMS = 5
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Interpreted anywhere, compiled on a GPU."""
+    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -68,14 +68,14 @@ SHAPES = {
 
 
 def plan_for(case: MlaCase, arguments: dict[str, Any]) -> DecodePlan:
-    """For as many rows as queries are given of."""
+    """Plan for rows of as many queries as the case has."""
     arguments = arguments | {"q_lens": np.array(case.query_lens, np.int32)}
     return backends.plan_of(backends.MOSAIC, arguments, num_programs=PROGRAMS, mode="balanced")
 
 
 @functools.cache
 def compiled(out_dtype: str) -> harness.Jitted:
-    """Jitted once, so that cases of equal shapes share a compilation."""
+    """Jit a call once, so that cases of equal shapes share a compilation."""
 
     @jax.jit
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +96,7 @@ def draw(case: MlaCase) -> Inputs:
 
 
 def check(inputs: Inputs, arguments: dict[str, Any] | None = None) -> None:
-    """Against numpy, with poisoned inputs."""
+    """Compare a call on poisoned inputs with numpy."""
     arguments = arguments or inputs.arguments()
     got = call(inputs.case, arguments | {"plan": plan_for(inputs.case, arguments)})
     harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(inputs.case.dtype))
@@ -115,7 +115,7 @@ def test_a_row_cut_among_many_programs() -> None:
 
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a tile that does not hold a row's output at once."""
+    """The tile in shared memory does not hold a row's output at once."""
     monkeypatch.setattr(split_states, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()
