@@ -1,4 +1,7 @@
-"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted."""
+"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted.
+
+Lengths are data on the device, of which nothing can be told there: these are held to what there is room for.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import dataclasses
 import numbers
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32
 
 from pallas_attn.types import FULL, PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, Rope
 
-MAY_BE_EMPTY = ("T", "U")
-"""Symbols of shapes that may be 0: a step may have no token to prefill or to write."""
+MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
+"""Symbols of shapes that may be 0: a step may have nothing to decode, to prefill or to write."""
+
+INT32_RANGE = np.iinfo(np.int32)
 
 
 class Dims:
@@ -31,7 +40,13 @@ class Dims:
     def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
         """Checks `array` against symbols, integers and `symbol+1`, separated by spaces; binds symbols that are new."""
         wanted = shape.split()
-        got = tuple(jnp.shape(array))
+        check_array(name, array)
+        got = tuple(array.shape)
+        if symbolic := [str(size) for size in got if not isinstance(size, int)]:
+            raise NotImplementedError(
+                f"{name}: got symbolic sizes {', '.join(symbolic)}; kernels and tiles are chosen for known sizes: "
+                "export one module for each size"
+            )
         if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
             expected = ", ".join(w if w.isdigit() or self._size(w) is None else f"{w}={self._size(w)}" for w in wanted)
             raise ValueError(f"{name}: expected shape [{expected}], got {list(got)}")
@@ -49,8 +64,15 @@ class Dims:
         return size + int(extra) if plus and size is not None else size
 
 
+def check_array(name: str, array: Any) -> None:
+    """Raises ValueError unless the value is an array, of jax or numpy, or the shape of one."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        raise ValueError(f"{name}: expected an array, got {_described(array)}")
+
+
 def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
     """Raises ValueError unless the array's dtype is one of `dtypes`."""
+    check_array(name, array)
     got = jnp.dtype(array.dtype)
     wanted = [jnp.dtype(d) for d in dtypes]
     if got not in wanted:
@@ -59,9 +81,13 @@ def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
 
 def output_dtype(out_dtype: Any, default: Any) -> jnp.dtype:
     """`out_dtype`, or `default` for None; raises ValueError unless it is one that attention computes."""
-    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
+    wanted = " or ".join(d.name for d in PLAIN_DTYPES)
+    try:
+        dtype = jnp.dtype(default if out_dtype is None else out_dtype)
+    except TypeError as unknown:
+        raise ValueError(f"out_dtype: expected {wanted}, got {out_dtype!r}") from unknown
     if dtype not in PLAIN_DTYPES:
-        raise ValueError(f"out_dtype: expected {' or '.join(d.name for d in PLAIN_DTYPES)}, got {dtype.name}")
+        raise ValueError(f"out_dtype: expected {wanted}, got {dtype.name}")
     return dtype
 
 
@@ -69,6 +95,93 @@ INT = (jnp.int32,)
 BOOL = (jnp.bool_,)
 F32 = (jnp.float32,)
 PLAIN = PLAIN_DTYPES
+
+
+# --- arguments that may come in several forms
+
+
+def int32(**arguments: Any) -> list[Any]:
+    """The arguments, with lists and numpy's integers of any width as int32; jax arrays, shapes and None as they are.
+
+    Raises:
+      ValueError: values that are no integers, or that an int32 does not hold.
+    """
+    return [_as_int32(name, values) for name, values in arguments.items()]
+
+
+def _as_int32(name: str, values: Any) -> Any:
+    if not isinstance(values, list | tuple | np.ndarray | np.integer):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError as ragged:
+        raise ValueError(f"{name}: expected integers of one shape, got {values!r}") from ragged
+    if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(values, list | tuple)):
+        raise ValueError(f"{name}: expected dtype int32, got {array.dtype.name}")
+    if array.size and not (array.min() >= INT32_RANGE.min and array.max() <= INT32_RANGE.max):
+        raise ValueError(f"{name}: expected numbers that an int32 holds, got {array.min()} to {array.max()}")
+    return jnp.asarray(array.astype(np.int32))
+
+
+def number(name: str, value: Any, wanted: str = "a positive finite number, or None") -> float | None:
+    """A positive finite number as a Python float, whatever class it comes in, or None.
+
+    Raises:
+      ValueError: any other number or class; a traced array, since kernels are compiled for the number.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name}: expected a number that is known while tracing, got {_described(value)}")
+    if value is None:
+        return None
+    single = value.item() if isinstance(value, jax.Array | np.ndarray) and value.shape == () else value
+    is_number = isinstance(single, numbers.Real) and not isinstance(single, bool)
+    try:
+        converted = float(single) if is_number else 0.0
+    except OverflowError:  # an int that no float holds
+        converted = 0.0
+    if not 0 < converted < float("inf"):
+        raise ValueError(f"{name}: expected {wanted}, got {_described(value)}")
+    return converted
+
+
+def required_number(name: str, value: Any) -> float:
+    """As `number`, and refuses None."""
+    wanted = "a positive finite number"
+    if (given := number(name, value, wanted)) is None:
+        raise ValueError(f"{name}: expected {wanted}, got None")
+    return given
+
+
+def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
+    """An integer from 1 to `most`, whatever class it comes in.
+
+    Raises:
+      ValueError: any other number or class.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}: expected an int of at least 1, got {_described(value)}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    if value > most:
+        raise ValueError(f"{name}: expected at most {most}, got {value}")
+    return int(value)
+
+
+def window(value: Any) -> Any:
+    """A window with numpy's integers as Python's; `check_window` checks it."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def _described(value: Any) -> str:
+    """A value for messages: its type where it is no number and no name."""
+    if value is None or isinstance(value, str | numbers.Number):
+        return repr(value)
+    shaped = f" of shape {list(value.shape)}" if hasattr(value, "shape") and hasattr(value, "dtype") else ""
+    kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
+    return f"{kind}{shaped}"
+
+
+# --- what arguments have to be
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
@@ -79,11 +192,19 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
     """Checks tables of page ids [rows, P] or of row ids [rows, Hkv, P], binding P."""
+    check_array("block_tables", block_tables)
     dims.check("block_tables", block_tables, f"{rows} P" if block_tables.ndim == 2 else f"{rows} Hkv P", INT)
+
+
+def check_class(name: str, value: Any, wanted: type) -> None:
+    """Raises ValueError unless the value is of the class."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name}: expected a {wanted.__name__}, got {_described(value)}")
 
 
 def check_kv(kv: PagedKV, dims: Dims) -> None:
     """Checks a K/V cache, binding N, Hkv, ps and D."""
+    check_class("kv", kv, PagedKV)
     dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
     dims.check("kv.v", kv.v, "N Hkv ps D", (kv.k.dtype,))
     quantised = jnp.dtype(kv.k.dtype) in QMAX
@@ -105,11 +226,14 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims) -> None:
     groups = scale.shape[-1] if scale.ndim == 3 else 1
     if scale.shape not in ((hkv,), (hkv, d), (n, hkv, groups)) or groups < 1 or ps % groups:
         wanted = f"[Hkv={hkv}], [Hkv={hkv}, D={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}"
+        if not scale.shape:
+            wanted += f" (one scale of all heads is jnp.full(({hkv},), scale))"
         raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")
 
 
 def check_latent(cache: PagedLatent, dims: Dims) -> None:
     """Checks a latent cache against the L and R already bound, binding N and ps."""
+    check_class("cache", cache, PagedLatent)
     dims.check("cache.pages", cache.pages, "N ps LR", PLAIN)
     if dims["LR"] != dims["L"] + dims["R"]:
         raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {dims['LR']}")
@@ -117,6 +241,7 @@ def check_latent(cache: PagedLatent, dims: Dims) -> None:
 
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
     """Checks rotation and norms against the T and D already bound, binding half."""
+    check_class("rope", rope, Rope)
     dims.check("rope.cos", rope.cos, "T half", F32)
     dims.check("rope.sin", rope.sin, "T half", F32)
     if 2 * dims["half"] > dims["D"]:
@@ -140,21 +265,19 @@ def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
         dims.check("window.window", window.window, "Hkv", INT)
         dims.check("window.sink_tokens", window.sink_tokens, "Hkv", INT)
     elif isinstance(window, bool) or not isinstance(window, int | None):
-        raise ValueError(f"window: expected None, an int of at least 1 or a HeadWindow, got {window!r}")
+        raise ValueError(f"window: expected None, an int of at least 1 or a HeadWindow, got {_described(window)}")
     elif window is not None and not 1 <= window < 2**31:
-        raise ValueError(f"window: expected an int from 1 to 2**31 - 1, got {window}")
+        raise ValueError(f"window: expected an int from 1 to 2**31 - 1, or None to hide nothing, got {window}")
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ValueError unless the value is None or a positive finite number. An array is refused: kernels are compiled
-    for the number.
-    """
-    if value is not None and not (isinstance(value, numbers.Real) and 0 < value < float("inf")):
-        raise ValueError(f"{name}: expected a positive finite number, got {value!r}")
+    """Raises ValueError unless the value is None or a positive finite number."""
+    number(name, value)
 
 
 def check_plan(plan: DecodePlan, call: PlanKey) -> None:
     """Raises ValueError unless the plan was made for such a call."""
+    check_class("plan", plan, DecodePlan)
     for field in dataclasses.fields(PlanKey):
         made_for, wanted = (getattr(key, field.name) for key in (plan.made_for, call))
         if made_for != wanted:
@@ -169,3 +292,27 @@ def window_key(window: int | HeadWindow | None) -> int | str | None:
     if isinstance(window, HeadWindow):
         return "per head"
     return None if window == FULL else window
+
+
+# --- lengths on the device, where nothing can raise
+
+
+def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S_plus_1"]:
+    """Prefix sums as operations follow them: never falling, and within 0 to `total`, the number of packed tokens.
+
+    So sequences for which sums are padded with zeros, or with any number up to the last, have no tokens; and tokens
+    before the first sum, as after the last, belong to no sequence.
+    """
+    return jnp.clip(lax.cummax(cu_lens), 0, total)
+
+
+def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
+    """Lengths within 0 to `most`, which may be more than an int32 holds."""
+    return jnp.clip(lens, 0, min(most, INT32_RANGE.max) if isinstance(most, int) else most)
+
+
+def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:
+    """The window, of which heads see a key at least and sink tokens are not negative."""
+    if not isinstance(window, HeadWindow):
+        return window
+    return HeadWindow(jnp.maximum(window.window, 1), jnp.maximum(window.sink_tokens, 0))

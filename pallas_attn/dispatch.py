@@ -4,6 +4,9 @@ An implementation says what it does not support by raising NotImplementedError w
 So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
 that could drift from the first.
 
+An implementation that breaks, because it cannot be imported or because what it traces cannot be lowered, as after an
+update of jax, is passed over like one that refuses; but since it was meant to run, a warning tells why, once.
+
 `MODULES` is the one list of them. Another backend, or one for another architecture, is a file beside the others in
 `ops/<operation>/` with a function of the operation's name that takes its call object, and an entry here.
 """
@@ -14,6 +17,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
@@ -24,6 +28,8 @@ import numpy as np
 
 from pallas_attn import device, kernel_cache
 from pallas_attn.device import Architecture
+from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.varying import call_unvarying
 from pallas_attn.types import Implementation
 
 NAMES = ("mosaic", "triton", "xla", "reference")
@@ -58,6 +64,13 @@ class Call(Protocol):
     """A validated call: a frozen pytree of the operation's arguments."""
 
     op: ClassVar[str]
+
+    def bounded(self) -> Any:
+        """The call with lengths that fit its arrays, whatever they were: what implementations get."""
+
+
+class BrokenImplementationError(NotImplementedError):
+    """An implementation that is meant for this device cannot be imported or lowered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +114,8 @@ def candidates(op: str, implementation: Implementation) -> list[str]:
         source, implementation = ENVIRONMENT_VARIABLE, [name.strip() for name in named.split(",")]
     if implementation is None:
         return [name for name in implementations(op) if name != "reference"]
-    names = [implementation] if isinstance(implementation, str) else list(implementation)
+    names = [implementation] if isinstance(implementation, str) else implementation
+    names = list(names) if isinstance(names, Sequence) else []
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
         raise ValueError(f"{source}: expected None or names among {', '.join(NAMES)}, got {implementation!r}")
@@ -112,19 +126,26 @@ def load(op: str, name: str) -> ModuleType:
     """Imports the module of an implementation that is for the card of the call being traced.
 
     Raises:
-      NotImplementedError: the operation has none of this name, or none for this card, or it cannot be imported.
+      NotImplementedError: the operation has none of this name, or none for this card; or a file or an optional
+        dependency of one for any card is not there.
+      BrokenImplementationError: it cannot be imported for any other reason, or is the one for this card.
     """
     if name not in implementations(op):
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
     module = MODULES[op].get((name, None))
+    for_this_card = module is None
     if module is None:
         here = device.current()
         here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
         module = MODULES[op][name, here.capability]
     try:
         return importlib.import_module(f"pallas_attn.ops.{op}.{module}")
-    except ModuleNotFoundError as missing:  # its file, or an optional dependency of it
-        raise NotImplementedError(f"{op}'s {name!r} implementation cannot be imported: {missing}") from missing
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        is_optional = isinstance(error, ModuleNotFoundError) and not for_this_card
+        refusal = NotImplementedError if is_optional else BrokenImplementationError
+        raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}") from error
 
 
 def choose[Result](op: str, implementation: Implementation, attempt: Callable[[str, ModuleType], Result]) -> Result:
@@ -138,17 +159,38 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     Raises:
       ValueError: an implementation name that does not exist.
       NotImplementedError: the one implementation named does not support the call.
+      BrokenImplementationError: that one breaks.
       ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
+
+    Warns:
+      RuntimeWarning: one that breaks was passed over; once for each reason.
     """
     names, refusals = candidates(op, implementation), []
     for name in names:
         try:
-            return attempt(name, load(op, name))
+            result = _try(op, name, attempt)
         except NotImplementedError as refusal:
             refusals.append(refusal)
+        else:
+            for broken in (refusal for refusal in refusals if isinstance(refusal, BrokenImplementationError)):
+                _warn_once(f"{broken}; {name!r} runs in its place")
+            return result
     if len(refusals) == 1:
         raise refusals[0]
     raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
+
+
+def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result]) -> Result:
+    """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
+    module = load(op, name)
+    try:
+        return attempt(name, module)
+    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
+        raise
+    except Exception as error:
+        if name not in KERNELS:
+            raise
+        raise BrokenImplementationError(f"{op}'s {name!r} implementation breaks: {_named(error)}") from error
 
 
 def run(call: Call, implementation: Implementation) -> Any:
@@ -163,7 +205,21 @@ def run(call: Call, implementation: Implementation) -> Any:
 
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
-    return kernel_cache.run_kept(function, call) if name in KERNELS else function(call)
+    call = refuse_gradients(call.op, call.bounded())
+    return (
+        call_unvarying(functools.partial(kernel_cache.run_kept, function), call) if name in KERNELS else function(call)
+    )
+
+
+def _named(error: Exception) -> str:
+    """An error in one line, with its type."""
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line}"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"pallas_attn: {message}", RuntimeWarning, stacklevel=2)
 
 
 def explain(

@@ -60,6 +60,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     Raises:
       ValueError: the function has no such name.
       NotImplementedError: the function does not support the call.
+      LoweringError: what it traces cannot be lowered. Where nothing is kept, jax lowers later, and raises itself.
 
     Example:
       >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
@@ -75,7 +76,11 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
     static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    return _kept(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+    return _lowered(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+
+
+class LoweringError(RuntimeError):
+    """What a function traced could not be lowered to a kernel."""
 
 
 def _enabled() -> bool:
@@ -160,27 +165,52 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+def _lowered(key: _Key) -> Callable[..., Any]:
+    """As `_kept`, and raises LoweringError where nothing could be lowered."""
+    kept = _kept(key)
+    if isinstance(kept, LoweringError):
+        raise LoweringError(str(kept))
+    return kept
+
+
 @functools.lru_cache(maxsize=256)
-def _kept(key: _Key) -> Callable[..., Any]:
-    """What was exported for this key, as one jitted function, so that a program has it once however often it is called.
+def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
+    """What was exported for this key, as one jitted function, so that a program has it once however often it is called;
+    or why nothing could be, since finding out takes as long as lowering.
 
     Exported functions know nothing of `jax.vmap`: under it, the batched implementation is kept in the same way.
     """
     file = _file(key)
     exported = None if file is None else _read(file)
     if exported is None:
-        checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
-        exported = export.export(jax.jit(key.flat), platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+        exported = _export(key)
+        if isinstance(exported, LoweringError):
+            return exported
         if file is not None:
             _write(file, exported)
     called = jax.custom_batching.custom_vmap(jax.jit(exported.call))
 
     @called.def_vmap
     def _batched(axis_size: int, in_batched: list[bool], *arrays: Any) -> Any:
-        out = _kept(key.batched(axis_size, tuple(0 if batched else None for batched in in_batched)))(*arrays)
+        out = _lowered(key.batched(axis_size, tuple(0 if batched else None for batched in in_batched)))(*arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return called
+
+
+def _export(key: _Key) -> export.Exported | LoweringError:
+    """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
+    raised: it comes before anything is lowered.
+    """
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
+    jitted = jax.jit(key.flat)
+    jitted.trace(*key.avals)
+    try:
+        return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a new jax raises
+        return LoweringError(f"{type(error).__name__}: {error}")
 
 
 def _file(key: _Key) -> Path | None:

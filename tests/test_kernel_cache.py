@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,30 @@ def test_a_refusal_keeps_nothing(kept: Path) -> None:
         with pytest.raises(NotImplementedError, match="no negative scale"):
             run(Call(X, Y, scale=-1.0))
     assert not list(kept.iterdir())
+
+
+def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        raise AssertionError("the compiler knows no such layout")
+
+    monkeypatch.setattr(kernel_cache.export, "export", broken)
+    for _ in range(3):
+        with pytest.raises(kernel_cache.LoweringError, match="^AssertionError: the compiler knows no such layout"):
+            run(Call(X, Y))
+    assert len(tried) == 1
+    assert not list(kept.iterdir())
+
+
+def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = kernel_cache.export.export
+    monkeypatch.setattr(kernel_cache.export, "export", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        run(Call(X, Y))
+    monkeypatch.setattr(kernel_cache.export, "export", export)
+    np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
 
 
 def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:

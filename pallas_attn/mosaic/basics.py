@@ -61,6 +61,13 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def in_pool(page: Any, pages: int) -> Any:
+    """Whether ids name one of so many pages, or rows, of the pool; one comparison, since PAGE_NONE is a large number,
+    too, without its sign.
+    """
+    return page.astype(jnp.uint32) < jnp.uint32(pages)
+
+
 def first_warp(start_copies: Callable[[], None]) -> None:
     """Runs a function that does no more than move scalars and start copies on one warp, once the others are here too.
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_attn import checks
+from pallas_attn.portable.gradients import refuse_gradients
 
 
 def merge_states(
@@ -15,7 +16,7 @@ def merge_states(
 
     Args:
       outs: n partial outputs, each normalised over its own keys and computed without sinks.
-      lses: float32, their log-sum-exp of scores; -inf where a part had no visible key.
+      lses: float32, their log-sum-exp of scores; -inf, or +inf as others mark it, where a part had no visible key.
       sinks: learned sink logits of the query heads, the last axis of a row; they enter here, exactly once.
 
     Returns:
@@ -30,6 +31,8 @@ def merge_states(
       >>> out.tolist(), round(float(lse[0]), 3)
       ([[0.5, 0.5]], 0.693)
     """
+    checks.check_array("outs", outs)
+    checks.check_array("lses", lses)
     if outs.ndim < 2 or not outs.shape[0]:
         raise ValueError(f"outs: expected shape [n, ..., D] with n at least 1, got {list(outs.shape)}")
     if outs.shape[:-1] != lses.shape:
@@ -39,6 +42,8 @@ def merge_states(
         checks.check_dtype("sinks", sinks, checks.F32)
         if sinks.ndim != 1 or lses.ndim < 2 or sinks.shape[0] != lses.shape[-1]:
             raise ValueError(f"sinks: expected [Hq={lses.shape[-1] if lses.ndim > 1 else 0}], got {list(sinks.shape)}")
+    outs, lses, sinks = refuse_gradients("merge_states", (outs, lses, sinks))
+    lses = jnp.where(lses == jnp.inf, -jnp.inf, lses)
     highest = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - finite_or_zero(highest)[None])
     total = jnp.sum(weights, axis=0)

@@ -1,6 +1,8 @@
 """Where a step's tokens stand: worked out on the device from lengths and block tables, and checked on the host.
 
-On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word.
+On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. But every operation first
+bounds it (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change
+results, and neither addresses outside the arrays nor the time that a call can take.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
       >>> pallas_attn.cumulative_lens(jnp.array([3, 0, 2], jnp.int32)).tolist()
       [0, 3, 3, 5]
     """
+    (lens,) = checks.int32(lens=lens)
     checks.Dims().check("lens", lens, "S", checks.INT)
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
 
@@ -36,12 +39,12 @@ def token_positions(
     """The position of each packed new token in its sequence: the new tokens are the last a sequence holds.
 
     Args:
-      cu_q_lens: prefix sums of the new tokens, from 0.
+      cu_q_lens: prefix sums of the new tokens.
       kv_lens: tokens each sequence holds, the new ones included.
       length: packed tokens with padding.
 
     Returns:
-      Positions; -1 for padding, and for tokens of a sequence that holds fewer than it is said to get.
+      Positions; -1 for tokens of no sequence, and of a sequence that holds fewer than it is said to get.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
@@ -67,13 +70,14 @@ def slot_mapping(
 
     Args:
       block_tables: page ids, or row ids for head-wise tables.
-      cu_q_lens: prefix sums of the new tokens, from 0.
+      cu_q_lens: prefix sums of the new tokens.
       kv_lens: tokens each sequence holds, the new ones included.
       page_size: ps.
       length: packed tokens with padding.
 
     Returns:
-      page·ps + offset, or row·ps + offset per head; -1 for padding and where the page is absent or past the table.
+      page·ps + offset, or row·ps + offset per head; -1 for tokens of no sequence and where the page is absent or past
+      the table.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
@@ -84,10 +88,11 @@ def slot_mapping(
       >>> pallas_attn.slot_mapping(block_tables, cu_q_lens, kv_lens, page_size=4, length=4).tolist()
       [3, 8, 15, -1]
     """
-    dims = checks.Dims(S=kv_lens.shape[0])
-    dims.check("block_tables", block_tables, "S P" if block_tables.ndim == 2 else "S Hkv P", checks.INT)
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
+    dims = checks.Dims()
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    checks.check_block_tables(block_tables, dims, rows="S")
+    page_size = checks.size("page_size", page_size)
     sequence, position = _locate(cu_q_lens, kv_lens, length)
     entry = position // page_size
     inside = (position >= 0) & (entry < dims["P"])
@@ -104,7 +109,7 @@ def is_prefill(
 
     Args:
       num_decode_tokens: decode tokens, which come first.
-      cu_q_lens: prefix sums of the prefill tokens, from 0.
+      cu_q_lens: prefix sums of the prefill tokens.
       length: packed tokens with padding.
 
     Raises:
@@ -114,24 +119,31 @@ def is_prefill(
       >>> pallas_attn.is_prefill(2, jnp.array([0, 1, 3], jnp.int32), length=6).tolist()
       [False, False, True, True, True, False]
     """
+    (cu_q_lens,) = checks.int32(cu_q_lens=cu_q_lens)
     checks.Dims().check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
-    token = jnp.arange(length, dtype=jnp.int32)
-    return (token >= num_decode_tokens) & (token < num_decode_tokens + cu_q_lens[-1])
+    length = checks.size("length", length)
+    cu_q_lens = checks.bound_sums(cu_q_lens, length)
+    token = jnp.arange(length, dtype=jnp.int32) - num_decode_tokens
+    return (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
 
 
 def _locate(
     cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], length: int
 ) -> tuple[Int32[Array, "length"], Int32[Array, "length"]]:
     """The sequence of each packed token (any for padding), and its position there."""
+    cu_q_lens, kv_lens = checks.int32(cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     dims = checks.Dims()
     dims.check("kv_lens", kv_lens, "S", checks.INT)
     dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
+    length = checks.size("length", length)
     token = jnp.arange(length, dtype=jnp.int32)
+    if not dims["S"]:
+        return jnp.zeros_like(token), jnp.full_like(token, -1)
+    cu_q_lens, kv_lens = checks.bound_sums(cu_q_lens, length), jnp.maximum(kv_lens, 0)
     sequence = jnp.minimum(segment_of(cu_q_lens[1:], token), dims["S"] - 1)
     position = (kv_lens - cu_q_lens[1:])[sequence] + token
-    return sequence, jnp.where((token < cu_q_lens[-1]) & (position >= 0), position, -1)
+    real = (token >= cu_q_lens[0]) & (token < cu_q_lens[-1]) & (position >= 0)
+    return sequence, jnp.where(real, position, -1)
 
 
 def validate_metadata(
@@ -156,7 +168,8 @@ def validate_metadata(
       num_pages: N, pages in the pool.
       page_size: ps.
       q_lens: [S] new tokens of each sequence.
-      cu_q_lens: [S + 1] prefix sums of the new tokens, in place of `q_lens`; with neither, each has one.
+      cu_q_lens: [S + 1] prefix sums of the new tokens, in place of `q_lens`; with neither, each has one. Zeros at the
+        end stand for sequences without new tokens.
       slots: [T] or, with row ids, [T, Hkv] places that are written.
       window: as the operation takes it; None for no window.
 
@@ -173,9 +186,7 @@ def validate_metadata(
     dims = checks.Dims()
     dims.check("block_tables", tables, "S Hkv P" if tables.ndim == 3 else "S P")
     dims.check("kv_lens", lens, "S")
-    for name, size in (("num_pages", num_pages), ("page_size", page_size)):
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+    num_pages, page_size = checks.size("num_pages", num_pages), checks.size("page_size", page_size)
     rows = num_pages if tables.ndim == 2 else num_pages * dims["Hkv"]
     if rows * page_size > 2**31:
         raise ValueError(f"num_pages: slots of {rows} rows of {page_size} tokens do not fit an int32")
@@ -189,8 +200,8 @@ def validate_metadata(
         places = _integers("slots", slots)
         dims.check("slots", places, "T Hkv" if tables.ndim == 3 else "T")
         _check_slots(places, rows * page_size)
-        if cu_q_lens is not None and new_tokens.sum() > dims["T"]:
-            raise ValueError(f"slots: expected one for each of {new_tokens.sum()} new tokens, got {dims['T']}")
+        if cu_q_lens is not None and (packed := max(_integers("cu_q_lens", cu_q_lens))) > dims["T"]:
+            raise ValueError(f"slots: expected one for each of {packed} packed tokens, got {dims['T']}")
 
 
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
@@ -223,7 +234,9 @@ def _new_tokens(
         raise ValueError("q_lens: expected None beside cu_q_lens")
     sums = _integers("cu_q_lens", cu_q_lens)
     dims.check("cu_q_lens", sums, "S+1")
-    _require("cu_q_lens", sums[:1], sums[:1] == 0, "0")
+    _require("cu_q_lens", sums[:1], sums[:1] >= 0, "at least 0")
+    padded = np.cumsum(sums[::-1] != 0)[::-1] == 0
+    sums = np.where(padded, sums.max(initial=0), sums)
     new = np.diff(sums)
     rises = np.concatenate([[True], (new >= 0) & ((new <= kv_lens) | (kv_lens == 0))])
     _require("cu_q_lens", sums, rises, "a rise of 0 to the row's kv_len from the entry before")

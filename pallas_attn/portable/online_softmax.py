@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.segments import segment_of
+from pallas_attn.portable.varying import varying_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ def attend_rows(
     num_tiles: Int32[Array, "R"],
     load_tile: Callable[[Int32[Array, "W"], Int32[Array, ""]], Tile],
     *,
+    sources: Any,
     value_dim: int,
     sm_scale: float,
     soft_cap: float | None,
@@ -80,6 +83,7 @@ def attend_rows(
     Args:
       num_tiles: tiles each row has.
       load_tile: (rows [W], j) -> the j-th tile of each of these rows; all invisible where j is past a row's last tile.
+      sources: the arrays that tiles are made of.
       value_dim: Dv.
       group_rows: rows that walk together, the W of load_tile.
 
@@ -93,7 +97,8 @@ def attend_rows(
         q_group = q[members]
         steps = jnp.max(num_tiles[members])
         highest = jnp.full(q_group.shape[:-1], -jnp.inf, jnp.float32)
-        state = (jnp.zeros((), jnp.int32), highest, jnp.zeros_like(highest), _zeros(q_group, value_dim))
+        state = (highest, jnp.zeros_like(highest), _zeros(q_group, value_dim))
+        state = (jnp.zeros((), jnp.int32), *varying_like(state, (q, num_tiles, sources)))
 
         def step(state):
             j, highest, total, acc = state
@@ -176,7 +181,7 @@ class QueryTiles:
         """Values of tiles, put back in the order of the packed tokens; `fill` for padding tokens."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         sequence = segment_of(self._cu_q_lens[1:], token)
-        real = sequence < self._cu_q_lens.shape[0] - 1
+        real = (sequence < self._cu_q_lens.shape[0] - 1) & (token >= self._cu_q_lens[0])
         sequence = jnp.where(real, sequence, 0)
         index = jnp.where(real, token - self._cu_q_lens[sequence], 0)
         values = tiles[self._first_tile(sequence) + index // self._tile, index % self._tile]

@@ -17,15 +17,18 @@ HIGHEST = jax.lax.Precision.HIGHEST  # GPUs would otherwise round float32 operan
 def gather_kv(
     kv: PagedKV, block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"]
 ) -> tuple[Float[Array, "B Hkv K D"], Float[Array, "B Hkv K D"], Bool[Array, "B Hkv K"]]:
-    """Keys and values of every table entry in float32, K = P·ps, and whether the entry names a page at all."""
+    """Keys and values of every table entry in float32, K = P·ps, and whether the entry names a page of the pool."""
     num_pages, num_kv_heads, page_size, _ = kv.k.shape
     rows = block_tables
     if block_tables.ndim == 2:
         heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-        rows = block_tables[:, None, :] * num_kv_heads + heads[None, :, None]
-        rows = jnp.where(block_tables[:, None, :] < 0, -1, rows)
-    exists = jnp.repeat(rows >= 0, page_size, axis=-1)
-    rows = jnp.clip(rows, 0, num_pages * num_kv_heads - 1)  # masked later; an unread entry may hold anything
+        in_pool = (block_tables >= 0) & (block_tables < num_pages)
+        rows = jnp.where(in_pool, block_tables, 0)[:, None, :] * num_kv_heads + heads[None, :, None]
+        in_pool = jnp.broadcast_to(in_pool[:, None, :], rows.shape)
+    else:
+        in_pool = (rows >= 0) & (rows < num_pages * num_kv_heads)
+        rows = jnp.where(in_pool, rows, 0)  # masked later; an unread entry may hold anything
+    exists = jnp.repeat(in_pool, page_size, axis=-1)
     return _gather(kv.k, kv.k_scale, rows), _gather(kv.v, kv.v_scale, rows), exists
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pallas_attn.portable.visibility import PageWalk, in_window, page_walk
-from pallas_attn.types import HeadWindow, PagedKV
+from pallas_attn.types import PAGE_NONE, HeadWindow, PagedKV
 
 
 class HeadRows(NamedTuple):
@@ -91,17 +91,20 @@ class PageTiles:
         exists = walked[:, None] & (row_ids >= 0)
         position = walk.entry(i)[..., None] * self._page_size + jnp.arange(self._page_size, dtype=jnp.int32)[None, None]
         # Tables may hold anything where no token is visible: row 0 is read instead, and masked.
-        row_ids = jnp.clip(jnp.where(exists, row_ids, 0), 0, self._pool_rows - 1)
+        row_ids = jnp.where(exists, row_ids, 0)
         return row_ids, position.reshape(rows.shape[0], -1), jnp.repeat(exists, self._page_size, axis=-1)
 
     def _row_ids(self, rows: Int32[Array, "W"], entry: Int32[Array, "W pages"]) -> Int32[Array, "W H pages"]:
+        """Rows of the pool that entries name; PAGE_NONE for ids outside the pool."""
         sequence = self._sequence[rows // self._head_rows.rows_per_sequence]
         heads = self.heads(rows)
         if self._tables.ndim == 3:
-            return self._tables[sequence[:, None, None], heads[:, :, None], entry[:, None, :]]
+            row = self._tables[sequence[:, None, None], heads[:, :, None], entry[:, None, :]]
+            return jnp.where((row >= 0) & (row < self._pool_rows), row, PAGE_NONE)
         page = self._tables[sequence[:, None], entry][:, None, :]
         num_kv_heads = self._head_rows.heads * self._head_rows.rows_per_sequence
-        return jnp.where(page < 0, page, page * num_kv_heads + heads[:, :, None])
+        exists = (page >= 0) & (page < self._pool_rows // num_kv_heads)
+        return jnp.where(exists, page * num_kv_heads + heads[:, :, None], PAGE_NONE)
 
     def heads(self, rows: Int32[Array, "W"]) -> Int32[Array, "W H"]:
         """The KV heads of each row."""

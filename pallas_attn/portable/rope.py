@@ -40,7 +40,7 @@ def rms_norm(x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float) 
     """x / sqrt(mean(x²) + eps) · weight in float32 (arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + float(eps)) * weight
 
 
 def apply_rope(x: Float[Array, "T heads D"], rope: Rope, norm: Float[Array, "D"] | None) -> Float[Array, "T heads D"]:

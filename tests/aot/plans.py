@@ -65,7 +65,8 @@ def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: 
         per_head = shape(KV_HEADS, dtype=jnp.int32)
         arguments["window"] = HeadWindow(per_head, per_head)  # pyrefly: ignore[bad-argument-type]
     call = functools.partial(pallas_attn.plan_decode, num_programs=PROGRAMS, mode=mode, implementation="mosaic")
-    return Case(call, arguments, tensor_cores=False, temporaries=1024)
+    lengths = 4 * (batch + drafts * batch)  # held to what the tables have room for
+    return Case(call, arguments, tensor_cores=False, temporaries=1024 + lengths)
 
 
 PLANS: dict[str, Case] = {

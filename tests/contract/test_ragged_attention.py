@@ -445,7 +445,7 @@ BAD = {
     "fewer query heads than KV heads": ("q", {"q": ZEROS((6, 1, 24))}),
     "no KV heads": ("k", {"k": ZEROS((9, 0, 24)), "v": ZEROS((9, 0, 16))}),
     "cu_q_lens of rank 2": ("cu_q_lens", {"cu_q_lens": LENS((1, 3))}),
-    "no sequences": ("cu_q_lens", {"cu_q_lens": LENS((1,))}),
+    "sums of nothing": ("cu_q_lens", {"cu_q_lens": jnp.zeros((0,), jnp.int32)}),
     "float cu_q_lens": ("cu_q_lens", {"cu_q_lens": ZEROS((3,))}),
     "cu_kv_lens of another batch": ("cu_kv_lens", {"cu_kv_lens": LENS((4,))}),
     "float cu_kv_lens": ("cu_kv_lens", {"cu_kv_lens": ZEROS((3,))}),

@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import PagedKV, device, dispatch, explain, paged_decode, tuning
+from pallas_attn import (
+    PagedKV,
+    PagedLatent,
+    device,
+    dispatch,
+    explain,
+    kernel_cache,
+    mla_prefill,
+    paged_decode,
+    tuning,
+)
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
 
@@ -37,6 +47,9 @@ class FakeCall:
     """Call of an operation that does not exist."""
 
     op: ClassVar[str] = "op"
+
+    def bounded(self) -> "FakeCall":
+        return self
 
 
 CALL = FakeCall()
@@ -65,6 +78,7 @@ def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         modules = {(name, None): f"fake_{name}" for name in functions}
         monkeypatch.setitem(dispatch.MODULES, "op", modules)
         for name, function in functions.items():
+            function.__qualname__ = "op"  # as one that a module defines
             module = SimpleNamespace(op=function, __name__=f"fake_{name}")
             monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
         package = ModuleType("pallas_attn.ops.op")
@@ -200,6 +214,100 @@ def test_what_cannot_be_imported_is_refused(implement: Callable[..., None], monk
         dispatch.run(CALL, "triton")
 
 
+# --- what breaks
+
+
+@pytest.fixture
+def of_a_card(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """As `implement`, and "mosaic" is for the card that calls are traced for."""
+
+    def register(**functions: Callable[..., Any]) -> None:
+        implement(**functions)
+        modules = {("mosaic", (9, 0)): "fake_mosaic", ("xla", None): "fake_xla"}
+        monkeypatch.setitem(dispatch.MODULES, "op", modules)
+        card = device.Device(platform="gpu", name="NVIDIA H200", capability=(9, 0))
+        monkeypatch.setattr(device, "current", lambda: card)
+        monkeypatch.setenv("PALLAS_ATTN_KERNEL_CACHE", "0")
+
+    dispatch._warn_once.cache_clear()
+    return register
+
+
+def breaks(error: Exception) -> Callable[..., Any]:
+    def implementation(call: Any) -> Any:
+        raise error
+
+    return implementation
+
+
+BREAKS = [
+    AttributeError("module 'plgpu' has no attribute 'kernel'"),
+    TypeError("unexpected keyword"),
+    KeyError("layout"),
+]
+
+
+@pytest.mark.parametrize("error", BREAKS, ids=lambda error: type(error).__name__)
+def test_a_backend_that_breaks_is_passed_over_with_a_warning(of_a_card: Callable[..., None], error: Exception) -> None:
+    of_a_card(mosaic=breaks(error), xla=works("xla"))
+    reason = f"op's 'mosaic' implementation breaks: {type(error).__name__}: .*; 'xla' runs in its place"
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert dispatch.run(CALL, None) == "xla"
+    assert dispatch.run(CALL, None) == "xla"  # warnings are errors here: the second call does not warn
+    with pytest.raises(dispatch.BrokenImplementationError, match=reason.partition(";")[0]) as failure:
+        dispatch.run(CALL, "mosaic")
+    assert failure.value.__cause__ is error
+
+
+def test_a_backend_that_cannot_be_lowered_is_passed_over_with_a_warning(of_a_card: Callable[..., None]) -> None:
+    of_a_card(mosaic=breaks(kernel_cache.LoweringError("RuntimeError: no lowering rule")), xla=works("xla"))
+    with pytest.warns(RuntimeWarning, match="LoweringError: RuntimeError: no lowering rule; 'xla' runs in its place"):
+        assert dispatch.run(CALL, ("mosaic", "xla")) == "xla"
+
+
+@pytest.mark.parametrize("error", [*BREAKS, ModuleNotFoundError("No module named 'plgpu'"), ImportError("no name")])
+def test_a_backend_of_this_card_that_cannot_be_imported(
+    of_a_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    of_a_card(mosaic=must_not_load, xla=works("xla"))
+    imported = importlib.import_module
+
+    def import_module(name: str) -> Any:
+        if name.endswith("fake_mosaic"):
+            raise error
+        return imported(name)
+
+    monkeypatch.setattr(dispatch.importlib, "import_module", import_module)
+    with pytest.warns(
+        RuntimeWarning, match="op's 'mosaic' implementation cannot be imported: .*'xla' runs in its place"
+    ):
+        assert dispatch.run(CALL, None) == "xla"
+    with pytest.raises(dispatch.BrokenImplementationError, match="cannot be imported"):
+        dispatch.run(CALL, "mosaic")
+
+
+@pytest.mark.parametrize("error", [ValueError("you are wrong"), MemoryError(), KeyboardInterrupt()], ids=repr)
+def test_what_is_no_fault_of_a_backend_goes_up(of_a_card: Callable[..., None], error: Exception) -> None:
+    of_a_card(mosaic=breaks(error), xla=must_not_load)
+    with pytest.raises(type(error)):
+        dispatch.run(CALL, None)
+
+
+def test_a_refusal_gives_no_warning(of_a_card: Callable[..., None]) -> None:
+    of_a_card(mosaic=refuses("head width 17"), xla=works("xla"))
+    assert dispatch.run(CALL, None) == "xla"
+
+
+def test_the_last_candidate_that_breaks_is_among_the_reasons(of_a_card: Callable[..., None]) -> None:
+    of_a_card(mosaic=breaks(KeyError("layout")), xla=refuses("no"))
+    with pytest.raises(ExceptionGroup, match="no implementation among mosaic, xla") as failure:
+        dispatch.run(CALL, None)
+    assert [type(reason) for reason in failure.value.exceptions] == [
+        dispatch.BrokenImplementationError,
+        NotImplementedError,
+    ]
+
+
 # --- through an operation
 
 
@@ -268,6 +376,21 @@ def test_the_environment_beats_no_name_inside_an_operation(monkeypatch: pytest.M
     with plgpu.force_gpu_interpret_mode():
         q = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
         assert jax.eval_shape(call, q, PagedKV(pages, pages), ints, ints[:, 0]).shape == q.shape
+
+
+@pytest.mark.parametrize(("implementation", "environment"), [("reference", "mosaic"), ("xla", "triton")])
+def test_the_environment_beats_no_name_inside_a_composition(
+    implementation: str, environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of `mla_prefill` are run by what it is given."""
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, environment)
+    ints, latents = jnp.zeros((1,), jnp.int32), jnp.ones((4, 8))
+    arrays = jnp.ones((4, 1, 2)), jnp.ones((4, 1, 2)), latents, PagedLatent(latents[None]), jnp.ones((1, 2, 6))
+    call = functools.partial(mla_prefill, *arrays, jnp.ones((1, 3, 6)), ints[None], jnp.zeros((2,), jnp.int32), ints)
+    out = jax.eval_shape(lambda: call(sm_scale=1.0, implementation=implementation))
+    assert out.shape == (4, 1, 3)
+    with pytest.raises(NotImplementedError):
+        jax.eval_shape(lambda: call(sm_scale=1.0))
 
 
 def test_explain_when_nothing_supports_a_call(arrays: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, HeadWindow, ragged_attention
+from pallas_attn import FULL, HeadWindow, checks, ragged_attention
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.sm90.flash import kernel, schedule
 from pallas_attn.mosaic.sm90.flash.schedule import (
@@ -160,7 +160,8 @@ def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture
     def layers(q: jax.Array, some: jax.Array, others: jax.Array) -> list[Any]:
         return [ragged_attention(q, q, q, lens, lens, implementation="mosaic") for lens in (some, some, others)]
 
-    with harness.interpreting(capsys):
+    # XLA merges what holds equal lengths to the arrays, since it is the same of the same.
+    with harness.interpreting(capsys), mock.patch.object(checks, "bound_sums", lambda sums, total: sums):
         module = jax.jit(layers).lower(q, *ends).as_text()
     assert module.count("func.func private @_listed") == 1
     # Arguments come after what orders the interpreter's effects.

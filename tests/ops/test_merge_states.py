@@ -65,6 +65,19 @@ def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ..
     assert_close("LSE", lse, want_lse, F32_LSE)
 
 
+@pytest.mark.parametrize("empty", [[1], [0, 2, 3], [0, 1, 2, 3, 4]])
+def test_an_lse_of_inf_marks_a_part_without_keys(empty: list[int]) -> None:
+    """As -inf does, whatever the part's output holds."""
+    outs, lses = split_attention(*queries_and_keys(np.random.default_rng(0)), np.arange(KEYS) % PARTS, PARTS)
+    marked = []
+    for mark in (-np.inf, np.inf):
+        lses[empty], outs[empty] = mark, np.nan
+        marked.append(MERGE(outs, lses))
+    assert_same_bits(*marked)
+    assert not np.isnan(marked[0][0]).any()
+    assert np.array_equal(np.isneginf(marked[0][1]).all(), len(empty) == PARTS)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, PARTS - 1), min_size=KEYS, max_size=KEYS),

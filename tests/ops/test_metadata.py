@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -189,6 +190,24 @@ def test_good_metadata_passes() -> None:
     validate_metadata(**step(block_tables=GOOD["block_tables"].tolist(), kv_lens=[8, 9, 0, 7]))
 
 
+@pytest.mark.parametrize("cu_q_lens", [[0, 2, 5, 0, 0], [3, 4, 6, 6, 6], [1, 2, 0, 0, 0], [0, 0, 0, 0, 0]])
+def test_sums_padded_with_zeros_and_sums_past_0(cu_q_lens: list[int]) -> None:
+    """Sequences of the padding have no tokens, and tokens before the first sum, as after the last, no sequence."""
+    kv_lens = np.array([9, 4, 7, 2], np.int32)
+    bounds = np.maximum.accumulate(cu_q_lens)
+    positions, packed = np.full(LENGTH, -1), np.diff(bounds)
+    for s, (first, end) in enumerate(itertools.pairwise(bounds)):
+        positions[first:end] = np.arange(kv_lens[s] - packed[s], kv_lens[s])
+    np.testing.assert_array_equal(positions_of(jnp.asarray(cu_q_lens), kv_lens, length=LENGTH), positions)
+    tables = np.arange(SEQUENCES * TABLE_WIDTH, dtype=np.int32).reshape(SEQUENCES, TABLE_WIDTH)
+    slots = slots_of(tables, jnp.asarray(cu_q_lens), kv_lens, page_size=PAGE_SIZE, length=LENGTH)
+    np.testing.assert_array_equal(np.asarray(slots) < 0, positions < 0)
+    validate_metadata(tables, kv_lens, num_pages=tables.size, page_size=PAGE_SIZE, cu_q_lens=cu_q_lens, slots=slots)
+    marked = np.zeros(LENGTH + 2, bool)
+    marked[2 + bounds[0] : 2 + bounds[-1]] = True
+    np.testing.assert_array_equal(is_prefill(2, jnp.asarray(cu_q_lens), length=LENGTH + 2), marked)
+
+
 def test_the_slots_worked_out_on_the_device_pass() -> None:
     rng = fresh_rng()
     tables = rng.permutation(SEQUENCES * TABLE_WIDTH).reshape(SEQUENCES, TABLE_WIDTH).astype(np.int32)
@@ -236,13 +255,16 @@ BAD_STEPS = {
         "kv_lens[1]: expected 0 to the 12 tokens a table row has pages for, got 13",
     ),
     "fewer tokens than none": (step(kv_lens=put(GOOD["kv_lens"], 2, -1)), "kv_lens[2]: expected"),
-    "sums not from 0": (step(cu_q_lens=put(GOOD["cu_q_lens"], 0, 1)), "cu_q_lens[0]: expected 0, got 1"),
+    "sums from below 0": (step(cu_q_lens=put(GOOD["cu_q_lens"], 0, -1)), "cu_q_lens[0]: expected at least 0, got -1"),
     "sums that fall": (step(cu_q_lens=put(GOOD["cu_q_lens"], 3, 1)), "cu_q_lens[3]: expected a rise of 0"),
     "more new tokens than a row holds": (
         step(cu_q_lens=put(GOOD["cu_q_lens"], 4, 11)),
         "cu_q_lens[4]: expected a rise of 0 to the row's kv_len from the entry before, got 11",
     ),
-    "fewer slots than tokens": (step(slots=GOOD["slots"][:5]), "slots: expected one for each of 6 new tokens, got 5"),
+    "fewer slots than tokens": (
+        step(slots=GOOD["slots"][:5]),
+        "slots: expected one for each of 6 packed tokens, got 5",
+    ),
     "more queries than a row holds": (
         step(cu_q_lens=None, q_lens=[1, 10, 1, 1]),
         "q_lens[1]: expected at most the row's kv_len, got 10",

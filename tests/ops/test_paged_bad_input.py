@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_attn import DecodePlan, HeadWindow, PagedKV, PlanKey, paged_decode, paged_prefill
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, paged_decode, paged_prefill
 
 B, Q, T, HQ, HKV, D, N, PS, P = 3, 2, 7, 4, 2, 16, 9, 8, 5
 
@@ -85,11 +86,26 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("sinks of KV heads", {"sinks": of(HKV)}, r"sinks: expected shape \[Hq=4\], got \[2\]"),
     ("sinks dtype", {"sinks": of(HQ, dtype=jnp.bfloat16)}, "sinks: expected dtype float32, got bfloat16"),
-    ("scale 0", {"sm_scale": 0.0}, "sm_scale: expected a positive finite number, got 0.0"),
-    ("scale NaN", {"sm_scale": float("nan")}, "sm_scale: expected a positive finite number, got nan"),
-    ("scale inf", {"sm_scale": float("inf")}, "sm_scale: expected a positive finite number, got inf"),
-    ("scale of an array", {"sm_scale": jnp.float32(0.1)}, "sm_scale: expected a positive finite number, got Array"),
-    ("cap", {"soft_cap": -2.0}, "soft_cap: expected a positive finite number, got -2.0"),
+    ("scale 0", {"sm_scale": 0.0}, "sm_scale: expected a positive finite number, or None, got 0.0"),
+    ("scale NaN", {"sm_scale": float("nan")}, "sm_scale: expected a positive finite number, or None, got nan"),
+    ("scale inf", {"sm_scale": float("inf")}, "sm_scale: expected a positive finite number, or None, got inf"),
+    ("scale of an array", {"sm_scale": jnp.ones(2)}, r"sm_scale: expected a positive .*, got ArrayImpl of shape \[2\]"),
+    ("scale of a bool", {"sm_scale": True}, "sm_scale: expected a positive finite number, or None, got True"),
+    ("scale no float holds", {"sm_scale": 10**400}, "sm_scale: expected a positive finite number, or None, got 1000"),
+    ("scale of a string", {"sm_scale": "0.1"}, "sm_scale: expected a positive finite number, or None, got '0.1'"),
+    ("no cap", {"soft_cap": 0}, "soft_cap: expected a positive finite number, or None, got 0"),
+    ("no cache", {"kv": None}, "kv: expected a PagedKV, got None"),
+    ("another cache", {"kv": PagedLatent(of(N, PS, D))}, "kv: expected a PagedKV, got PagedLatent"),
+    ("one scale of all", {"kv": cache(jnp.int8, of())}, r"kv.k_scale: .*one scale of all heads is jnp.full.*got \[\]"),
+    ("a float scale", {"kv": cache(jnp.int8, 0.1)}, "kv.k_scale: expected an array, got 0.1"),
+    ("queries in a list", {"q": [[1.0]]}, "q: expected an array, got list"),
+    ("no lengths", {"kv_lens": None}, "kv_lens: expected an array, got None"),
+    ("lengths in a ragged list", {"kv_lens": [[1], [1, 2]]}, "kv_lens: expected integers of one shape"),
+    ("float lengths in a list", {"kv_lens": [1.0, 2.0, 3.0]}, "kv_lens: expected dtype int32, got float64"),
+    ("large lengths", {"kv_lens": np.array([1, 2, 2**31])}, "kv_lens: expected numbers that an int32 holds, got 1 to"),
+    ("unknown out dtype", {"out_dtype": "half precision"}, "out_dtype: expected .*, got 'half precision'"),
+    ("implementation 3", {"implementation": 3}, "implementation: expected None or names among .*, got 3"),
+    ("cap", {"soft_cap": -2.0}, "soft_cap: expected a positive finite number, or None, got -2.0"),
     ("out dtype", {"out_dtype": jnp.int32}, "out_dtype: expected bfloat16 or float16 or float32, got int32"),
     ("fp8 output", {"out_dtype": "float8_e4m3fn"}, "out_dtype: expected .*, got float8_e4m3fn"),
     ("implementation", {"implementation": "cuda"}, "implementation: expected None or names among .*, got 'cuda'"),
@@ -98,8 +114,7 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
 ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
     ("q rank", {"q": of(B, HQ, D)}, r"q: expected shape \[B, Q, Hq, D\], got \[3, 4, 16\]"),
     ("q dtype", {"q": of(B, Q, HQ, D, dtype=jnp.int8)}, "q: expected dtype bfloat16 or float16 or float32, got int8"),
-    ("no queries", {"q": of(B, 0, HQ, D)}, "q: expected Q of at least 1"),
-    ("no sequences", {"q": of(0, Q, HQ, D)}, "q: expected B of at least 1"),
+    ("a plan of another class", {"plan": 3}, "plan: expected a DecodePlan, got 3"),
     ("batches", {"q": of(B + 1, Q, HQ, D)}, r"block_tables: expected shape \[B=4, P\], got \[3, 5\]"),
     ("q_lens", {"q_lens": ints(B, Q)}, r"q_lens: expected shape \[B=3\], got \[3, 2\]"),
     ("q_lens dtype", {"q_lens": of(B)}, "q_lens: expected dtype int32, got float32"),
@@ -112,7 +127,6 @@ ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
 ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
     ("q rank", {"q": of(B, Q, HQ, D)}, r"q: expected shape \[T, Hq, D\], got \[3, 2, 4, 16\]"),
     ("q dtype", {"q": of(T, HQ, D, dtype=jnp.float8_e4m3fn)}, "q: expected dtype bfloat16 or float16 or float32"),
-    ("no sequences", {"block_tables": ints(0, P)}, "block_tables: expected S of at least 1"),
     ("prefix sums", {"cu_q_lens": ints(B)}, r"cu_q_lens: expected shape \[S\+1=4\], got \[3\]"),
     ("prefix sums' rank", {"cu_q_lens": ints(B + 1, 1)}, "cu_q_lens: expected shape"),
     ("prefix sums' dtype", {"cu_q_lens": of(B + 1)}, "cu_q_lens: expected dtype int32, got float32"),

@@ -470,7 +470,7 @@ class KvSplit:
         """Row of the pool and position of the first token, or ABSENT, of each page of the i-th tile; of a tile past
         the last one, any row in range.
         """
-        tile, tables = self.tile, self.x.block_tables
+        tile, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
         first, tile_of_page = tile.first_page(i)
         pages = []
         for j in range(tile.pages):
@@ -478,11 +478,13 @@ class KvSplit:
             entry = jnp.minimum(self.table_entry(jnp.minimum(number, self.stop - 1)), tables.shape[-1] - 1)
             if len(tables.shape) == 3:
                 pool_row = tables[self.batch, self.head, entry]
+                exists = basics.in_pool(pool_row, pool_rows)
             else:
                 page = tables[self.batch, entry]
-                pool_row = jnp.where(page < 0, page, page * self.static.num_kv_heads + self.head)
+                pool_row = page * self.static.num_kv_heads + self.head
+                exists = basics.in_pool(page, pool_rows // self.static.num_kv_heads)
             position = entry * tile.page_size + tile_of_page * tile.tokens
-            pages.append((pool_row, jnp.where((number < self.stop) & (pool_row >= 0), position, ABSENT)))
+            pages.append((pool_row, jnp.where((number < self.stop) & exists, position, ABSENT)))
         return pages
 
     def table_entry(self, page: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -27,8 +28,9 @@ def gather_latent(
     Args:
       cache: pages [N, ps, L + R].
       latent_new: the packed new tokens, in the cache's dtype; T may be 0 where every length is.
-      block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent are 0.
-      cu_q_lens: prefix sums of the new tokens, from 0.
+      block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent, or
+        outside the pool, are 0.
+      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, cached and new.
       length: rows of the result; those past the sum of kv_lens are 0, tokens past `length` are left out.
       implementation: None, a name, or names to try in order.
@@ -45,6 +47,9 @@ def gather_latent(
       >>> pallas_attn.gather_latent(cache, jnp.ones((2, 8)), block_tables, cu_q_lens, kv_lens, length=8)[:, 0].tolist()
       [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     """
+    block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     call = GatherLatentCall(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length)
     call.validate()
+    if not call.num_sequences:
+        return jnp.zeros((call.length, latent_new.shape[1]), latent_new.dtype)
     return dispatch.run(call, implementation)

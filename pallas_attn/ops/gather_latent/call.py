@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
@@ -30,13 +31,26 @@ class GatherLatentCall:
     def num_sequences(self) -> int:
         return self.kv_lens.shape[0]
 
+    @property
+    def num_new(self) -> int:
+        return self.latent_new.shape[0]
+
+    def bounded(self) -> GatherLatentCall:
+        """The call as implementations take it: lengths held to what there is room for."""
+        cu_q_lens, cached = (
+            checks.bound_sums(self.cu_q_lens, self.num_new),
+            self.block_tables.shape[1] * self.cache.page_size,
+        )
+        most = min(cached, checks.INT32_RANGE.max - self.num_new) + jnp.diff(cu_q_lens)
+        return dataclasses.replace(self, cu_q_lens=cu_q_lens, kv_lens=checks.bound_lens(self.kv_lens, most))
+
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
+        checks.check_class("cache", self.cache, PagedLatent)
         dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
         dims.check("latent_new", self.latent_new, "T LR", (self.cache.pages.dtype,))
         dims.check("block_tables", self.block_tables, "S P", checks.INT)
         dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)
-        if self.length < 1:
-            raise ValueError(f"length: expected at least 1, got {self.length}")
+        checks.size("length", self.length)

@@ -99,7 +99,8 @@ def _kernel(layout: RowLayout, page_size: int, x: GatherLatentInputs, out: Ref) 
     page = layout.take(x.block_tables, jnp.where(cached, entry, 0))
     pool_row = page * page_size + lax.rem(position, jnp.full_like(row, page_size))
     out_row = jnp.where(there, row, -1)
-    copy_rows(layout, x.rows, jnp.where(cached, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
+    exists = cached & basics.in_pool(page, x.rows.shape[0] // page_size)
+    copy_rows(layout, x.rows, jnp.where(exists, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
     if x.new is not None:
         new_row = jnp.where(new, source.first_new + position - source.cached, -1)
         copy_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))

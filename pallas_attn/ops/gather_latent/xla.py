@@ -20,7 +20,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     entry = jnp.clip(position // page_size, 0, call.block_tables.shape[1] - 1)
     page = jnp.where(is_cached, call.block_tables[sequence, entry], 0)
     gathered = call.cache.pages[jnp.clip(page, 0, num_pages - 1), position % page_size]
-    gathered = jnp.where((page < 0)[:, None], jnp.zeros((), gathered.dtype), gathered)
+    gathered = jnp.where(((page < 0) | (page >= num_pages))[:, None], jnp.zeros((), gathered.dtype), gathered)
     if call.latent_new.shape[0]:
         source = jnp.clip(call.cu_q_lens[sequence] + position - num_cached, 0, call.latent_new.shape[0] - 1)
         gathered = jnp.where(is_cached[:, None], gathered, call.latent_new[source])

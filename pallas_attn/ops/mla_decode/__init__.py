@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan, Implementation, PagedLatent
 
@@ -36,7 +36,8 @@ def mla_decode(
       q_latent: queries against the latent columns, W_UK absorbed.
       q_rope: rotated queries against the rotated key's columns; same dtype.
       cache: pages [N, ps, L + R].
-      block_tables: page ids; PAGE_NONE's tokens are invisible, entries without a visible token may hold anything.
+      block_tables: page ids; tokens of PAGE_NONE, and of ids outside the pool, are invisible; entries without a visible
+        token may hold anything.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
       q_lens: real queries of each row, at most Q; None for Q each.
@@ -62,6 +63,7 @@ def mla_decode(
       >>> pallas_attn.mla_decode(q_latent, q_rope, cache, block_tables, kv_lens, sm_scale=0.1).shape
       (2, 1, 4, 6)
     """
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     call = MlaDecodeCall(
         q_latent,
         q_rope,
@@ -71,9 +73,9 @@ def mla_decode(
         q_lens=q_lens,
         draft_mask=draft_mask,
         plan=plan,
-        sm_scale=sm_scale,
+        sm_scale=checks.required_number("sm_scale", sm_scale),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    out, lse = dispatch.run(call, implementation) if q_latent.size else call.without_queries()
     return (out, lse) if return_lse else out

@@ -65,6 +65,10 @@ class MlaDecodeCall:
         """`out_dtype`, or q_latent's for None."""
         return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
 
+    def without_queries(self) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+        """Output and LSE of a call without sequences or without queries."""
+        return jnp.zeros(self.q_latent.shape, self.output_dtype), jnp.zeros(self.q_latent.shape[:3], jnp.float32)
+
     @property
     def plan_key(self) -> PlanKey:
         return PlanKey(
@@ -77,6 +81,14 @@ class MlaDecodeCall:
             table_pages=self.block_tables.shape[-1],
             window=None,
             q_lens=self.q_lens is not None,
+        )
+
+    def bounded(self) -> MlaDecodeCall:
+        """The call as implementations take it: lengths held to what there is room for."""
+        return dataclasses.replace(
+            self,
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
         )
 
     def validate(self) -> None:

@@ -511,13 +511,15 @@ class SeesawProducer:
 
     def look_up_pages(self, split: LatentSplit, i: Any) -> None:
         """Store the pages of a pair of tiles, while the pair before is attended to."""
-        tables, static = self.x.block_tables, self.static
+        tables, static, num_pages = self.x.block_tables, self.static, self.x.pages.shape[0]
         for tile in (0, 1):
             first, _ = static.first_page(2 * i + tile)
             entries = [split.start + first + j for j in range(static.pages)]
             pages = [tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
             for j, (entry, page) in enumerate(zip(entries, pages, strict=True)):
-                self.page_ids(split, i, tile)[j] = jnp.where(entry < split.stop, page, -1)
+                self.page_ids(split, i, tile)[j] = jnp.where(
+                    (entry < split.stop) & basics.in_pool(page, num_pages), page, -1
+                )
 
     def copy_pair(self, split: LatentSplit, i: Any, oldest_query: Any) -> None:
         """Start the copies of a pair of tiles: of each half as soon as the one that it replaces is free.

@@ -43,6 +43,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
         q,
         tiles.num_tiles,
         load_tile,
+        sources=call,
         value_dim=latent_dim,
         sm_scale=call.sm_scale,
         soft_cap=None,

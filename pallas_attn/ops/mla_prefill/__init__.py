@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_attn import checks, device, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
+from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.merge import finite_or_zero
+from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
 
@@ -40,13 +42,13 @@ def mla_prefill(
     """Causal attention of each sequence's new tokens over its cached prefix and themselves.
 
     Args:
-      q_nope, q_rope: packed queries, unrotated and rotated parts; padding rows come after cu_q_lens[-1].
+      q_nope, q_rope: packed queries, unrotated and rotated parts; rows of no sequence are padding.
       latent_new: normed latents and rotated keys of the same tokens, as `write_latent` takes them.
       cache: pages [N, ps, L + R] holding the prefix. Nothing is written, and whether the new tokens are in there
         already makes no difference.
       w_uk, w_uv: up-projections of the latent to keys and values, per head.
       block_tables: page ids, of all cached tokens; entries past them may hold anything.
-      cu_q_lens: prefix sums of the new tokens, from 0.
+      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, cached and new.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
@@ -72,7 +74,15 @@ def mla_prefill(
       ... ).shape
       (5, 4, 5)
     """
-    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens)
+    block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
+    sm_scale = checks.required_number("sm_scale", sm_scale)
+    _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
+    if not (q_nope.shape[0] and kv_lens.shape[0]):
+        return jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
+    q_nope, q_rope, latent_new, cache, w_uk, w_uv = refuse_gradients(
+        "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
+    )
+    cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -94,7 +104,9 @@ def mla_prefill(
 
     with jax.named_scope("mla_prefill"):
         state = attend(latent_new, cu_q_lens, True)
-        num_cached = jnp.maximum(kv_lens - jnp.diff(cu_q_lens), 0)
+        capacity = block_tables.shape[1] * cache.page_size
+        num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
+        state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
         pieces = _PrefixPieces(cache, block_tables, num_cached, piece_tokens)
 
         def absorb(carry):
@@ -148,9 +160,7 @@ def _merge(one: PrefillState, other: PrefillState) -> PrefillState:
     return scaled[0] + scaled[1], lse
 
 
-def _check(
-    q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, sm_scale, piece_tokens
-) -> None:
+def _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens) -> None:
     dims = checks.Dims()
     dims.check("q_nope", q_nope, "T Hq nope", checks.PLAIN)
     dims.check("q_rope", q_rope, "T Hq R", (q_nope.dtype,))
@@ -161,9 +171,8 @@ def _check(
     dims.check("block_tables", block_tables, "S P", checks.INT)
     dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     dims.check("kv_lens", kv_lens, "S", checks.INT)
-    checks.check_positive("sm_scale", sm_scale)
-    if piece_tokens is not None and piece_tokens < 1:
-        raise ValueError(f"piece_tokens: expected at least 1, got {piece_tokens}")
+    if piece_tokens is not None:
+        checks.size("piece_tokens", piece_tokens)
 
 
 def _expand(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
 
@@ -36,7 +36,8 @@ def paged_decode(
       q: queries in bfloat16, float16 or float32.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables. Entry j holds
-        tokens [j·ps, (j + 1)·ps); PAGE_NONE's are invisible; entries without a visible token may hold anything.
+        tokens [j·ps, (j + 1)·ps); those of PAGE_NONE, and of ids outside the pool, are invisible; entries without a
+        visible token may hold anything.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       q_lens: real queries of each row, at most Q; None for Q each.
       sm_scale: multiplies the scores; None for D**-0.5.
@@ -66,20 +67,21 @@ def paged_decode(
       >>> out.shape, lse.shape
       ((2, 1, 2, 8), (2, 1, 2))
     """
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     call = PagedDecodeCall(
         q,
         kv,
         block_tables,
         kv_lens,
         q_lens=q_lens,
-        window=window,
+        window=checks.window(window),
         sinks=sinks,
         draft_mask=draft_mask,
         plan=plan,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
+        sm_scale=checks.number("sm_scale", sm_scale),
+        soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    out, lse = dispatch.run(call, implementation) if q.size else call.without_queries()
     return (out, lse) if return_lse else out

@@ -65,6 +65,10 @@ class PagedDecodeCall:
         """`out_dtype`, or q's for None."""
         return checks.output_dtype(self.out_dtype, self.q.dtype)
 
+    def without_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+        """Output and LSE of a call without sequences or without queries."""
+        return jnp.zeros(self.q.shape, self.output_dtype), jnp.zeros(self.q.shape[:3], jnp.float32)
+
     @property
     def plan_key(self) -> PlanKey:
         batch, num_queries, num_q_heads, _ = self.q.shape
@@ -78,6 +82,15 @@ class PagedDecodeCall:
             table_pages=self.block_tables.shape[-1],
             window=checks.window_key(self.window),
             q_lens=self.q_lens is not None,
+        )
+
+    def bounded(self) -> PagedDecodeCall:
+        """The call as implementations take it: lengths and windows held to what there is room for."""
+        return dataclasses.replace(
+            self,
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
+            window=checks.bound_window(self.window),
         )
 
     def validate(self) -> None:

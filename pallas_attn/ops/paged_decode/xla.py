@@ -49,6 +49,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         head_rows.split(call.q, num_kv_heads),
         tiles.num_tiles,
         load_tile,
+        sources=call,
         value_dim=head_dim,
         sm_scale=call.scale,
         soft_cap=call.soft_cap,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
@@ -31,11 +31,11 @@ def paged_prefill(
     its own position that its head's window shows. The new tokens' keys must already be in the pages.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32; padding rows come after cu_q_lens[-1].
+      q: packed queries in bfloat16, float16 or float32; rows before cu_q_lens[0] and after its largest are padding.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables; PAGE_NONE's tokens
-        are invisible, entries without a visible token may hold anything.
-      cu_q_lens: prefix sums of the new tokens, from 0.
+        are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
+      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, the new ones included.
       sm_scale: multiplies the scores; None for D**-0.5.
       window: None, the number of newest keys every head sees, or a `HeadWindow`.
@@ -61,18 +61,20 @@ def paged_prefill(
       >>> pallas_attn.paged_prefill(jnp.ones((5, 2, 8)), kv, block_tables, cu_q_lens, kv_lens).shape
       (5, 2, 8)
     """
+    block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     call = PagedPrefillCall(
         q,
         kv,
         block_tables,
         cu_q_lens,
         kv_lens,
-        window=window,
+        window=checks.window(window),
         sinks=sinks,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
+        sm_scale=checks.number("sm_scale", sm_scale),
+        soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    has_tokens = call.num_tokens and call.num_sequences
+    out, lse = dispatch.run(call, implementation) if has_tokens else call.without_tokens()
     return (out, lse) if return_lse else out

@@ -68,8 +68,17 @@ class PagedPrefillCall:
         return checks.output_dtype(self.out_dtype, self.q.dtype)
 
     def without_tokens(self) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-        """Output and LSE of a call without new tokens."""
-        return jnp.zeros(self.q.shape, self.output_dtype), jnp.zeros(self.q.shape[:2], jnp.float32)
+        """Output and LSE of a call in which no token belongs to a sequence."""
+        return jnp.zeros(self.q.shape, self.output_dtype), jnp.full(self.q.shape[:2], -jnp.inf, jnp.float32)
+
+    def bounded(self) -> PagedPrefillCall:
+        """The call as implementations take it: lengths and windows held to what there is room for."""
+        return dataclasses.replace(
+            self,
+            cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
+            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            window=checks.bound_window(self.window),
+        )
 
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""

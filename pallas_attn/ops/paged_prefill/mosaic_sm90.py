@@ -88,8 +88,6 @@ class PrefillInputs(NamedTuple):
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
     kv = call.kv
     _refuse(call)
-    if not call.num_tokens:
-        return call.without_tokens()
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, len(terms), score_scale=call.scale / query_scale)
     blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, causal=True)
@@ -448,17 +446,19 @@ class PagedTile(NamedTuple):
         return min(self.front.page_size, self.static.tile_keys)
 
     def locate(self, i: Any) -> list[Any]:
-        """Rows of the pool of the pages of the i-th tile; negative where no row of the block sees a token of one."""
-        tables, rows = self.x.block_tables, []
+        """Rows of the pool of the pages of the i-th tile; -1 where no row of the block sees a token of one."""
+        tables, pool_rows, rows = self.x.block_tables, self.x.k.shape[0], []
         for j in range(self.static.copies):
             position = self.first_position(i) + j * self.part_tokens
             entry = jnp.minimum(lax.div(position, self.front.page_size), tables.shape[-1] - 1)
             if len(tables.shape) == 3:
                 row = tables[self.block.sequence, self.kv_head, entry]
+                exists = basics.in_pool(row, pool_rows)
             else:
                 page = tables[self.block.sequence, entry]
-                row = jnp.where(page < 0, page, page * self.front.num_kv_heads + self.kv_head)
-            seen = position < self.block.end_key
+                row = page * self.front.num_kv_heads + self.kv_head
+                exists = basics.in_pool(page, pool_rows // self.front.num_kv_heads)
+            seen = exists & (position < self.block.end_key)
             if self.window is not None:
                 newest = position + self.part_tokens - 1
                 seen &= (position < self.sink_tokens) | (newest > self.first - self.window)

@@ -15,8 +15,6 @@ from pallas_attn.portable.visibility import head_windows
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
-    if not num_tokens:
-        return call.without_tokens()
     head_rows = HeadRows.of(num_kv_heads, call.window, call.block_tables.ndim)
     settings = config.xla_config(num_tokens, call.num_sequences, head_rows.rows_per_sequence)
     queries = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
@@ -51,6 +49,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
         head_rows.split(call.q[queries.token], num_kv_heads),
         pages.num_tiles,
         load_tile,
+        sources=call,
         value_dim=call.head_dim,
         sm_scale=call.scale,
         soft_cap=call.soft_cap,

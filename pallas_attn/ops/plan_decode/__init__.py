@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.ops.plan_decode.config import TILE_TOKENS, plan_config
 from pallas_attn.portable.schedule import Sharing
-from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent
+from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
 FIXED_PIECE_TOKENS = 2048
 """Where `fixed` mode cuts: every row at multiples of this many of its visible tokens."""
+
+MAX_PROGRAMS = 32 * 512
+"""No card runs more programs side by side: 32 thread blocks a multiprocessor, and fewer than 512 of those."""
 
 type Mode = Literal["balanced", "fixed"]
 
@@ -58,8 +61,8 @@ def plan_decode(
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       q_lens, window, soft_cap, out_dtype: as the calls take them; `mla_decode` has neither window nor soft cap.
       mode: "balanced" or "fixed".
-      num_programs: programs that share the pages; None for as many as run side by side here. Fewer leave
-        multiprocessors to other work.
+      num_programs: programs that share the pages, at most 16,384; None for as many as run side by side here. Fewer
+        leave multiprocessors to other work.
       implementation: that of the calls.
 
     Raises:
@@ -81,9 +84,11 @@ def plan_decode(
     """
     if mode not in ("balanced", "fixed"):
         raise ValueError(f"mode: expected 'balanced' or 'fixed', got {mode!r}")
-    if num_programs is not None and num_programs < 1:
-        raise ValueError(f"num_programs: expected at least 1, got {num_programs}")
-    followers = []
+    if num_programs is not None:
+        num_programs = checks.size("num_programs", num_programs, MAX_PROGRAMS)
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
+    window, soft_cap = checks.window(window), checks.number("soft_cap", soft_cap)
+    followers: list[tuple[PlanKey, str, str, int | None]] = []
 
     def find_follower(q: Any, cache: Any, block_tables: Any, kv_lens: Any, q_lens: Any, head_window: Any) -> None:
         shown = window if head_window is None else head_window
@@ -94,15 +99,22 @@ def plan_decode(
             wanted = module.num_programs(call) if hasattr(module, "num_programs") else None
             return name, module.__name__.rpartition(".")[2], wanted
 
-        followers.append((call.plan_key, *dispatch.choose(call.op, implementation, follow)))
+        key = call.plan_key
+        nothing = not (key.batch and key.num_queries)
+        name, module, wanted = ("xla", "xla", None) if nothing else dispatch.choose(call.op, implementation, follow)
+        followers.append((key, name, module, wanted))
 
     head_window = window if isinstance(window, HeadWindow) else None
     jax.eval_shape(find_follower, q, cache, block_tables, kv_lens, q_lens, head_window)  # shapes become arrays there
     ((made_for, name, module, wanted),) = followers
+    if not (made_for.batch and made_for.num_queries):
+        return _idle_plan(made_for, module, num_programs or 1, sharing_of(mode, made_for.page_size))
+    kv_lens = checks.bound_lens(kv_lens, made_for.table_pages * made_for.page_size)
+    q_lens = None if q_lens is None else checks.bound_lens(q_lens, made_for.num_queries)
     call = PlanDecodeCall(
         kv_lens,
         _planned_queries(q_lens, kv_lens, made_for.num_queries),
-        window,
+        checks.bound_window(window),
         sharing=sharing_of(mode, made_for.page_size),
         num_programs=num_programs or wanted or 1,
         made_for=made_for,
@@ -143,6 +155,30 @@ def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_prog
     return dispatch.run(own, ("mosaic", "xla"))
 
 
+def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:
+    """The plan of a step in which no row sees anything."""
+    rows = made_for.batch * made_for.num_kv_heads
+    order, none, programs = (
+        jnp.arange(rows + 1, dtype=jnp.int32),
+        *(jnp.zeros((n,), jnp.int32) for n in (rows, num_programs + 1)),
+    )
+    return DecodePlan(
+        row_order=order[:-1],
+        sink_pages=none,
+        first_page=none,
+        num_pages=none,
+        next_row=jnp.full_like(none, rows),
+        merged_rows=order,
+        split_indptr=jnp.zeros_like(order),
+        cta_row=programs,
+        cta_page=programs,
+        cta_split=programs,
+        made_for=made_for,
+        implementation=implementation,
+        split_pages=sharing.split_pages,
+    )
+
+
 def _decode_call(
     q: Any,
     cache: Any,
@@ -169,6 +205,7 @@ def _decode_call(
             soft_cap=soft_cap,
             out_dtype=out_dtype,
         )
+    checks.check_class("cache", cache, PagedLatent)
     if not isinstance(q, tuple) or len(q) != 2:
         raise ValueError("q: expected the pair (q_latent, q_rope) with a PagedLatent, got one array")
     for name, option in (("window", window), ("soft_cap", soft_cap)):

@@ -43,3 +43,7 @@ class PlanDecodeCall:
     @property
     def page_size(self) -> int:
         return self.made_for.page_size
+
+    def bounded(self) -> PlanDecodeCall:
+        """The call itself, whose lengths are those of a decode call that is."""
+        return self

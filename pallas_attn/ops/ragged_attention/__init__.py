@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.types import Implementation
 
@@ -26,10 +26,11 @@ def ragged_attention(
     """Attention within each of S packed sequences.
 
     Args:
-      q: packed queries; sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1], padding rows come last.
-      k, v: packed keys and values in q's dtype; sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows past the
-        last sequence may hold anything.
-      cu_q_lens, cu_kv_lens: prefix sums, from 0; a sequence may have no queries, no keys, or neither.
+      q: packed queries; sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1], other rows are padding.
+      k, v: packed keys and values in q's dtype; sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows of
+        no sequence may hold anything.
+      cu_q_lens, cu_kv_lens: prefix sums; a sequence may have no queries, no keys, or neither. One that falls, such as a
+        0 at the end, counts as the largest before it.
       causal: aligned bottom-right: the last query sees all keys, the one before it all but one, and so on.
       sm_scale: multiplies the scores; None for Dk**-0.5.
       return_lse: also return the LSE.
@@ -50,7 +51,10 @@ def ragged_attention(
       >>> pallas_attn.ragged_attention(q, k, v, cu_q_lens, cu_kv_lens).shape
       (5, 2, 4)
     """
+    cu_q_lens, cu_kv_lens = checks.int32(cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens)
+    sm_scale = checks.number("sm_scale", sm_scale)
     call = RaggedAttentionCall(q, k, v, cu_q_lens, cu_kv_lens, causal=causal, sm_scale=sm_scale, out_dtype=out_dtype)
     call.validate()
-    out, lse = dispatch.run(call, implementation)
+    has_keys = call.num_tokens and call.num_keys and call.num_sequences
+    out, lse = dispatch.run(call, implementation) if has_keys else call.without_keys()
     return (out, lse) if return_lse else out

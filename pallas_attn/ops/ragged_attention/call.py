@@ -72,6 +72,14 @@ class RaggedAttentionCall:
         out = jnp.zeros((self.num_tokens, self.num_q_heads, self.value_dim), self.output_dtype)
         return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
 
+    def bounded(self) -> RaggedAttentionCall:
+        """The call as implementations take it: lengths held to what there is room for."""
+        return dataclasses.replace(
+            self,
+            cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
+            cu_kv_lens=checks.bound_sums(self.cu_kv_lens, self.num_keys),
+        )
+
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
@@ -79,9 +87,9 @@ class RaggedAttentionCall:
         dims.check("k", self.k, "U Hkv Dk", (self.q.dtype,))
         dims.check("v", self.v, "U Hkv Dv", (self.q.dtype,))
         checks.check_heads(dims["Hq"], dims["Hkv"])
-        if self.cu_q_lens.ndim != 1 or self.cu_q_lens.shape[0] < 2:
-            raise ValueError(f"cu_q_lens: expected shape [S+1] with S at least 1, got {list(self.cu_q_lens.shape)}")
         checks.check_dtype("cu_q_lens", self.cu_q_lens, checks.INT)
+        if self.cu_q_lens.ndim != 1 or not self.cu_q_lens.shape[0]:
+            raise ValueError(f"cu_q_lens: expected shape [S+1], got {list(self.cu_q_lens.shape)}")
         checks.Dims(S=self.num_sequences).check("cu_kv_lens", self.cu_kv_lens, "S+1", checks.INT)
         checks.check_positive("sm_scale", self.sm_scale)
         checks.output_dtype(self.out_dtype, self.q.dtype)

@@ -66,8 +66,6 @@ class RaggedInputs(NamedTuple):
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     _refuse(call)
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
-    if not num_tokens or not num_keys:
-        return call.without_keys()
     queries = num_tokens // call.num_sequences
     settings = config.mosaic_config(config.RaggedAttentionKey(key_dim, value_dim, long=queries >= config.LONG))
     static = FlashStatic(

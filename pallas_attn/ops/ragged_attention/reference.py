@@ -16,7 +16,8 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     key = jnp.arange(call.num_keys, dtype=jnp.int32)
     sequence_of_query = jnp.searchsorted(cu_q_lens[1:], query, side="right")
     sequence_of_key = jnp.searchsorted(cu_kv_lens[1:], key, side="right")
-    visible = (sequence_of_query[:, None] == sequence_of_key[None]) & (query < cu_q_lens[-1])[:, None]
+    visible = sequence_of_query[:, None] == sequence_of_key[None]
+    visible &= ((query >= cu_q_lens[0]) & (query < cu_q_lens[-1]))[:, None] & (key >= cu_kv_lens[0])[None]
     if call.causal:
         from_end_of_query = cu_q_lens[1:].at[sequence_of_query].get(mode="clip") - query
         from_end_of_key = cu_kv_lens[1:].at[sequence_of_key].get(mode="clip") - key

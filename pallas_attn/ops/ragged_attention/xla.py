@@ -13,8 +13,6 @@ from pallas_attn.portable.page_tiles import HeadRows
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     num_tokens, num_keys, num_kv_heads, cu_kv_lens = call.num_tokens, call.num_keys, call.num_kv_heads, call.cu_kv_lens
-    if not num_tokens or not num_keys:
-        return call.without_keys()
     settings = config.xla_config(num_tokens, call.num_sequences)
     tiles = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
     tile_tokens = min(settings.tile_tokens, num_keys)
@@ -36,6 +34,7 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
         head_rows.split(call.q[tiles.token], num_kv_heads),
         -(-jnp.max(num_visible, axis=1) // tile_tokens),
         load_tile,
+        sources=call,
         value_dim=call.value_dim,
         sm_scale=call.scale,
         soft_cap=None,

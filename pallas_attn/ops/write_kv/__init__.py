@@ -6,7 +6,7 @@ from typing import overload
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.types import Implementation, PagedKV, Rope
 
@@ -89,6 +89,7 @@ def write_kv(
       >>> kv.k[2, 0, :, 0].tolist()  # page 2 holds slots 8 to 11
       [0.0, 1.0, 1.0, 0.0]
     """
+    (slots,) = checks.int32(slots=slots)
     call = WriteKVCall(kv, k, v, slots, rope=rope, q=q)
     call.validate()
     if not call.num_tokens:

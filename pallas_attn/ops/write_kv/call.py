@@ -30,12 +30,17 @@ class WriteKVCall:
     def num_tokens(self) -> int:
         return self.k.shape[0]
 
+    def bounded(self) -> WriteKVCall:
+        """The call itself: slots outside the pool write nothing."""
+        return self
+
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_kv(self.kv, dims)
         dims.check("k", self.k, "T Hkv D", checks.PLAIN)
         dims.check("v", self.v, "T Hkv D", checks.PLAIN)
+        checks.check_array("slots", self.slots)
         dims.check("slots", self.slots, "T Hkv" if self.slots.ndim == 2 else "T", checks.INT)
         if self.q is not None:
             if self.rope is None:

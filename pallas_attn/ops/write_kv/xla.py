@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
 from pallas_attn.portable.rope import apply_rope
+from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23
@@ -172,5 +173,6 @@ def _requantise_earlier(
     # A trip count known beforehand spares a GPU the wait for `num_waiting` in the steps that matter, those of decode.
     trips = 1 if num_entries == block else -(-num_waiting // block)
     grouped = pages.reshape(*scale.shape, groups.size, width)
-    grouped, new_scale = lax.fori_loop(0, trips, visit, (grouped, new_scale))
+    carry = varying_like((grouped, new_scale), (scale, amax, at))
+    grouped, new_scale = lax.fori_loop(0, trips, visit, carry)
     return grouped.reshape(pages.shape), new_scale

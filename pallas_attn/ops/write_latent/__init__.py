@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import dispatch
+from pallas_attn import checks, dispatch
 from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -41,7 +41,8 @@ def write_latent(
       >>> cache.pages[2, :, 0].tolist()
       [0.0, 1.0, 0.0, 0.0]
     """
+    (slots,) = checks.int32(slots=slots)
     call = WriteLatentCall(cache, latent, slots)
     call.validate()
     call = dataclasses.replace(call, latent=latent.astype(cache.pages.dtype))
-    return dispatch.run(call, implementation)
+    return dispatch.run(call, implementation) if latent.shape[0] else cache

@@ -23,9 +23,14 @@ class WriteLatentCall:
     latent: Float[Array, "T LR"]
     slots: Int32[Array, "T"]
 
+    def bounded(self) -> WriteLatentCall:
+        """The call itself: slots outside the pool write nothing."""
+        return self
+
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
+        checks.check_class("cache", self.cache, PagedLatent)
         dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
         dims.check("latent", self.latent, "T LR", checks.PLAIN)
         dims.check("slots", self.slots, "T", checks.INT)

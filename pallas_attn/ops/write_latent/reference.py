@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.write_latent.call import WriteLatentCall
+from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedLatent
 
 
@@ -19,4 +20,4 @@ def write_latent(call: WriteLatentCall) -> PagedLatent:
         written = lax.dynamic_update_slice(pages, latent[None, None], (page, offset, jnp.zeros_like(page)))
         return jnp.where((page >= 0) & (page < num_pages), written, pages), None
 
-    return PagedLatent(lax.scan(write, call.cache.pages, (call.latent, call.slots))[0])
+    return PagedLatent(lax.scan(write, varying_like(call.cache.pages, call), (call.latent, call.slots))[0])

@@ -1,8 +1,8 @@
 """Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
 
-A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence form one segment more, which
-sees no keys. A work tile is a block for one head (or for a few heads that share the block), against all keys that the
-block sees or against one of several splits of them (`sm90.flash.split`).
+A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence and before the first are two
+segments more, which see no keys. A work tile is a block for one head (or for a few heads that share the block), against
+all keys that the block sees or against one of several splits of them (`sm90.flash.split`).
 
 1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
    last ones to run are short, and those that run at a time find their keys and values in the L2 cache. XLA would start
@@ -54,10 +54,10 @@ class QueryBlock(NamedTuple):
     """A row of the list: neighbouring query rows of one sequence, and the keys of that sequence.
 
     Attributes:
-      sequence: index of the sequence; the last one for rows that follow it.
+      sequence: index of the sequence; the last one for rows of none.
       start: first row of the block, a multiple of 8.
       first_row, end_row: rows of the sequence.
-      first_key, end_key: keys of the sequence; none for rows after the last sequence.
+      first_key, end_key: keys of the sequence; none for rows of no sequence.
       kv_tiles: tiles of keys that the block sees at most, counted from the row where copies of `first_key` begin; at
         least 1.
     """
@@ -121,6 +121,11 @@ class SequenceLengths(NamedTuple):
     def sequences(self) -> int:
         return self.cu_q_lens.shape[0] - 1
 
+    @property
+    def segments(self) -> int:
+        """Number of the sequences, the rows after the last one, and the rows before the first."""
+        return self.sequences + 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
@@ -139,10 +144,10 @@ class Blocking:
     causal: bool
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
-        """The least and the largest number of blocks, whatever the lengths. Rows after the last sequence may need
-        blocks of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
+        """The least and the largest number of blocks, whatever the lengths. Rows of no sequence may need blocks
+        of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
         """
-        segments = lengths.sequences + 1
+        segments = lengths.segments
         most = (self.num_rows + (ALIGNMENT - 1) * segments) // self.block_rows + segments
         return pl.cdiv(self.num_rows, self.block_rows), min(self.num_rows, most)
 
@@ -192,7 +197,7 @@ def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits) 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> WorkList:
-    segments, (_, most) = lengths.sequences + 1, blocking.num_blocks(lengths)
+    segments, (_, most) = lengths.segments, blocking.num_blocks(lengths)
     warpgroups = min(MOST_WARPGROUPS, pl.cdiv(max(segments, most, splits.most), THREADS))
     chunk = warpgroups * THREADS
     scratch = ListScratch(
@@ -221,7 +226,7 @@ def _list_kernel(
     blocking: Blocking, splits: KvSplits, x: SequenceLengths, listed: WorkList, scratch: ListScratch
 ) -> None:
     lanes, (_, most), zeros = scratch.lanes, blocking.num_blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
-    count = lanes.each_chunk(x.sequences + 1, functools.partial(_count_blocks, blocking, x, scratch), zeros)
+    count = lanes.each_chunk(x.segments, functools.partial(_count_blocks, blocking, x, scratch), zeros)
     lane = lanes.number()
     first = _describe(blocking, x, scratch, lane, count)
 
@@ -252,9 +257,9 @@ def _list_kernel(
 
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
     """Writes where the blocks of each segment end, on top of the number `before`; returns that of all so far."""
-    first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.sequences))
+    first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.segments - 1))
     blocks = ratio(end_row - _align_each_down(first_row) + (blocking.block_rows - 1), blocking.block_rows)
-    blocks = jnp.where((segment <= x.sequences) & (end_row > first_row), blocks, 0)
+    blocks = jnp.where((segment < x.segments) & (end_row > first_row), blocks, 0)
     return scratch.lanes.append(scratch.ends, segment, blocks, before)
 
 
@@ -264,7 +269,7 @@ def _describe(
     """The blocks of these numbers and their sort keys, the largest first; -1 for numbers from `count` on, whose blocks
     are arbitrary.
     """
-    segment = jnp.minimum(segment_of(scratch.ends, x.sequences + 1, number), x.sequences)
+    segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
     first_key, end_key = _key_rows(x, segment)
     start = _align_each_down(first_row) + (number - exclusive_sum(scratch.ends, segment)) * blocking.block_rows
@@ -279,17 +284,21 @@ def _describe(
 
 
 def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
-    """First and end row of the queries of segments; segment S is what follows the last sequence."""
-    next_one = PER_THREAD.take(x.cu_q_lens, jnp.minimum(segment + 1, x.sequences))
-    end_row = jnp.where(segment < x.sequences, next_one, blocking.num_rows)
-    return PER_THREAD.take(x.cu_q_lens, segment), end_row
+    """First and end row of the queries of segments; S is what follows the last sequence, S + 1 what precedes the
+    first.
+    """
+    last = x.sequences
+    first_row = PER_THREAD.take(x.cu_q_lens, jnp.minimum(segment, last))
+    end_row = PER_THREAD.take(x.cu_q_lens, jnp.where(segment < last, segment + 1, 0))
+    end_row = jnp.where(segment == last, blocking.num_rows, end_row)
+    return jnp.where(segment > last, 0, first_row), end_row
 
 
 def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
     """First and end key of segments."""
     if x.cu_kv_lens is not None:
-        next_one = jnp.minimum(segment + 1, x.sequences)
-        return PER_THREAD.take(x.cu_kv_lens, segment), PER_THREAD.take(x.cu_kv_lens, next_one)
+        first, next_one = (jnp.minimum(segment + i, x.sequences) for i in range(2))
+        return PER_THREAD.take(x.cu_kv_lens, first), PER_THREAD.take(x.cu_kv_lens, next_one)
     kv_len = PER_THREAD.take(x.kv_lens, jnp.minimum(segment, x.sequences - 1))
     return PER_THREAD.filled(jnp.int32(0), THREADS), jnp.where(segment < x.sequences, kv_len, 0)
 

@@ -1,0 +1,166 @@
+"""Small calls of every operation, for tests of what is promised of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import (
+    FULL,
+    HeadWindow,
+    PagedKV,
+    PagedLatent,
+    gather_latent,
+    mla_decode,
+    paged_decode,
+    paged_prefill,
+    ragged_attention,
+    write_kv,
+    write_latent,
+)
+from tests.contract import backends
+from tests.contract.backends import BACKENDS, Backend
+from tests.ops import harness
+
+B, Q, P, PS, N, HKV, HQ, D = 3, 2, 4, 16, 12, 2, 4, 64
+"""Rows of up to 64 tokens."""
+
+REFERENCE = next(backend for backend in BACKENDS if backend.name == "reference")
+
+type Change = tuple[str, int, int]
+"""Name of an argument, place in it, and the number that comes there."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """An operation with right arguments.
+
+    Attributes:
+      arrays: arguments that are arrays, by name.
+      metadata: those of them that go wrong; "window" stands for both arrays of a `HeadWindow`.
+      static: other arguments.
+      exact: every implementation gives the same bits.
+    """
+
+    function: Callable[..., Any]
+    arrays: Mapping[str, Any]
+    metadata: tuple[str, ...]
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def op(self) -> str:
+        return self.function.__name__
+
+    def changed(self, changes: list[Change]) -> dict[str, Any]:
+        arrays = dict(self.arrays)
+        for name, place, value in changes:
+            if name == "window":
+                fields = [np.array(x) for x in (arrays[name].window, arrays[name].sink_tokens)]
+                fields[place % 2].flat[place // 2 % HKV] = value
+                arrays[name] = HeadWindow(*map(jnp.asarray, fields))
+                continue
+            arrays[name] = np.array(arrays[name])
+            arrays[name].flat[place % arrays[name].size] = value
+        return arrays
+
+    def run(self, backend: Backend, arrays: Mapping[str, Any]) -> Any:
+        static = dict(self.static)
+        if backend is REFERENCE and not self.exact:
+            static["out_dtype"] = "float32"
+        if backend.plans and self.op.endswith("_decode"):
+            plan = backends.plan_of(backend, arrays, num_programs=3, mode="balanced")
+            arrays = {**arrays, "plan": plan}
+        return jax.tree.map(np.asarray, backends.call(self.function, backend, arrays, **static))
+
+
+def values(*shape: int, seed: int = 0, dtype: Any = jnp.bfloat16) -> Any:
+    return jnp.asarray(harness.HALF_SCALE * np.random.default_rng((*shape, seed)).standard_normal(shape), dtype)
+
+
+def ints(*numbers: Any) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+TABLES = ints([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 3])
+HEAD_TABLES = np.random.default_rng(0).permutation(N * HKV)[: B * HKV * P].reshape(B, HKV, P).astype(np.int32)
+KV_LENS, CU_Q_LENS = ints(37, 64, 2), ints(0, 5, 5, 7)
+KV = PagedKV(values(N, HKV, PS, D), values(N, HKV, PS, D, seed=1))
+SCALES = jnp.asarray(np.random.default_rng(1).uniform(0.002, 0.03, (N, HKV, 4)), jnp.float32)
+INT8 = PagedKV(
+    k=jnp.asarray(100 * KV.k.astype(jnp.float32), jnp.int8),
+    v=jnp.asarray(100 * KV.v.astype(jnp.float32), jnp.int8),
+    k_scale=SCALES,
+    v_scale=SCALES,
+)
+LATENTS = PagedLatent(values(N, PS, 160))
+DECODE = {"q": 8 * values(B, Q, HQ, D), "kv": KV, "block_tables": TABLES, "kv_lens": KV_LENS, "q_lens": ints(2, 1, 2)}
+PREFILL = {"q": 8 * values(9, HQ, D), "kv": KV, "block_tables": TABLES, "cu_q_lens": CU_Q_LENS, "kv_lens": KV_LENS}
+WINDOWS = {
+    "block_tables": HEAD_TABLES,
+    "window": HeadWindow(jnp.asarray([FULL, 20], jnp.int32), jnp.asarray([0, 3], jnp.int32)),
+}
+LSE = {"return_lse": True}
+SLOTS = ints(*range(17, 26))
+
+
+def mla(heads: int) -> dict[str, Any]:
+    q_latent, q_rope = 8 * values(B, Q, heads, 128), 8 * values(B, Q, heads, 32)
+    return {**DECODE, "q_latent": q_latent, "q_rope": q_rope, "cache": LATENTS}
+
+
+def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if name not in names}
+
+
+LENGTHS = ("block_tables", "kv_lens", "q_lens")
+SUMS = ("block_tables", "kv_lens", "cu_q_lens")
+TARGETS = {
+    "decode": Target(paged_decode, DECODE, LENGTHS, LSE),
+    "decode of heads": Target(paged_decode, {**DECODE, **WINDOWS}, (*LENGTHS, "window"), LSE),
+    "decode, int8": Target(paged_decode, {**DECODE, "kv": INT8}, LENGTHS, LSE),
+    "latents, few heads": Target(mla_decode, without(mla(4), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
+    "latents, many heads": Target(mla_decode, without(mla(40), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
+    "prefill": Target(paged_prefill, PREFILL, SUMS, LSE),
+    "prefill of heads": Target(paged_prefill, {**PREFILL, **WINDOWS}, (*SUMS, "window"), LSE),
+    "prefill, int8": Target(paged_prefill, {**PREFILL, "kv": INT8}, SUMS, LSE),
+    "ragged": Target(
+        ragged_attention,
+        {
+            "q": 8 * values(9, HQ, D),
+            "k": values(70, HKV, D),
+            "v": values(70, HKV, D, seed=1),
+            "cu_q_lens": CU_Q_LENS,
+            "cu_kv_lens": ints(0, 31, 40, 66),
+        },
+        ("cu_q_lens", "cu_kv_lens"),
+        LSE,
+    ),
+    "gather": Target(
+        gather_latent,
+        {"cache": LATENTS, "latent_new": values(9, 160), **without(PREFILL, "q", "kv")},
+        SUMS,
+        {"length": 80},
+        exact=True,
+    ),
+    "write": Target(
+        write_kv,
+        {"kv": KV, "k": values(9, HKV, D, seed=2), "v": values(9, HKV, D), "slots": SLOTS},
+        ("slots",),
+        exact=True,
+    ),
+    "write of heads, int8": Target(
+        write_kv,
+        {"kv": INT8, "k": values(9, HKV, D, seed=2), "v": values(9, HKV, D), "slots": np.stack([SLOTS, SLOTS + 70], 1)},
+        ("slots",),
+        exact=True,
+    ),
+    "write of latents": Target(
+        write_latent, {"cache": LATENTS, "latent": values(9, 160, seed=2), "slots": SLOTS}, ("slots",), exact=True
+    ),
+}

@@ -1,0 +1,253 @@
+"""Wrong metadata: every backend follows it to the same results, inside the arrays and in bounded time, and rows whose
+metadata is right get what they get beside any others.
+
+Interpreted kernels raise where an access is out of bounds; on a card, `compute-sanitizer python -m pytest -k mosaic` of
+this file says the same of compiled ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from pallas_attn import (
+    PagedLatent,
+    mla_prefill,
+)
+from pallas_attn.mosaic.row_layout import RowLayout
+from tests.contract import backends, naive
+from tests.contract.backends import BACKENDS, Backend, every_backend
+from tests.contract.targets import (
+    CU_Q_LENS,
+    HQ,
+    LATENTS,
+    LENGTHS,
+    REFERENCE,
+    TABLES,
+    TARGETS,
+    B,
+    Change,
+    D,
+    P,
+    Target,
+    ints,
+    values,
+)
+from tests.ops import harness
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+WRONG = (-(2**31), -harness.GARBAGE, -17, -1, 0, 1, 13, 40, 64, 65, 1000, 4_000_000, 2**30, harness.GARBAGE, 2**31 - 1)
+
+
+def others(op: str) -> list[Backend]:
+    """All backends but the one that the others are held to."""
+    return backends.backends_of(op, lambda backend: backend is not REFERENCE)
+
+
+every_target = pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, id=f"{backend.name}-{name}")
+        for name, target in TARGETS.items()
+        for backend in others(target.op)
+    ],
+    indirect=["backend"],
+)
+
+
+@contextlib.contextmanager
+def indices_are_checked(backend: Backend) -> Iterator[None]:
+    """Within it an interpreted kernel raises where it takes numbers of memory by an index outside."""
+    take = RowLayout.take
+
+    def check(index: Any, size: int) -> None:
+        if np.any((index < 0) | (index >= size)):
+            raise IndexError(f"took numbers {index.min()} to {index.max()} of {size}")
+
+    def checked(self: RowLayout, ref: Any, index: Any, layout: Any = None) -> Any:
+        jax.debug.callback(lambda index: check(index, ref.shape[0]), index)
+        return take(self, ref, index, layout)
+
+    with mock.patch.object(RowLayout, "take", checked) if backend.interpreted else contextlib.nullcontext():
+        yield
+
+
+def distinct_slots(changes: list[Change]) -> list[Change]:
+    """The changes without those that give a slot to two tokens: which one is written is not promised."""
+    kept: dict[int, Change] = {}
+    for change in changes:
+        kept.setdefault(change[2], change)
+    return [change for change in kept.values() if change[0] != "slots" or not 0 <= change[2] < 2000]
+
+
+def assert_agrees(target: Target, backend: Backend, arrays: dict[str, Any]) -> Any:
+    """Checks a backend's result against the reference's, which is returned."""
+    with indices_are_checked(backend):
+        got = target.run(backend, arrays)
+    want = target.run(REFERENCE, arrays)
+    if target.exact:
+        harness.assert_same_bits(got, want)
+    else:
+        harness.assert_attention_close(got, want, backend.variant.tolerance("bfloat16"))
+    return want
+
+
+def check(backend: Backend, name: str, changes: list[Change]) -> None:
+    """A backend follows changed metadata like the reference, and rows of which nothing was changed stay the same."""
+    target = TARGETS[name]
+    arrays = target.changed(distinct_slots(changes))
+    want = assert_agrees(target, backend, arrays)
+    if {"cu_q_lens", "window"} & {name for name, *_ in changes} or target.op not in ATTENTION:
+        return
+    right = target.run(REFERENCE, target.arrays)
+    for row in untouched_rows(target, arrays):
+        harness.assert_same_bits([x[row] for x in want], [x[row] for x in right])
+
+
+ATTENTION = ("paged_decode", "mla_decode", "paged_prefill")
+
+
+def untouched_rows(target: Target, arrays: Mapping[str, Any]) -> list[Any]:
+    """Rows of the result that belong to sequences of which nothing was changed."""
+    same = [
+        s
+        for s in range(B)
+        if all(np.array_equal(arrays[name][s], target.arrays[name][s]) for name in LENGTHS if name in arrays)
+    ]
+    if target.op != "paged_prefill":
+        return same
+    return [slice(CU_Q_LENS[s], CU_Q_LENS[s + 1]) for s in same]
+
+
+def check_examples(backend: Backend, name: str, examples: int) -> None:
+    change = st.tuples(st.sampled_from(TARGETS[name].metadata), st.integers(0, 99), st.sampled_from(WRONG))
+
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None)
+    @hypothesis.given(st.lists(change, max_size=8))
+    def run(changes: list[Change]) -> None:
+        check(backend, name, changes)
+
+    run()
+
+
+@every_target
+def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
+    """Once where an interpreter takes long, and then with much of it."""
+    if backend.interpreted:
+        rng, metadata = harness.fresh_rng(), TARGETS[name].metadata
+        check(
+            backend,
+            name,
+            [(str(rng.choice(metadata)), int(rng.integers(100)), int(rng.choice(WRONG))) for _ in range(6)],
+        )
+        return
+    check_examples(backend, name, 20)
+
+
+@pytest.mark.slow
+@every_target
+def test_more_garbage_is_followed_alike(backend: Backend, name: str) -> None:
+    check_examples(backend, name, 40 if backend.interpreted else 300)
+
+
+# --- prefix sums
+
+SUM_CASES = {
+    "padded with zeros": (0, 2, 5, 0),
+    "padded with its last": (0, 2, 5, 5),
+    "begins past 0": (3, 5, 9, 9),
+    "begins past 0, padded": (1, 5, 0, 0),
+    "falls": (0, 5, 3, 7),
+    "past the tokens": (0, 5, 30, 40),
+    "below 0": (-4, 2, 5, 6),
+}
+
+
+def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
+    """First and end row of each sequence, as the documents say."""
+    bounded = [min(max(0, *sums[: i + 1]), total) for i in range(len(sums))]
+    return list(itertools.pairwise(bounded))
+
+
+@pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
+@every_backend("ragged_attention")
+def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
+    """Against loops in numpy: rows of no sequence are 0 and -inf, keys of none are seen by nobody."""
+    target = TARGETS["ragged"]
+    cu_kv_lens = ints(2, 31, 50, 0)
+    visible = np.zeros((9, 70), bool)
+    for (first, end), (first_key, end_key) in zip(segments(sums, 9), segments((2, 31, 50, 0), 70), strict=True):
+        for query in range(first, end):
+            visible[query, first_key : max(first_key, end_key - (end - 1 - query))] = True
+    arrays = {**target.arrays, "cu_q_lens": ints(*sums), "cu_kv_lens": cu_kv_lens}
+    q, k, v = (np.asarray(arrays[name]) for name in "qkv")
+    want = naive.attend_all(q, k, v, visible, D**-0.5)
+    got = target.run(backend, arrays)
+    harness.assert_attention_close(got, want, backend.variant.tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
+@every_backend("paged_prefill")
+def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
+    """What a sequence gets is what it gets alone; rows of no sequence are 0 and -inf."""
+    target = TARGETS["prefill"]
+    out, lse = np.zeros((9, HQ, D), np.float32), np.full((9, HQ), -np.inf, np.float32)
+    for s, (first, end) in enumerate(segments(sums, 9)):
+        alone = {"cu_q_lens": ints(*([first] * (s + 1)), *([end] * (B - s)))}
+        result = target.run(REFERENCE, {**target.arrays, **alone})
+        out[first:end], lse[first:end] = (x[first:end] for x in result)
+    got = target.run(backend, {**target.arrays, "cu_q_lens": ints(*sums)})
+    harness.assert_attention_close(got, (out, lse), backend.variant.tolerance("bfloat16"))
+
+
+# --- lengths past the table
+
+
+@pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
+def test_time_is_bounded_by_the_table(op: str) -> None:
+    """A million tokens of a table for 64 are the tiles of 64."""
+    target = TARGETS["decode" if op == "paged_decode" else "prefill"]
+    backend = next(backend for backend in BACKENDS if backend.name == "xla")
+    call = jax.jit(functools.partial(target.function, implementation="xla"))
+    with harness.recorded_tiles() as tiles, backend.variant.settings():
+        call(**{**target.arrays, "kv_lens": ints(1_000_000, 2**31 - 1, 65)})
+    assert max(number for _, number in tiles) < P
+    longest = target.run(backend, {**target.arrays, "kv_lens": ints(64, 64, 64)})
+    harness.assert_same_bits(target.run(backend, {**target.arrays, "kv_lens": ints(1_000_000, 2**31 - 1, 65)}), longest)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_prefill_of_latents_follows_garbage_alike(implementation: str) -> None:
+    arrays = {
+        "q_nope": values(9, 2, 32, dtype=jnp.float32),
+        "q_rope": values(9, 2, 32, seed=1, dtype=jnp.float32),
+        "latent_new": values(9, 160, dtype=jnp.float32),
+        "cache": PagedLatent(LATENTS.pages.astype(jnp.float32)),
+        "w_uk": values(2, 32, 128, dtype=jnp.float32),
+        "w_uv": values(2, 16, 128, seed=1, dtype=jnp.float32),
+    }
+
+    prefill = jax.jit(functools.partial(mla_prefill, sm_scale=0.2, implementation=implementation))
+
+    def run(cu_q_lens: Any, kv_lens: Any, tables: Any = TABLES) -> Any:
+        return prefill(*arrays.values(), tables, cu_q_lens, kv_lens)
+
+    right = run(ints(0, 2, 5, 5), ints(30, 66, 64))
+    harness.assert_close("zeros", run(ints(0, 2, 5, 0), ints(30, 66, 2**31 - 1)), right, harness.F32_OUT)
+    harness.assert_close("too long", run(ints(0, 2, 5, 0), ints(30, 2**31 - 1, 0))[:2], right[:2], harness.F32_OUT)
+    past = run(ints(3, 5, 8, 8), ints(30, 66, 64))
+    assert not np.asarray(past[:3]).any()
+    assert np.isfinite(run(ints(*WRONG[:4]), ints(*WRONG[-3:]), np.full_like(TABLES, harness.GARBAGE))).all()
