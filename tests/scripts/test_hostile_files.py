@@ -182,7 +182,7 @@ OF_DEEPSEEK: list[tuple[str, Spoil, str]] = [
     (
         "text that explodes",
         tokenizer(normalizer={"type": "Sequence", "normalizers": [EXPLODING] * 4}),
-        "tokenizer.json: the process for it ended with SIGABRT",
+        "tokenizer.json: the process for it ended with SIGABRT | tokenizer.json: this takes more than",  # as fast as it is
     ),
     ("tokenizer that is a pipe", pipe("tokenizer.json"), "tokenizer.json: not a regular file"),
     # tokenizer_config.json
@@ -284,7 +284,7 @@ def test_a_hostile_model_is_refused_in_one_line(make_model, refused, golden: str
     directory = make_model(golden)
     spoil(directory)
     line = refused("--model", directory, "--prompt", f"w1 {'a' * 40}b")
-    assert words in line
+    assert any(each in line for each in words.split(" | "))
     assert len(line) < 2500
 
 
