@@ -42,8 +42,16 @@ SLOW = (
     | (MLA_SWAP_AB_MORE.keys() - MLA_SWAP_AB.keys())
     | (MLA_SEESAW_MORE.keys() - MLA_SEESAW.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
+    | {f"experts-{tokens}-tokens" for tokens in (5, 171, 1024)}
+    | {"biased-experts-4-tokens", "biased-experts-1024-tokens"}
+    | {f"xla-write-kv-{kind}" for kind in ("int8", "fp8", "int8-groups", "fp8-groups", "int8-groups-decode")}
+    | {f"paged-decode-{kind}" for kind in ("bf16-d64-n8", "bf16-d256-n8", "int8-head-d64-n8", "int8-head-d256-n8")}
+    | {f"paged-decode-fp8-{kind}" for kind in ("head-d128-n8", "token-d64-n8", "token-d256-n8")}
+    | {f"paged-decode-{kind}" for kind in ("bf16-d64-group-of-4", "bf16-d256-group-of-4", "one-sequence", "vmap")}
+    | {"write-kv-bf16-interleaved", "write-kv-int8-by-64", "write-kv-vmap", "mla-swap-ab-256-32-n16"}
+    | {"ragged-64-64", "ragged-vmap", "paged-prefill-p16", "paged-prefill-p128", "paged-prefill-group2"}
 )
-"""Cases of the slow run."""
+"""Cases of the slow run: more of a kind, or of a kind of which the ordinary run has one that asks for more."""
 
 ON_BOTH_PLUGINS = frozenset(
     {

@@ -182,7 +182,7 @@ OF_DEEPSEEK: list[tuple[str, Spoil, str]] = [
     (
         "text that explodes",
         tokenizer(normalizer={"type": "Sequence", "normalizers": [EXPLODING] * 4}),
-        "tokenizer.json: the process for it ended with SIGABRT | tokenizer.json: this takes more than",  # as fast as it is
+        "tokenizer.json: the process for it ended with SIGABRT | tokenizer.json: this takes more than",
     ),
     ("tokenizer that is a pipe", pipe("tokenizer.json"), "tokenizer.json: not a regular file"),
     # tokenizer_config.json
