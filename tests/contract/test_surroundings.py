@@ -1,4 +1,4 @@
-"""What is around a call, and the forms its arguments come in, change no result: `jax.shard_map`, types of 64 bits,
+"""The surroundings of a call, and the forms its arguments come in, change no result: `jax.shard_map`, types of 64 bits,
 lists, empty batches. Gradients and symbolic sizes are refused in our own words.
 """
 

@@ -227,7 +227,7 @@ def test_entries_of_a_sequence_without_new_tokens_may_hold_anything() -> None:
 
 
 def test_entries_are_held_to_the_pool_as_far_as_a_window_reaches() -> None:
-    """Of windows of 4 keys, the query at 8 reads tokens from 5 on, that at 7 from 4 on; the sink is token 0."""
+    """With windows of 4 keys the query at 8 reads tokens from 5 on, the one at 7 from 4 on; the sink is token 0."""
     tables, kv_lens = [[GARBAGE, 2, 3]], [9]
     validate_metadata(tables, kv_lens, num_pages=4, page_size=4, window=4)
     validate_metadata([[GARBAGE, GARBAGE, 3]], kv_lens, num_pages=4, page_size=4, window=1)
