@@ -1,8 +1,9 @@
 """Wrong metadata: every backend follows it to the same results, inside the arrays and in bounded time, and rows whose
 metadata is right get what they get beside any others.
 
-Interpreted kernels raise where an access is out of bounds; on a card, `compute-sanitizer python -m pytest -k mosaic` of
-this file says the same of compiled ones.
+Interpreted kernels raise where an access is out of bounds; on a card, `XLA_PYTHON_CLIENT_ALLOCATOR=platform
+compute-sanitizer --show-backtrace no python -m pytest -k mosaic` of this file says the same of compiled ones: every array
+is an allocation of its own then. (The sanitizer itself crashes where it looks for the caller of some kernels.)
 """
 
 from __future__ import annotations
