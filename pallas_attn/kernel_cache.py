@@ -6,7 +6,8 @@ is called from then on. Whatever decides it is hashed to find it again: operatio
 arrays, every static argument, the card, versions of jax and its plugins, jax's settings, and our own sources.
 
 A file is written beside its name and renamed, so a reader sees a whole one or none. It begins with a digest of the
-rest, so one that is truncated or damaged is written anew.
+rest, so one that is truncated or damaged is written anew. Files that no process has read for `UNUSED_DAYS` are removed
+when another is written: those of versions that are gone.
 
 Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) where that is set.
 `PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 keeps nothing, neither on disk nor in memory.
@@ -22,7 +23,9 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +43,7 @@ CUSTOM_CALLS = ("mosaic_gpu_v2",)
 DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 """Those of jax's settings that what is traced may depend on."""
+UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 1\n"
 
 
@@ -228,6 +232,8 @@ def _read(file: Path) -> export.Exported | None:
     """What a file holds; None where there is none, or what it holds is damaged."""
     try:
         content = file.read_bytes()
+        with contextlib.suppress(OSError):  # somebody else's folder, which may be read all the same
+            os.utime(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -252,8 +258,19 @@ def _write(file: Path, exported: export.Exported) -> None:
             except BaseException:
                 os.unlink(beside.name)
                 raise
+        _remove_unused(file.parent)
     except OSError as error:
         _warn_once(f"cannot keep kernels in {file.parent}: {error.strerror or error}")
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes files that were neither written nor read lately, if nobody else does so first."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for file in folder.iterdir():
+        is_ours = re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", file.name) is not None
+        with contextlib.suppress(OSError):
+            if is_ours and file.is_file() and file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 @functools.cache

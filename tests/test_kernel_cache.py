@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +144,23 @@ def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
     forget()
     np.testing.assert_array_equal(run(Call(X, Y)), want)
     assert not TRACED
+
+
+def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
+    """A kernel that is read stays, and so does a file that is none of ours."""
+    run(Call(X, Y))
+    (read,) = kept.iterdir()
+    unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
+    for file in (unread, half, other):
+        file.touch()
+    long_ago = time.time() - kernel_cache.UNUSED_DAYS * 24 * 3600 - 60
+    for file in kept.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    forget()
+    run(Call(X, Y))
+    run(Call(X, None))
+    assert {read, other} < set(kept.iterdir())
+    assert len(list(kept.iterdir())) == 3
 
 
 def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
