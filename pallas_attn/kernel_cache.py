@@ -27,12 +27,13 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import AxisType
 
 from pallas_attn import device, tuning
 
@@ -53,8 +54,8 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     That is how operations run their Mosaic kernels; others' take as long to lower. It also makes programs the same in
     each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
 
-    Nothing is kept where kernels are not compiled for one card: in the interpreter, on other platforms, and under a
-    mesh; nor while a tuner decides configurations.
+    Nothing is kept in the interpreter, on other platforms, under a mesh whose axes are part of an array's type
+    (`jax.sharding.AxisType.Explicit`), and while a tuner decides configurations.
 
     Args:
       function: one that a module defines by name; found again by that name and the text of the module's file, but not
@@ -73,7 +74,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     if "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     here = device.current()
-    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_mesh():
+    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
         return function(call)
     leaves, tree = jax.tree.flatten(call)
     is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
@@ -91,8 +92,21 @@ def _enabled() -> bool:
     return os.environ.get(ENVIRONMENT_VARIABLE) != "0"
 
 
-def _has_mesh() -> bool:
-    return not jax.sharding.get_abstract_mesh().empty
+def _has_typed_mesh() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+@contextlib.contextmanager
+def _on_one_device() -> Iterator[None]:
+    """Within it a mesh has one card of the kind that the call is for, in place of several: each lowers the same."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        yield
+        return
+    one = jax.sharding.AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=mesh.abstract_device)
+    none = jax.sharding.AbstractMesh((), ())  # one mesh may not replace another of another size
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
+        yield
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
@@ -208,13 +222,14 @@ def _export(key: _Key) -> export.Exported | LoweringError:
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    jitted.trace(*key.avals)
-    try:
-        return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a new jax raises
-        return LoweringError(f"{type(error).__name__}: {error}")
+    with _on_one_device():
+        jitted.trace(*key.avals)
+        try:
+            return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a new jax raises
+            return LoweringError(f"{type(error).__name__}: {error}")
 
 
 def _file(key: _Key) -> Path | None:
