@@ -15,7 +15,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_attn.types import FULL, PLAIN_DTYPES, QMAX, DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, Rope
+from pallas_attn.types import (
+    FULL,
+    LATENT_8BIT,
+    LATENT_GROUP,
+    PLAIN_DTYPES,
+    QMAX,
+    ROPE_DTYPES,
+    DecodePlan,
+    HeadWindow,
+    PagedKV,
+    PagedLatent,
+    PlanKey,
+    Rope,
+)
 
 MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
 """Symbols of shapes that may be 0: a step may have nothing to decode, to prefill or to write."""
@@ -36,6 +49,9 @@ class Dims:
 
     def __getitem__(self, symbol: str) -> int:
         return self._sizes[symbol]
+
+    def __contains__(self, symbol: str) -> bool:
+        return symbol in self._sizes
 
     def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
         """Checks `array` against symbols, integers and `symbol+1`, separated by spaces; binds symbols that are new."""
@@ -232,11 +248,34 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims) -> None:
 
 
 def check_latent(cache: PagedLatent, dims: Dims) -> None:
-    """Checks a latent cache against the L and R already bound, binding N and ps."""
+    """Checks a latent cache, against L and R if they are bound, binding N and ps."""
     check_class("cache", cache, PagedLatent)
-    dims.check("cache.pages", cache.pages, "N ps LR", PLAIN)
-    if dims["LR"] != dims["L"] + dims["R"]:
-        raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {dims['LR']}")
+    check_dtype("cache.pages", cache.pages, (*PLAIN, LATENT_8BIT))
+    dtype = jnp.dtype(cache.pages.dtype)
+    quantised = dtype == LATENT_8BIT
+    for name, part in (("cache.scale", cache.scale), ("cache.rope", cache.rope)):
+        if quantised and part is None:
+            raise ValueError(f"{name}: a {dtype.name} cache needs one, got None")
+        if not quantised and part is not None:
+            raise ValueError(f"{name}: expected None with {dtype.name} pages, got {_described(part)}")
+    if quantised:
+        dims.check("cache.pages", cache.pages, "N ps L")
+        if dims["L"] % LATENT_GROUP:
+            raise ValueError(f"cache.pages: expected a multiple of {LATENT_GROUP} columns, got {dims['L']}")
+        dims.check("cache.scale", cache.scale, f"N ps {dims['L'] // LATENT_GROUP}", F32)
+        dims.check("cache.rope", cache.rope, "N ps R", ROPE_DTYPES)
+        return
+    dims.check("cache.pages", cache.pages, "N ps LR")
+    if "L" in dims and cache.width != dims["L"] + dims["R"]:
+        raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {cache.width}")
+
+
+def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
+    """Checks new latents [T, L + R] against a checked cache: of its dtype unless it is quantised or `cast` says that
+    they become so.
+    """
+    dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
+    dims.check(name, latents, f"T {cache.width}", dtypes)
 
 
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:

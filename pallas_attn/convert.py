@@ -9,16 +9,20 @@ vLLM or [N, 2, ...] as in FlashInfer. Some ways across:
     kv = PagedKV(*split_kv(pages, axis=0))
     pages = join_kv(kv.k, kv.v, axis=0)
 
+Latents in 8 bits are apart from their scales and rotated keys in `PagedLatent`, and side by side in the records of others:
+`from_records` and `to_records`.
+
 All of them copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jax import lax
+from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_attn import checks
-from pallas_attn.types import QMAX, PagedKV
+from pallas_attn.types import LATENT_GROUP, QMAX, PagedKV, PagedLatent
 
 
 def from_nhd(
@@ -103,6 +107,73 @@ def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) ->
     dims.check("k", k, "N A B D")
     dims.check("v", v, "N A B D", (k.dtype,))
     return jnp.stack([k, v], axis=axis)
+
+
+def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) -> PagedLatent:
+    """Makes a quantised latent cache of token records, byte for byte.
+
+    A record is L float8_e4m3fn numbers, then the L / 128 float32 scales of their groups of 128, then R rotated key
+    columns in bfloat16, little-endian: 512 + 16 + 128 = 656 bytes for L = 512, R = 64. FlashMLA calls that "FP8 with
+    scale" (its README and tests/quant.py); vLLM's kv-cache dtype "fp8_ds_mla" holds it (`concat_and_cache_ds_mla` in
+    csrc/cache_kernels.cu). Both multiply by the scale to read. FlashMLA's arrays have an axis of one head before the
+    bytes.
+
+    Args:
+      records: pages of records.
+      latent_dim: L, a multiple of 128.
+
+    Raises:
+      ValueError: another shape or dtype, or a number of bytes that no R goes with.
+
+    Example:
+      >>> cache = pallas_attn.from_records(jnp.zeros((6, 64, 656), jnp.uint8))
+      >>> cache.pages.shape, cache.scale.shape, cache.rope.shape
+      ((6, 64, 512), (6, 64, 4), (6, 64, 64))
+    """
+    if checks.size("latent_dim", latent_dim) % LATENT_GROUP:
+        raise ValueError(f"latent_dim: expected a multiple of {LATENT_GROUP}, got {latent_dim}")
+    checks.Dims().check("records", records, "N ps bytes", (jnp.uint8,))
+    groups = latent_dim // LATENT_GROUP
+    end_of_scales = latent_dim + 4 * groups
+    rope_bytes = records.shape[2] - end_of_scales
+    if rope_bytes < 2 or rope_bytes % 2:
+        raise ValueError(
+            f"records: expected {end_of_scales} bytes for {latent_dim} latent columns and 2 for each rotated one,"
+            f" got {records.shape[2]}"
+        )
+
+    def numbers(start: int, end: int, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        return lax.bitcast_convert_type(records[..., start:end].reshape(*records.shape[:2], *shape), dtype)
+
+    cache = PagedLatent(
+        numbers(0, latent_dim, (latent_dim,), jnp.dtype(jnp.float8_e4m3fn)),
+        numbers(latent_dim, end_of_scales, (groups, 4), jnp.dtype(jnp.float32)),
+        numbers(end_of_scales, records.shape[2], (rope_bytes // 2, 2), jnp.dtype(jnp.bfloat16)),
+    )
+    checks.check_latent(cache, checks.Dims())
+    return cache
+
+
+def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
+    """The token records of a quantised latent cache, the inverse of `from_records`.
+
+    Raises:
+      ValueError: a cache whose arrays do not fit each other, that is not quantised, or has rotated keys of another dtype
+        than bfloat16.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(
+      ...     num_pages=6, page_size=64, latent_dim=512, rope_dim=64, dtype=jnp.float8_e4m3fn
+      ... )
+      >>> pallas_attn.to_records(pallas_attn.PagedLatent.allocate(spec)).shape
+      (6, 64, 656)
+    """
+    checks.check_latent(cache, checks.Dims())
+    if cache.scale is None or cache.rope is None:
+        raise ValueError(f"cache.pages: expected float8_e4m3fn with scales, got {cache.pages.dtype.name}")
+    checks.check_dtype("cache.rope", cache.rope, (jnp.bfloat16,))
+    parts = [lax.bitcast_convert_type(part, jnp.uint8) for part in (cache.pages, cache.scale, cache.rope)]
+    return jnp.concatenate([part.reshape(*cache.pages.shape[:2], -1) for part in parts], axis=-1)
 
 
 def _check_axis(axis: int) -> None:

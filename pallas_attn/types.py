@@ -30,6 +30,15 @@ QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 """What an unquantised cache may hold."""
 
+LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
+"""The dtype of quantised latents."""
+
+LATENT_GROUP = 128
+"""Columns of a quantised latent that share a scale."""
+
+ROPE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
+"""What the rotated keys beside quantised latents may be."""
+
 type ScaleLayout = Literal["head", "channel"] | int | None
 """Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups
 a page, or none.
@@ -73,6 +82,13 @@ class CacheSpec:
 
 def _num_bytes(a: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(a.shape, dtype=np.int64)) * jnp.dtype(a.dtype).itemsize
+
+
+def _allocate(spec: CacheSpec) -> dict[str, jax.Array]:
+    """Arrays of a cache: zeros, but ones for scales."""
+    return {
+        name: (jnp.ones if name.endswith("scale") else jnp.zeros)(a.shape, a.dtype) for name, a in spec.arrays.items()
+    }
 
 
 def _positive(**sizes: int) -> None:
@@ -132,12 +148,23 @@ def kv_cache_spec(
 
 
 def latent_cache_spec(
-    *, num_pages: int, page_size: int, latent_dim: int, rope_dim: int, dtype: jax.typing.DTypeLike
+    *,
+    num_pages: int,
+    page_size: int,
+    latent_dim: int,
+    rope_dim: int,
+    dtype: jax.typing.DTypeLike,
+    rope_dtype: jax.typing.DTypeLike | None = None,
 ) -> CacheSpec:
-    """Shapes and dtypes of a `PagedLatent`: pages [N, ps, L + R] in bfloat16, float16 or float32.
+    """Shapes and dtypes of a `PagedLatent`.
+
+    Args:
+      dtype: bfloat16, float16 or float32 for pages [N, ps, L + R]; float8_e4m3fn for latents [N, ps, L] with a float32
+        scale for each 128 columns of a token, beside rotated keys [N, ps, R].
+      rope_dtype: of the rotated keys beside float8_e4m3fn latents, bfloat16 (None) or float16; None for other dtypes.
 
     Raises:
-      ValueError: a size below 1 or another dtype.
+      ValueError: a size below 1, another dtype, or float8_e4m3fn latents whose width is no multiple of 128.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -145,14 +172,41 @@ def latent_cache_spec(
       ... )
       >>> spec.arrays["pages"].shape, spec.bytes_per_page
       ((8, 64, 576), 73728)
+      >>> spec = pallas_attn.latent_cache_spec(
+      ...     num_pages=8, page_size=64, latent_dim=512, rope_dim=64, dtype=jnp.float8_e4m3fn
+      ... )
+      >>> spec.arrays["scale"].shape, spec.bytes_per_page  # 656 bytes a token
+      ((8, 64, 4), 41984)
     """
     _positive(num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim)
     dtype = jnp.dtype(dtype)
-    if dtype not in PLAIN_DTYPES:
-        raise ValueError(f"dtype must be one of {[d.name for d in PLAIN_DTYPES]}, got {dtype.name}")
-    return CacheSpec(
-        num_pages, page_size, {"pages": jax.ShapeDtypeStruct((num_pages, page_size, latent_dim + rope_dim), dtype)}
-    )
+
+    def pages(width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_pages, page_size, width), dtype)
+
+    if dtype in PLAIN_DTYPES:
+        if rope_dtype is not None:
+            raise ValueError(
+                f"rope_dtype must be None for {dtype.name} latents, which share pages with rotated keys;"
+                f" got {jnp.dtype(rope_dtype).name}"
+            )
+        return CacheSpec(num_pages, page_size, {"pages": pages(latent_dim + rope_dim, dtype)})
+    if dtype != LATENT_8BIT:
+        raise ValueError(f"dtype must be one of {[d.name for d in (*PLAIN_DTYPES, LATENT_8BIT)]}, got {dtype.name}")
+    if latent_dim % LATENT_GROUP:
+        raise ValueError(
+            f"latent_dim must be a multiple of {LATENT_GROUP} for {dtype.name} latents, which have a scale for each"
+            f" {LATENT_GROUP} columns; got {latent_dim}"
+        )
+    rope_dtype = jnp.dtype(ROPE_DTYPES[0] if rope_dtype is None else rope_dtype)
+    if rope_dtype not in ROPE_DTYPES:
+        raise ValueError(f"rope_dtype must be one of {[d.name for d in ROPE_DTYPES]}, got {rope_dtype.name}")
+    arrays = {
+        "pages": pages(latent_dim, dtype),
+        "scale": pages(latent_dim // LATENT_GROUP, jnp.dtype(jnp.float32)),
+        "rope": pages(rope_dim, rope_dtype),
+    }
+    return CacheSpec(num_pages, page_size, arrays)
 
 
 @jax.tree_util.register_dataclass
@@ -180,12 +234,7 @@ class PagedKV:
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedKV:
         """Zeroed pages and unit scales, as `kv_cache_spec` lays them down."""
-        return PagedKV(
-            **{
-                name: (jnp.ones if name.endswith("_scale") else jnp.zeros)(a.shape, a.dtype)
-                for name, a in spec.arrays.items()
-            }
-        )
+        return PagedKV(**_allocate(spec))
 
     @property
     def page_size(self) -> int:
@@ -198,8 +247,12 @@ class PagedLatent:
     """The paged latent cache of one MLA layer.
 
     Attributes:
-      pages: [N, ps, L + R]; columns [:L] are the normed latent (keys and values alike), columns [L:] the rotated shared
-        key.
+      pages: [N, ps, L + R] in bfloat16, float16 or float32; columns [:L] are the normed latent (keys and values alike),
+        columns [L:] the rotated shared key. With `scale` and `rope`: the quantised latents alone, [N, ps, L] in
+        float8_e4m3fn.
+      scale: [N, ps, L / 128] in float32, or None: entry j times the stored columns [128·j : 128·(j + 1)] is the latent
+        meant.
+      rope: [N, ps, R] in bfloat16 or float16, or None: the rotated shared keys of quantised latents.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -209,16 +262,28 @@ class PagedLatent:
       (8, 16, 576)
     """
 
-    pages: Float[Array, "N ps LR"]
+    pages: Float[Array, "N ps columns"]
+    scale: Float[Array, "N ps groups"] | None = None
+    rope: Float[Array, "N ps R"] | None = None
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedLatent:
-        """Zeroed pages, as `latent_cache_spec` lays them down."""
-        return PagedLatent(**{name: jnp.zeros(a.shape, a.dtype) for name, a in spec.arrays.items()})
+        """Zeroed pages and unit scales, as `latent_cache_spec` lays them down."""
+        return PagedLatent(**_allocate(spec))
 
     @property
     def page_size(self) -> int:
         return self.pages.shape[1]
+
+    @property
+    def width(self) -> int:
+        """L + R."""
+        return self.pages.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether latents are stored in 8 bits, with scales."""
+        return self.scale is not None
 
 
 @jax.tree_util.register_dataclass

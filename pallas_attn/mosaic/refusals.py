@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_attn.types import QMAX
+from pallas_attn.types import QMAX, PagedLatent
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -26,6 +26,12 @@ def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtype
         raise NotImplementedError(
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {keys.dtype.name}"
         )
+
+
+def require_16_bit_latents(cache: PagedLatent) -> None:
+    """Raise NotImplementedError for latents in 8 bits, which no kernel takes."""
+    if cache.is_quantised:
+        raise NotImplementedError(f"takes no quantised latents, got {cache.pages.dtype.name}")
 
 
 def require_head_dim(head_dim: int) -> None:

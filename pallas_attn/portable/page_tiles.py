@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from pallas_attn.portable.pool_access import take
 from pallas_attn.portable.visibility import PageWalk, in_window, page_walk
 from pallas_attn.types import PAGE_NONE, HeadWindow, PagedKV
 
@@ -134,7 +134,7 @@ def _load(
     heads: Int32[Array, "W H"],
 ) -> Num[Array, "W H K D"]:
     page_size, width = pages.shape[2:]
-    values = _rows(pages.reshape(-1, page_size, width), row_ids)  # [W, H, pages, ps, D]
+    values = take(pages.reshape(-1, page_size, width), row_ids)  # [W, H, pages, ps, D]
     if scale is not None and scale.ndim == 3:  # dynamic: follows the row of the pool
         groups = scale.shape[-1]
         per_token = jnp.repeat(scale.reshape(-1, groups)[row_ids], page_size // groups, axis=-1)
@@ -143,15 +143,6 @@ def _load(
         per_head = scale.reshape(scale.shape[0], -1)[heads]  # [W, H, 1 or D]
         values = values.astype(jnp.float32) * per_head[:, :, None, None, :]
     return values.reshape(*row_ids.shape[:2], -1, width)
-
-
-def _rows(pool: Num[Array, "R ps D"], row_ids: Int32[Array, "W H pages"]) -> Num[Array, "W H pages ps D"]:
-    """Rows of the pool; float8 is moved as integers, because backends that cannot gather it convert the whole pool."""
-    if pool.dtype != jnp.float8_e4m3fn:
-        return pool[row_ids]
-    # Tied to row_ids, so that no loop around this takes the cast out, and makes a copy of the pool to hold it.
-    pool, row_ids = lax.optimization_barrier((pool, row_ids))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(pool, jnp.uint8)[row_ids], pool.dtype)
 
 
 def _fields(window: HeadWindow) -> tuple[Int32[Array, "Hkv"], Int32[Array, "Hkv"]]:

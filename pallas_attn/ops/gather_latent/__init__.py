@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks, dispatch
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
+from pallas_attn.portable.latents import as_read_back
 from pallas_attn.types import Implementation, PagedLatent
 
 
@@ -25,9 +28,13 @@ def gather_latent(
     Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, read from `latent_new`; the kv_lens[s] minus that many
     before them are read from its pages. It starts at the sum of the kv_lens before it.
 
+    From a quantised cache tokens come dequantised, the stored values times their scales, and new ones come as they
+    would be read back.
+
     Args:
-      cache: pages [N, ps, L + R].
-      latent_new: the packed new tokens, in the cache's dtype; T may be 0 where every length is.
+      cache: of any dtype.
+      latent_new: the packed new tokens, in the cache's dtype, or in any 16-bit or 32-bit dtype for a quantised one;
+        the dtype of the result. T may be 0 where every length is.
       block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent, or
         outside the pool, are 0.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
@@ -52,4 +59,4 @@ def gather_latent(
     call.validate()
     if not call.num_sequences:
         return jnp.zeros((call.length, latent_new.shape[1]), latent_new.dtype)
-    return dispatch.run(call, implementation)
+    return dispatch.run(dataclasses.replace(call, latent_new=as_read_back(latent_new, cache)), implementation)

@@ -16,7 +16,7 @@ from pallas_attn.types import PagedLatent
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatherLatentCall:
-    """The arguments of `gather_latent`, described there."""
+    """The arguments of `gather_latent`, described there; implementations get `latent_new` as it would be read back."""
 
     op: ClassVar[str] = "gather_latent"
 
@@ -47,9 +47,8 @@ class GatherLatentCall:
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
-        checks.check_class("cache", self.cache, PagedLatent)
-        dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
-        dims.check("latent_new", self.latent_new, "T LR", (self.cache.pages.dtype,))
+        checks.check_latent(self.cache, dims)
+        checks.check_new_latents("latent_new", self.latent_new, self.cache, dims)
         dims.check("block_tables", self.block_tables, "S P", checks.INT)
         dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)

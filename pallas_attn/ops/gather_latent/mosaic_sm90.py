@@ -33,6 +33,7 @@ MAX_SEQUENCES = 1024
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     basics.require_capability((9, 0))
+    refusals.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)
     if call.num_sequences > MAX_SEQUENCES:

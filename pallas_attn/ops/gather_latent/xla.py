@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
+from pallas_attn.portable.latents import read_latents
 from pallas_attn.portable.segments import segment_of
 
 
@@ -19,7 +20,8 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     is_cached = position < num_cached
     entry = jnp.clip(position // page_size, 0, call.block_tables.shape[1] - 1)
     page = jnp.where(is_cached, call.block_tables[sequence, entry], 0)
-    gathered = call.cache.pages[jnp.clip(page, 0, num_pages - 1), position % page_size]
+    inside = jnp.clip(page, 0, num_pages - 1)
+    gathered = read_latents(call.cache, inside, position % page_size, dtype=call.latent_new.dtype)
     gathered = jnp.where(((page < 0) | (page >= num_pages))[:, None], jnp.zeros((), gathered.dtype), gathered)
     if call.latent_new.shape[0]:
         source = jnp.clip(call.cu_q_lens[sequence] + position - num_cached, 0, call.latent_new.shape[0] - 1)

@@ -35,7 +35,7 @@ def mla_decode(
     Args:
       q_latent: queries against the latent columns, W_UK absorbed.
       q_rope: rotated queries against the rotated key's columns; same dtype.
-      cache: pages [N, ps, L + R].
+      cache: of any dtype.
       block_tables: page ids; tokens of PAGE_NONE, and of ids outside the pool, are invisible; entries without a visible
         token may hold anything.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.

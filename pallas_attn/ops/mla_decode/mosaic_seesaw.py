@@ -166,6 +166,7 @@ def num_programs(call: MlaDecodeCall) -> int:
       NotImplementedError: not on Hopper, or dtypes, widths, pages or numbers of queries that the kernel does not take.
     """
     basics.require_capability((9, 0))
+    refusals.require_16_bit_latents(call.cache)
     refusals.require_dtypes(call.q_latent, call.cache.pages)
     refusals.require_page_size(call.page_size)
     num_queries, latent_dim, rope_dim = call.num_queries, call.latent_dim, call.rope_dim

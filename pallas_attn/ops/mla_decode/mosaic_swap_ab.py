@@ -90,6 +90,7 @@ def _refuse(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_capability((9, 0))
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, config.max_columns(call.output_dtype)
+    refusals.require_16_bit_latents(call.cache)
     refusals.require_dtypes(call.q_latent, call.cache.pages)
     refusals.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable import oracle
+from pallas_attn.portable.latents import meant_latents
 from pallas_attn.portable.visibility import draft_visible, real_queries
 from pallas_attn.types import PagedKV
 
@@ -14,7 +15,7 @@ from pallas_attn.types import PagedKV
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     kv_lens = call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
-    pages = call.cache.pages[:, None]  # one KV head
+    pages = meant_latents(call.cache)[:, None]  # one KV head
     k, _, exists = oracle.gather_kv(PagedKV(pages, pages), call.block_tables)
     key = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32)[None], (k.shape[0], k.shape[2]))
     index = jnp.arange(call.num_queries, dtype=jnp.int32)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.portable.latents import read_latents
 from pallas_attn.portable.online_softmax import Tile, attend_rows
 from pallas_attn.portable.page_tiles import HeadRows, PageTiles
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
@@ -14,7 +15,8 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, real_qu
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     batch, num_queries, num_heads, latent_dim = call.q_latent.shape
-    num_pages, page_size, width = call.cache.pages.shape
+    num_pages, page_size, _ = call.cache.pages.shape
+    width = call.cache.width
     kv_lens, draft_mask = call.kv_lens, call.draft_mask
     q_lens = real_queries(call.q_lens, kv_lens, num_queries)
     settings = config.xla_config(batch, width)
@@ -33,7 +35,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         page_ids, key, exists = tiles.locate(rows, j)
-        latent = call.cache.pages[page_ids].reshape(rows.shape[0], 1, -1, width)
+        latent = read_latents(call.cache, page_ids).reshape(rows.shape[0], 1, -1, width)
         mask = None if draft_mask is None else draft_mask[rows]
         visible = draft_visible(key, index, kv_lens[rows], q_lens[rows], mask)[:, None] & exists[:, :, None]
         return latent, latent[..., :latent_dim], jnp.repeat(visible, num_heads, axis=2)

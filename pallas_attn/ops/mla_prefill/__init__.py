@@ -19,6 +19,7 @@ from pallas_attn import checks, device, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.latents import as_read_back
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
@@ -43,9 +44,10 @@ def mla_prefill(
 
     Args:
       q_nope, q_rope: packed queries, unrotated and rotated parts; rows of no sequence are padding.
-      latent_new: normed latents and rotated keys of the same tokens, as `write_latent` takes them.
-      cache: pages [N, ps, L + R] holding the prefix. Nothing is written, and whether the new tokens are in there
-        already makes no difference.
+      latent_new: normed latents and rotated keys of the same tokens, in the cache's dtype, or in any 16-bit or 32-bit
+        dtype for a quantised one.
+      cache: of any dtype, holding the prefix. Nothing is written, and whether the new tokens are in there already makes
+        no difference: over a quantised cache they count as they would be read back.
       w_uk, w_uv: up-projections of the latent to keys and values, per head.
       block_tables: page ids, of all cached tokens; entries past them may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
@@ -83,6 +85,7 @@ def mla_prefill(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
     cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
+    latent_new = as_read_back(latent_new, cache)
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -107,7 +110,7 @@ def mla_prefill(
         capacity = block_tables.shape[1] * cache.page_size
         num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
-        pieces = _PrefixPieces(cache, block_tables, num_cached, piece_tokens)
+        pieces = _PrefixPieces(cache, latent_new.dtype, block_tables, num_cached, piece_tokens)
 
         def absorb(carry):
             i, state = carry
@@ -167,7 +170,7 @@ def _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_len
     dims.check("w_uk", w_uk, "Hq nope L", (q_nope.dtype,))
     dims.check("w_uv", w_uv, "Hq v L", (q_nope.dtype,))
     checks.check_latent(cache, dims)
-    dims.check("latent_new", latent_new, "T LR", (cache.pages.dtype,))
+    checks.check_new_latents("latent_new", latent_new, cache, dims)
     dims.check("block_tables", block_tables, "S P", checks.INT)
     dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     dims.check("kv_lens", kv_lens, "S", checks.INT)
@@ -198,11 +201,12 @@ class _PrefixPieces:
     def __init__(
         self,
         cache: PagedLatent,
+        dtype: jax.typing.DTypeLike,
         block_tables: Int32[Array, "S P"],
         num_cached: Int32[Array, "S"],
         piece_tokens: int,
     ):
-        self._cache, self._tables, self._num_cached = cache, block_tables, num_cached
+        self._cache, self._dtype, self._tables, self._num_cached = cache, dtype, block_tables, num_cached
         self._page_size = cache.page_size
         self._pages = -(-piece_tokens // self._page_size)
         num_pages = -(-num_cached // self._page_size)
@@ -213,7 +217,7 @@ class _PrefixPieces:
     def load(
         self, i: Int32[Array, ""], implementation: Implementation
     ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
-        """Latents of piece i, packed without gaps, and the prefix sums of its tokens per sequence."""
+        """Latents of piece i in `dtype`, packed without gaps, and the prefix sums of its tokens per sequence."""
         start = i * self._pages
         skipped = jnp.maximum(start - self._first_page, 0)  # pages of each sequence in earlier pieces
         stop = jnp.clip(start + self._pages - self._first_page, 0, self._end_page - self._first_page)
@@ -223,7 +227,7 @@ class _PrefixPieces:
         tables = jnp.take_along_axis(self._tables, jnp.minimum(entry, self._tables.shape[1] - 1), axis=1)
         latent = gather_latent(
             self._cache,
-            jnp.zeros((0, self._cache.pages.shape[-1]), self._cache.pages.dtype),
+            jnp.zeros((0, self._cache.width), self._dtype),
             tables,
             jnp.zeros((lens.shape[0] + 1,), jnp.int32),
             lens,

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pallas_attn.ops.write_kv.call import WriteKVCall
+from pallas_attn.portable.pool_access import page_or_none, put
 from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
 from pallas_attn.portable.rope import apply_rope
 from pallas_attn.portable.varying import varying_like
@@ -58,27 +59,7 @@ def _locate(slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], pool_shape: tuple[
         page, head = jnp.divmod(quotient, num_kv_heads)
     page, head, offset = (jnp.broadcast_to(index, shape).reshape(-1) for index in (page, head, offset))
     exists = (page >= 0) & (page < num_pages)
-    return _Location(_page_or_none(page, exists, num_pages), head, offset, exists)
-
-
-def _page_or_none(page: Int32[Array, "E"], exists: Bool[Array, "E"], num_pages: int) -> Int32[Array, "E"]:
-    return jnp.where(exists, page, num_pages + jnp.arange(page.shape[0], dtype=jnp.int32))
-
-
-def _set(array: Num[Array, "..."], index: tuple[Array, ...], values: Num[Array, "..."]) -> Num[Array, "..."]:
-    """Writes `values` at unique indices and skips those past the end."""
-
-    def scatter(array: Array, values: Array, *index: Array) -> Array:
-        return array.at[index].set(values, mode="drop", unique_indices=True)
-
-    def scatter_bits(array: Array, values: Array, *index: Array) -> Array:
-        bits = (lax.bitcast_convert_type(a, jnp.uint8) for a in (array, values))
-        return lax.bitcast_convert_type(scatter(*bits, *index), array.dtype)
-
-    if array.dtype != jnp.float8_e4m3fn:
-        return scatter(array, values, *index)
-    # XLA's CPU backend has no float8: it would convert the whole pool to float16 and back, where this copies its bytes.
-    return lax.platform_dependent(array, values, *index, cpu=scatter_bits, default=scatter)
+    return _Location(page_or_none(page, exists, num_pages), head, offset, exists)
 
 
 def _write_static(
@@ -88,7 +69,7 @@ def _write_static(
         values = x.astype(pages.dtype)
     else:  # follows the head, whichever head's row it writes
         values = quantise(x.astype(jnp.float32), scale.reshape(1, x.shape[1], -1), pages.dtype)
-    return _set(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]))
+    return put(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]))
 
 
 class _Groups(NamedTuple):
@@ -132,9 +113,9 @@ def _write_dynamic(
     if groups.size > 1:
         pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups)
     values = quantise(x, new_scale[groups.leader][:, None], pages.dtype)
-    pages = _set(pages, (at.page, at.head, at.offset), values)
-    page = _page_or_none(at.page, groups.leads, pages.shape[0])
-    return pages, _set(scale, (page, at.head, groups.index), new_scale)
+    pages = put(pages, (at.page, at.head, at.offset), values)
+    page = page_or_none(at.page, groups.leads, pages.shape[0])
+    return pages, put(scale, (page, at.head, groups.index), new_scale)
 
 
 def _requantise_earlier(
@@ -159,7 +140,7 @@ def _requantise_earlier(
         grouped, new_scale = carry
         place = i * block + jnp.arange(block, dtype=jnp.int32)
         entry = queue[place]
-        page = _page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
+        page = page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
         # Read whole before anything is written: a GPU kernel that did both could not write the pool in place.
         stored, old_scale = lax.optimization_barrier(tuple(a.at[index].get(mode="clip") for a in (grouped, scale)))
@@ -168,7 +149,7 @@ def _requantise_earlier(
         scales = amax_scale(amax[entry], pages.dtype, at_least=held_scale(stored_amax, old_scale, pages.dtype))
         values = quantise(dequantise(stored, old_scale[:, None, None]), scales[:, None, None], pages.dtype)
         entry = jnp.where(place < num_waiting, entry, num_entries + place)
-        return _set(grouped, index, jnp.where(earlier, values, stored)), _set(new_scale, (entry,), scales)
+        return put(grouped, index, jnp.where(earlier, values, stored)), put(new_scale, (entry,), scales)
 
     # A trip count known beforehand spares a GPU the wait for `num_waiting` in the steps that matter, those of decode.
     trips = 1 if num_entries == block else -(-num_waiting // block)

@@ -20,9 +20,13 @@ def write_latent(
 ) -> PagedLatent:
     """Writes each token's latent into its slot; in place where the cache is donated.
 
+    A quantised cache gets, for each 128 columns of each token's latent, the scale amax / 448 (1 for zeros) and the
+    quotients as float8_e4m3fn; rotated keys are cast to the dtype of its `rope`.
+
     Args:
-      cache: pages [N, ps, L + R].
-      latent: normed latents and rotated keys, in the cache's dtype or cast to it.
+      cache: of any dtype.
+      latent: normed latents and rotated keys, in the cache's dtype or cast to it; in any 16-bit or 32-bit dtype for a
+        quantised one.
       slots: page · ps + offset of each token; PAGE_NONE, or any slot outside the pool, writes nothing; no two
         other slots may be equal.
       implementation: None, a name, or names to try in order.
@@ -44,5 +48,6 @@ def write_latent(
     (slots,) = checks.int32(slots=slots)
     call = WriteLatentCall(cache, latent, slots)
     call.validate()
-    call = dataclasses.replace(call, latent=latent.astype(cache.pages.dtype))
+    if not cache.is_quantised:
+        call = dataclasses.replace(call, latent=latent.astype(cache.pages.dtype))
     return dispatch.run(call, implementation) if latent.shape[0] else cache

@@ -15,7 +15,9 @@ from pallas_attn.types import PagedLatent
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WriteLatentCall:
-    """The arguments of `write_latent`, described there; implementations get `latent` in the cache's dtype."""
+    """The arguments of `write_latent`, described there; implementations get `latent` in the cache's dtype, unless that
+    is quantised.
+    """
 
     op: ClassVar[str] = "write_latent"
 
@@ -30,7 +32,6 @@ class WriteLatentCall:
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
-        checks.check_class("cache", self.cache, PagedLatent)
-        dims.check("cache.pages", self.cache.pages, "N ps LR", checks.PLAIN)
-        dims.check("latent", self.latent, "T LR", checks.PLAIN)
+        checks.check_latent(self.cache, dims)
+        checks.check_new_latents("latent", self.latent, self.cache, dims, cast=True)
         dims.check("slots", self.slots, "T", checks.INT)

@@ -27,6 +27,7 @@ from pallas_attn.types import PagedLatent
 
 def write_latent(call: WriteLatentCall) -> PagedLatent:
     basics.require_capability((9, 0))
+    refusals.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)
     if not call.slots.shape[0]:

@@ -1,15 +1,18 @@
-"""`write_latent` on any device: one scatter, in place where the cache is donated."""
+"""`write_latent` on any device: one scatter an array of the cache, in place where it is donated."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import jax
 
 from pallas_attn.ops.write_latent.call import WriteLatentCall
+from pallas_attn.portable.latents import stored_latents
+from pallas_attn.portable.pool_access import page_or_none, put
 from pallas_attn.types import PagedLatent
 
 
 def write_latent(call: WriteLatentCall) -> PagedLatent:
     num_pages, page_size, _ = call.cache.pages.shape
-    # .at[-1] would wrap; a page past the end is dropped.
-    page = jnp.where(call.slots < 0, num_pages, call.slots // page_size)
-    return PagedLatent(call.cache.pages.at[page, call.slots % page_size].set(call.latent, mode="drop"))
+    page, offset = call.slots // page_size, call.slots % page_size
+    page = page_or_none(page, (page >= 0) & (page < num_pages), num_pages)  # an index of -1 would wrap
+    stored = stored_latents(call.latent, call.cache)
+    return jax.tree.map(lambda pool, values: put(pool, (page, offset), values), call.cache, stored)
