@@ -9,8 +9,8 @@ vLLM or [N, 2, ...] as in FlashInfer. Some ways across:
     kv = PagedKV(*split_kv(pages, axis=0))
     pages = join_kv(kv.k, kv.v, axis=0)
 
-Latents in 8 bits are apart from their scales and rotated keys in `PagedLatent`, and side by side in the records of others:
-`from_records` and `to_records`.
+Latents in 8 bits are apart from their scales and rotated keys in `PagedLatent`, and beside them in the records of
+others, which `from_records` and `to_records` convert.
 
 All of them copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
 """
@@ -158,8 +158,8 @@ def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
     """The token records of a quantised latent cache, the inverse of `from_records`.
 
     Raises:
-      ValueError: a cache whose arrays do not fit each other, that is not quantised, or has rotated keys of another dtype
-        than bfloat16.
+      ValueError: a cache whose arrays do not fit each other, one that is not quantised, or rotated keys that
+        are not bfloat16.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(

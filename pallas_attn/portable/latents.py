@@ -20,15 +20,14 @@ def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> Page
     if cache.rope is None:
         return PagedLatent(latent.astype(cache.pages.dtype))
     latent_dim = cache.pages.shape[-1]
-    values = latent[..., :latent_dim].astype(jnp.float32).reshape(*latent.shape[:-1], -1, LATENT_GROUP)
+    groups = (*latent.shape[:-1], latent_dim // LATENT_GROUP, LATENT_GROUP)
+    values = latent[..., :latent_dim].astype(jnp.float32).reshape(groups)
     scale = amax_scale(jnp.max(jnp.abs(values), axis=-1), LATENT_8BIT)
     quantised = quantise(values, scale[..., None], LATENT_8BIT).reshape(*latent.shape[:-1], latent_dim)
     return PagedLatent(quantised, scale, latent[..., latent_dim:].astype(cache.rope.dtype))
 
 
-def meant_latents(
-    stored: PagedLatent, dtype: jax.typing.DTypeLike = jnp.float32
-) -> Float[Array, "*rows LR"]:
+def meant_latents(stored: PagedLatent, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*rows LR"]:
     """Latents [..., L + R] that arrays of a cache stand for; of a quantised one computed in float32, then cast to
     `dtype`.
     """

@@ -46,10 +46,8 @@ def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
     return jax.eval_shape(lambda: PagedKV.allocate(spec))
 
 
-def paged_latent() -> PagedLatent:
-    spec = latent_cache_spec(
-        num_pages=NUM_PAGES, page_size=PAGE_SIZE, latent_dim=LATENT, rope_dim=ROPE, dtype=jnp.bfloat16
-    )
+def paged_latent(dtype: Any) -> PagedLatent:
+    spec = latent_cache_spec(num_pages=NUM_PAGES, page_size=PAGE_SIZE, latent_dim=LATENT, rope_dim=ROPE, dtype=dtype)
     return jax.eval_shape(lambda: PagedLatent.allocate(spec))
 
 
@@ -79,8 +77,8 @@ def write(kv: PagedKV, num_tokens: int = NEW_TOKENS) -> Case:
     return XLA(xla(pallas_attn.write_kv), arguments, cache="kv", donated=True, temporaries=16 * MIB)
 
 
-def latent_cases() -> dict[str, Case]:
-    cache = {"cache": paged_latent()}
+def latent_cases(dtype: Any, suffix: str = "") -> dict[str, Case]:
+    cache = {"cache": paged_latent(dtype)}
     new = shape(NEW_TOKENS, LATENT + ROPE)
     ragged = {"latent_new": new, "block_tables": TABLES, **RAGGED}
     decode = {
@@ -98,14 +96,14 @@ def latent_cases() -> dict[str, Case]:
     scale = (NOPE + ROPE) ** -0.5
     case = functools.partial(XLA, cache="cache", temporaries=16 * MIB)
     return {
-        "xla-mla-decode": case(xla(pallas_attn.mla_decode, sm_scale=scale), cache | decode),
-        "xla-mla-prefill": case(
+        f"xla-mla-decode{suffix}": case(xla(pallas_attn.mla_decode, sm_scale=scale), cache | decode),
+        f"xla-mla-prefill{suffix}": case(
             xla(pallas_attn.mla_prefill, sm_scale=scale), cache | prefill | ragged, temporaries=256 * MIB
         ),
-        "xla-write-latent": case(
+        f"xla-write-latent{suffix}": case(
             xla(pallas_attn.write_latent), cache | {"latent": new, "slots": ints(NEW_TOKENS)}, donated=True
         ),
-        "xla-gather-latent": case(xla(pallas_attn.gather_latent, length=4 * NEW_TOKENS), cache | ragged),
+        f"xla-gather-latent{suffix}": case(xla(pallas_attn.gather_latent, length=4 * NEW_TOKENS), cache | ragged),
     }
 
 
@@ -168,7 +166,8 @@ PORTABLE = {
     "xla-write-kv-fp8-groups": write(FP8_GROUPS),
     "xla-write-kv-int8-groups-decode": write(INT8_GROUPS, SEQUENCES),
     "xla-write-kv-fp8-groups-decode": write(FP8_GROUPS, SEQUENCES),
-    **latent_cases(),
+    **latent_cases(jnp.bfloat16),
+    **latent_cases(jnp.float8_e4m3fn, "-fp8"),
     "xla-ragged-attention": ragged_attention(),
     **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 64, 171, 1024)},
     **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (4, 64, 1024)},

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_attn import PagedLatent
@@ -24,7 +25,7 @@ class MlaCase:
       q_lens: queries of each sequence; None for `queries` each.
       queries: Q.
       dtype: of the queries; None for the backend's own, see `Backend.dtype`.
-      cache_dtype: of the cache; None for q's.
+      cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
       absent_pages: some pages are missing in the middle of what a query would see.
       tree: a draft mask that is neither causal nor always shows the first column.
       exact: integer inputs whose dot products are exact and near +5e5 in some rows, near -5e5 in others.
@@ -61,6 +62,7 @@ class Inputs:
     Attributes:
       q: [B, Q, Hq, L + R].
       pages: [N, ps, L + R], every slot filled.
+      quantised: the arrays of a cache in 8 bits, which mean `pages`; None for other dtypes.
       visible: bool [B, Q, K], which token each query sees; K = P·ps.
       dead: bool [N, ps], slots without a visible token.
     """
@@ -73,6 +75,7 @@ class Inputs:
     visible: np.ndarray
     dead: np.ndarray
     draft_mask: np.ndarray | None
+    quantised: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     @staticmethod
     def draw(case: MlaCase, rng: np.random.Generator) -> Inputs:
@@ -87,7 +90,10 @@ class Inputs:
         tables = harness.paginate(rng, seen, **size, absent=absent if case.absent_pages else None)
         dead = harness.dead_slots(tables, seen, **size)[:, 0]
         q, pages = (_draw_exact if case.exact else _draw_normal)(case, rng)
-        return Inputs(case, rng, q, pages, tables, visible, dead, mask)
+        quantised = None
+        if case.cache_dtype == "float8_e4m3fn":
+            quantised, pages = _quantise(case, rng, pages)
+        return Inputs(case, rng, q.astype(case.dtype), pages, tables, visible, dead, mask, quantised)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Array arguments of `mla_decode`; what must not matter is poison or 0."""
@@ -97,7 +103,9 @@ class Inputs:
         arguments = {
             "q_latent": q[..., : case.latent_dim],
             "q_rope": q[..., case.latent_dim :],
-            "cache": PagedLatent(jnp.asarray(fill(self.rng, self.pages, self.dead))),
+            "cache": PagedLatent(
+                *(jnp.asarray(fill(self.rng, part, self.dead)) for part in self.quantised or (self.pages,))
+            ),
             "block_tables": self.tables,
             "kv_lens": np.array(case.kv_lens, np.int32),
         }
@@ -136,7 +144,27 @@ def _draw_normal(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, n
     width = case.latent_dim + case.rope_dim
     q = rng.standard_normal((len(case.kv_lens), case.queries, case.heads, width)) / case.value_scale
     pages = rng.standard_normal((case.num_pages, case.page_size, width)) * case.value_scale
-    return q.astype(case.dtype), pages.astype(case.cache_dtype or case.dtype)
+    return q, _unquantised(case, pages)
+
+
+def _unquantised(case: MlaCase, pages: np.ndarray) -> np.ndarray:
+    """Values as pages hold them, unless they have scales."""
+    return pages if case.cache_dtype == "float8_e4m3fn" else pages.astype(case.cache_dtype or case.dtype)
+
+
+def _quantise(
+    case: MlaCase, rng: np.random.Generator, pages: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Arrays of a cache in 8 bits whose latents are near `pages`, by scales as they come, and the latents they mean."""
+    latent, rope = pages[..., : case.latent_dim], pages[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
+    groups = latent.reshape(*latent.shape[:2], -1, 128)
+    scale = np.ones(groups.shape[:-1], np.float32)
+    if not case.exact:
+        scale = (case.value_scale * rng.uniform(0.02, 0.1, scale.shape)).astype(np.float32)
+    stored = np.clip(groups / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    meant = (stored.astype(np.float32) * scale[..., None]).reshape(latent.shape)
+    quantised = stored.reshape(latent.shape), scale, rope
+    return quantised, np.concatenate([meant, rope.astype(np.float32)], axis=-1)
 
 
 def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -145,6 +173,8 @@ def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np
     """
     width, values = case.latent_dim + case.rope_dim, case.latent_dim // 2
     u = rng.integers(0, 5, width) + int((5e5 / (width - values)) ** 0.5)
+    if case.cache_dtype == "float8_e4m3fn":
+        u = u.astype(ml_dtypes.float8_e4m3fn).astype(np.int64)
     pages = np.tile(u, (case.num_pages, case.page_size, 1)).astype(np.float64)
     pages[..., :values] = rng.standard_normal((*pages.shape[:2], values)) * case.value_scale
     pages[..., -1] = rng.integers(-8, 9, pages.shape[:2])
@@ -152,4 +182,4 @@ def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np
     q[1::2] *= -1
     q[..., :values] = 0
     q[..., -1] = rng.integers(1, 4, q.shape[:-1])
-    return q.astype(case.dtype), pages.astype(case.cache_dtype or case.dtype)
+    return q, _unquantised(case, pages)

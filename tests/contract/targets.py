@@ -99,6 +99,11 @@ INT8 = PagedKV(
     v_scale=SCALES,
 )
 LATENTS = PagedLatent(values(N, PS, 160))
+LATENTS_8BIT = PagedLatent(
+    pages=values(N, PS, 256, seed=1, dtype=jnp.float32).astype(jnp.float8_e4m3fn),
+    scale=jnp.asarray(np.random.default_rng(2).uniform(0.5, 2.0, (N, PS, 2)), jnp.float32),
+    rope=values(N, PS, 32, seed=2),
+)
 DECODE = {"q": 8 * values(B, Q, HQ, D), "kv": KV, "block_tables": TABLES, "kv_lens": KV_LENS, "q_lens": ints(2, 1, 2)}
 PREFILL = {"q": 8 * values(9, HQ, D), "kv": KV, "block_tables": TABLES, "cu_q_lens": CU_Q_LENS, "kv_lens": KV_LENS}
 WINDOWS = {
@@ -109,9 +114,9 @@ LSE = {"return_lse": True}
 SLOTS = ints(*range(17, 26))
 
 
-def mla(heads: int) -> dict[str, Any]:
-    q_latent, q_rope = 8 * values(B, Q, heads, 128), 8 * values(B, Q, heads, 32)
-    return {**DECODE, "q_latent": q_latent, "q_rope": q_rope, "cache": LATENTS}
+def mla(heads: int, cache: PagedLatent = LATENTS) -> dict[str, Any]:
+    q_latent, q_rope = 8 * values(B, Q, heads, cache.width - 32), 8 * values(B, Q, heads, 32)
+    return {**DECODE, "q_latent": q_latent, "q_rope": q_rope, "cache": cache}
 
 
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -126,6 +131,9 @@ TARGETS = {
     "decode, int8": Target(paged_decode, {**DECODE, "kv": INT8}, LENGTHS, LSE),
     "latents, few heads": Target(mla_decode, without(mla(4), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
     "latents, many heads": Target(mla_decode, without(mla(40), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
+    "latents, 8 bits": Target(
+        mla_decode, without(mla(4, LATENTS_8BIT), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}
+    ),
     "prefill": Target(paged_prefill, PREFILL, SUMS, LSE),
     "prefill of heads": Target(paged_prefill, {**PREFILL, **WINDOWS}, (*SUMS, "window"), LSE),
     "prefill, int8": Target(paged_prefill, {**PREFILL, "kv": INT8}, SUMS, LSE),
@@ -148,6 +156,13 @@ TARGETS = {
         {"length": 80},
         exact=True,
     ),
+    "gather, 8 bits": Target(
+        gather_latent,
+        {"cache": LATENTS_8BIT, "latent_new": values(9, 288), **without(PREFILL, "q", "kv")},
+        SUMS,
+        {"length": 80},
+        exact=True,
+    ),
     "write": Target(
         write_kv,
         {"kv": KV, "k": values(9, HKV, D, seed=2), "v": values(9, HKV, D), "slots": SLOTS},
@@ -162,5 +177,8 @@ TARGETS = {
     ),
     "write of latents": Target(
         write_latent, {"cache": LATENTS, "latent": values(9, 160, seed=2), "slots": SLOTS}, ("slots",), exact=True
+    ),
+    "write of latents, 8 bits": Target(
+        write_latent, {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS}, ("slots",), exact=True
     ),
 }

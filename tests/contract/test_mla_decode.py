@@ -208,6 +208,24 @@ def test_dtypes(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
 
+EIGHT = replace(BASE, cache_dtype="float8_e4m3fn")
+EIGHT_BITS = {
+    "lengths": EIGHT,
+    "float32": replace(EIGHT, dtype="float32"),
+    "absent pages, many heads": replace(EIGHT, absent_pages=True, heads=MANY_HEADS),
+    "large scores": replace(EIGHT, exact=True),
+    "4, tree": replace(QUERIES["4, tree"], cache_dtype="float8_e4m3fn"),
+    "512 and 64": replace(EIGHT, kv_lens=(5, 0, 66), num_pages=12, heads=16, latent_dim=512, rope_dim=64),
+    "pages of 8": replace(EIGHT, page_size=8, pages_per_row=16, num_pages=112, latent_dim=256, rope_dim=16),
+}
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
+@every_backend
+def test_latents_in_8_bits(backend: Backend, case: MlaCase) -> None:
+    check(backend, case)
+
+
 @every_backend
 def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
@@ -434,6 +452,15 @@ def test_a_pool_of_more_than_2_to_the_32_elements(backend: Backend) -> None:
 # --- bad arguments
 
 GOOD = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes(4, 6, num_pages=8))
+E4M3 = jnp.float8_e4m3fn
+
+
+def eight_bits(**changes: Any) -> PagedLatent:
+    """A cache in 8 bits, but for some of its arrays."""
+    spec = latent_cache_spec(num_pages=8, page_size=4, latent_dim=512, rope_dim=64, dtype=E4M3)
+    return replace(PagedLatent.allocate(spec), **changes)
+
+
 BAD = {
     "q_latent of rank 3": ("q_latent", {"q_latent": jnp.zeros((4, 16, 512))}),
     "an integer q_latent": ("q_latent", {"q_latent": jnp.zeros((4, 1, 16, 512), jnp.int32)}),
@@ -443,6 +470,14 @@ BAD = {
     "pages of rank 4": ("cache.pages", {"cache": PagedLatent(jnp.zeros((8, 1, 4, 576)))}),
     "pages of another width": ("cache.pages", {"cache": PagedLatent(jnp.zeros((8, 4, 512)))}),
     "quantised pages": ("cache.pages", {"cache": PagedLatent(jnp.zeros((8, 4, 576), jnp.int8))}),
+    "8 bits without scales": ("cache.scale", {"cache": eight_bits(scale=None)}),
+    "8 bits without rotated keys": ("cache.rope", {"cache": eight_bits(rope=None)}),
+    "8 bits of another width": ("cache.pages", {"cache": eight_bits(pages=jnp.zeros((8, 4, 256), E4M3))}),
+    "a scale a token": ("cache.scale", {"cache": eight_bits(scale=jnp.ones((8, 4, 1)))}),
+    "16-bit scales": ("cache.scale", {"cache": eight_bits(scale=jnp.ones((8, 4, 4), jnp.bfloat16))}),
+    "rotated keys of another pool": ("cache.rope", {"cache": eight_bits(rope=jnp.zeros((9, 4, 64), jnp.bfloat16))}),
+    "32-bit rotated keys": ("cache.rope", {"cache": eight_bits(rope=jnp.zeros((8, 4, 64)))}),
+    "16 bits with scales": ("cache.scale", {"cache": eight_bits(pages=jnp.zeros((8, 4, 576), jnp.bfloat16))}),
     "head-wise tables": ("block_tables", {"block_tables": jnp.zeros((4, 1, 6), jnp.int32)}),
     "tables of another batch": ("block_tables", {"block_tables": jnp.zeros((3, 6), jnp.int32)}),
     "float tables": ("block_tables", {"block_tables": jnp.zeros((4, 6))}),

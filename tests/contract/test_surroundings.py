@@ -28,12 +28,14 @@ NEW = ("q", "q_latent", "q_rope", "k", "v", "latent", "latent_new")
 
 
 def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
+    """Every target with each backend of the wanted kind that does not refuse it."""
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
             pytest.param(backend, name, id=f"{backend.name}-{name}")
             for name, target in TARGETS.items()
             for backend in backends.backends_of(target.op, wanted)
+            if not backend.refusal(f"[{backend.name}-{name}]")
         ],
         indirect=["backend"],
     )

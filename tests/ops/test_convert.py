@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+import zlib
 from typing import Any
 
 import jax
@@ -9,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.convert import from_nhd, join_kv, split_kv, to_nhd
+from pallas_attn import PagedLatent, latent_cache_spec, write_latent
+from pallas_attn.convert import from_nhd, from_records, join_kv, split_kv, to_nhd, to_records
 from pallas_attn.types import PagedKV
 from tests.ops.harness import assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, stale_cache
@@ -60,6 +64,68 @@ def test_a_cache_is_converted_under_jit() -> None:
     assert_same_bits(got, kv)
 
 
+# --- records of latents
+
+
+def test_a_record_is_latents_scales_and_rotated_keys() -> None:
+    """As FlashMLA's README has it: 512 float8_e4m3 values, 4 float32 scales, 64 bfloat16 values."""
+    rng = fresh_rng()
+    latents = rng.integers(0, 256, 512, np.uint8).tobytes()
+    scales = rng.uniform(0.1, 9.0, 4).tolist()
+    rope = [int(bits) for bits in rng.integers(0, 2**16, 64)]
+    record = latents + struct.pack("<4f", *scales) + struct.pack("<64H", *rope)
+    records = np.zeros((3, 2, 656), np.uint8)
+    records[1, 1] = np.frombuffer(record, np.uint8)
+    cache = from_records(jnp.asarray(records))
+    assert cache.scale is not None
+    assert cache.rope is not None
+    assert np.asarray(cache.pages)[1, 1].tobytes() == latents
+    assert np.asarray(cache.scale)[1, 1].tolist() == np.float32(scales).tolist()
+    assert np.asarray(cache.rope)[1, 1].view(np.uint16).tolist() == rope
+    assert not np.asarray(cache.pages)[0].view(np.uint8).any()
+
+
+@pytest.mark.parametrize(("latent_dim", "size"), [(512, 656), (128, 128 + 4 + 2 * 5)])
+def test_records_of_any_bits_come_back(latent_dim: int, size: int) -> None:
+    records = jnp.asarray(fresh_rng().integers(0, 256, (3, 8, size), np.uint8))
+    convert = jax.jit(lambda records: to_records(from_records(records, latent_dim=latent_dim)))
+    assert_same_bits(convert(records), records)
+
+
+def test_a_record_holds_what_is_written() -> None:
+    """The bytes of one token, literally: e4m3 numbers, the scales amax / 448, and rotated keys."""
+    latent = ((np.arange(576) * 37 % 101) - 50).astype(np.float32)[None] / 16
+    spec = latent_cache_spec(num_pages=2, page_size=4, latent_dim=512, rope_dim=64, dtype=jnp.float8_e4m3fn)
+    cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), jnp.asarray([6], jnp.int32))
+    records = np.array(to_records(cache))
+    assert records[1, 2, :16].tobytes().hex() == "feef75fbdd7af8687cf372fdeb77fa00"
+    assert records[1, 2, 512:528].tobytes().hex() == "4992e43b" * 4
+    assert records[1, 2, 528:544].tobytes().hex() == "e03e3040a0bf883f3cc020bfd83f14c0"
+    assert zlib.crc32(records[1, 2].tobytes()) == 155683002
+    empty = np.zeros(656, np.uint8)
+    empty[512:528] = np.frombuffer(np.ones(4, np.float32).tobytes(), np.uint8)
+    records[1, 2] = empty
+    assert (records == empty).all()
+
+
+def eight_bits(**changes: Any) -> PagedLatent:
+    spec = latent_cache_spec(num_pages=2, page_size=4, latent_dim=256, rope_dim=8, dtype=jnp.float8_e4m3fn)
+    return dataclasses.replace(PagedLatent.allocate(spec), **changes)
+
+
+RECORDS = jnp.zeros((3, 8, 656), jnp.uint8)
+BAD_RECORDS = {
+    "records of bytes with a sign": (from_records, {"records": RECORDS.astype(jnp.int8)}, "records: expected dtype"),
+    "records with an axis of heads": (from_records, {"records": RECORDS[:, :, None]}, "records: expected shape"),
+    "no rotated keys": (from_records, {"records": RECORDS[..., :528]}, "records: expected 528 bytes"),
+    "half a number": (from_records, {"records": RECORDS[..., :655]}, "records: expected 528 bytes"),
+    "latents of 96": (from_records, {"records": RECORDS, "latent_dim": 96}, "latent_dim: expected a multiple"),
+    "latents in 16 bits": (to_records, {"cache": PagedLatent(jnp.zeros((2, 4, 264)))}, "cache.pages: expected float8"),
+    "float16 rotated keys": (to_records, {"cache": eight_bits(rope=jnp.zeros((2, 4, 8), jnp.float16))}, "cache.rope"),
+    "scales of other pages": (to_records, {"cache": eight_bits(scale=jnp.ones((3, 4, 2)))}, "cache.scale"),
+}
+
+
 def nhd(**changes: Any) -> dict[str, Any]:
     pages = jnp.zeros((3, 8, 2, 4), jnp.int8)
     return {"k": pages, "v": pages, "k_scale": jnp.ones((3, 2, 2)), "v_scale": jnp.ones((3, 2, 2))} | changes
@@ -80,6 +146,9 @@ BAD_CALLS = {
     "v of another shape": (join_kv, {"k": jnp.zeros((3, 2, 8, 4)), "v": jnp.zeros((3, 8, 2, 4)), "axis": 0}, "v"),
     "nowhere to join": (join_kv, {"k": jnp.zeros((3, 2, 8, 4)), "v": jnp.zeros((3, 2, 8, 4)), "axis": -1}, "axis"),
 }
+
+
+BAD_CALLS |= BAD_RECORDS
 
 
 @pytest.mark.parametrize(("function", "call", "message"), BAD_CALLS.values(), ids=BAD_CALLS)

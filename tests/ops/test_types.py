@@ -74,6 +74,21 @@ def test_latent_cache() -> None:
     assert spec.num_bytes == N * PS * 576 * 2
 
 
+def test_latent_cache_in_8_bits() -> None:
+    """656 bytes a token at DeepSeek's widths, of rotated keys in bfloat16 unless told otherwise."""
+    sizes = {"num_pages": N, "page_size": PS, "latent_dim": 512, "rope_dim": 64}
+    spec = latent_cache_spec(**sizes, dtype=jnp.float8_e4m3fn)
+    assert shapes(spec) == {
+        "pages": ((N, PS, 512), "float8_e4m3fn"),
+        "scale": ((N, PS, 4), "float32"),
+        "rope": ((N, PS, 64), "bfloat16"),
+    }
+    assert spec.bytes_per_page == PS * 656
+    assert spec.num_bytes == N * PS * 656
+    float16 = latent_cache_spec(**sizes, dtype=jnp.float8_e4m3fn, rope_dtype=jnp.float16)
+    assert shapes(float16)["rope"] == ((N, PS, 64), "float16")
+
+
 @pytest.mark.parametrize(
     ("dtype", "scales", "sizes", "message"),
     [
@@ -99,7 +114,13 @@ def test_bad_kv_specification(dtype: Any, scales: Any, sizes: dict[str, int], me
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": jnp.int8}, r"dtype must be one of \['bfloat16', 'float16', 'float32'\], got int8"),
+        ({"dtype": jnp.int8}, r"dtype must be one of \['bfloat16', .*, 'float8_e4m3fn'\], got int8"),
+        ({"dtype": jnp.float8_e4m3fn}, "latent_dim must be a multiple of 128 for float8_e4m3fn latents.*; got 32"),
+        ({"rope_dtype": jnp.float16}, "rope_dtype must be None for float32 latents.*; got float16"),
+        (
+            {"dtype": jnp.float8_e4m3fn, "latent_dim": 256, "rope_dtype": jnp.float32},
+            r"rope_dtype must be one of \['bfloat16', 'float16'\], got float32",
+        ),
         ({"latent_dim": 0}, "latent_dim must be at least 1, got 0"),
         ({"rope_dim": 0}, "rope_dim must be"),
         ({"num_pages": -1}, "num_pages must be"),
@@ -135,6 +156,20 @@ def test_latent_allocation() -> None:
     cache = PagedLatent.allocate(spec)
     assert (cache.pages.shape, cache.pages.dtype, cache.page_size) == ((N, PS, 32), jnp.float16, PS)
     assert not cache.pages.any()
+    assert (cache.width, cache.is_quantised) == (32, False)
+
+
+def test_latent_allocation_in_8_bits() -> None:
+    spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=256, rope_dim=8, dtype=jnp.float8_e4m3fn)
+    cache = PagedLatent.allocate(spec)
+    got = {name: (array.shape, array.dtype.name) for name in spec.arrays if (array := getattr(cache, name)) is not None}
+    assert got == shapes(spec)
+    assert (cache.page_size, cache.width, cache.is_quantised) == (PS, 264, True)
+    assert cache.scale is not None
+    assert cache.rope is not None
+    assert not cache.pages.astype(jnp.float32).any()
+    assert not cache.rope.any()
+    assert (cache.scale == 1).all()
 
 
 # --- pytrees
@@ -147,6 +182,7 @@ INSTANCES = [
     PagedKV(jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 4, 8))),
     PagedKV(*[jnp.ones((2, 1, 4, 8), jnp.int8)] * 2, *[jnp.ones((1,))] * 2),
     PagedLatent(jnp.ones((2, 4, 8))),
+    PagedLatent(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 1)), jnp.ones((2, 4, 2))),
     HeadWindow(ONES, ONES),
     PLAN,
     Rope(ANGLES, ANGLES, k_norm=jnp.ones((8,)), style="interleaved", norm_order="after_rope", norm_eps=1e-5),
