@@ -192,7 +192,8 @@ def latent_cache_spec(
             )
         return CacheSpec(num_pages, page_size, {"pages": pages(latent_dim + rope_dim, dtype)})
     if dtype != LATENT_8BIT:
-        raise ValueError(f"dtype must be one of {[d.name for d in (*PLAIN_DTYPES, LATENT_8BIT)]}, got {dtype.name}")
+        wanted = [d.name for d in (*PLAIN_DTYPES, LATENT_8BIT)]
+        raise ValueError(f"dtype must be one of {wanted} for latents, got {dtype.name}")
     if latent_dim % LATENT_GROUP:
         raise ValueError(
             f"latent_dim must be a multiple of {LATENT_GROUP} for {dtype.name} latents, which have a scale for each"

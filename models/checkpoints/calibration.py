@@ -71,7 +71,7 @@ def check_inputs(
         vocabulary; another argument that is not as `calibrate` takes it.
     """
     if isinstance(config, DeepSeekConfig):
-        raise ValueError(f"model: a {config.model_type} caches latents, which are not quantised")
+        raise ValueError(f"model: a {config.model_type} caches latents, which have no static scales")
     if jnp.dtype(dtype) not in QUANTISED:
         raise ValueError(f"dtype: expected int8 or float8_e4m3fn, got {jnp.dtype(dtype).name}")
     if layout not in ("head", "channel"):

@@ -56,19 +56,17 @@ def cache_spec(
     Args:
       config: the model.
       num_pages, page_size: of the pool.
-      dtype: bfloat16, float16 or float32; for keys and values also int8 or float8_e4m3fn.
-      scales: static scales of int8 or float8_e4m3fn; without, every token and head has one of its own.
+      dtype: bfloat16, float16, float32 or float8_e4m3fn; for keys and values also int8. Rotated keys beside
+        float8_e4m3fn latents are bfloat16.
+      scales: static scales of int8 or float8_e4m3fn keys and values; without, every token and head has one of its own.
 
     Raises:
-      ValueError: a size below 1, a dtype such a cache does not have, or scales of other layers and heads.
+      ValueError: a size below 1, a dtype such a cache does not have, latents too narrow to have scales, or scales of
+        other layers and heads.
     """
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
-            raise ValueError("kv_scales: expected none, the latents of MLA are not quantised")
-        if jnp.dtype(dtype) in QUANTISED:
-            raise ValueError(
-                f"cache dtype: expected bfloat16, float16 or float32 for latents, got {jnp.dtype(dtype).name}"
-            )
+            raise ValueError("kv_scales: expected none, quantised latents get a scale each as they are written")
         return latent_cache_spec(
             num_pages=num_pages,
             page_size=page_size,

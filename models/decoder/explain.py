@@ -201,7 +201,8 @@ class _LatentShapes:
         return jax.ShapeDtypeStruct(shape, self._dtype)
 
     def _latent(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((tokens, self._config.latent_width), self._cache.pages.dtype)
+        dtype = self._dtype if self._cache.is_quantised else self._cache.pages.dtype
+        return jax.ShapeDtypeStruct((tokens, self._config.latent_width), dtype)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

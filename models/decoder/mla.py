@@ -173,7 +173,9 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "T D"], PagedLatent]:
         """Attention output of every token, and the cache with the step's latents in it."""
         q_nope, q_rope = self._queries(x, rope)
-        latent = self._latent(x, rope).astype(cache.pages.dtype)
+        latent = self._latent(x, rope)
+        if not cache.is_quantised:
+            latent = latent.astype(cache.pages.dtype)
         cache = write_latent(cache, latent, slots, implementation=self.settings.implementation)
         outputs = [
             self._absorbed(q_nope[part.tokens], q_rope[part.tokens], cache, part)

@@ -26,8 +26,8 @@ class EngineConfig:
       chunked_prefill: whether a prompt may be spread over steps.
       prefix_caching: whether pages of equal prefixes are shared.
       recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
-      cache_dtype: of latents or keys and values; None for the model's dtype. Keys and values may also be int8 or
-        float8_e4m3fn.
+      cache_dtype: of latents or keys and values; None for the model's dtype. It may also be float8_e4m3fn or, of keys
+        and values, int8.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
       decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
       batch_invariant: whether a request's logits and tokens are the same bits in any company: whatever runs beside it,

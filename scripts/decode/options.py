@@ -200,7 +200,7 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
-        help="of the cache; int8 and fp8 only for keys and values, not for latents (default: as --dtype)",
+        help="of the cache; int8 only for keys and values, not for latents (default: as --dtype)",
     )
     group.add_argument(
         "--kv-scales",

@@ -110,7 +110,7 @@ def test_write_under_vmap_and_with_types_of_64_bits(variant: Variant) -> None:
 
 
 def test_a_pool_is_never_converted_as_a_whole() -> None:
-    """XLA's CPU backend has to copy float8, but must not convert it to float16 for that; the compile gate sees to GPUs."""
+    """XLA's CPU backend copies float8, but must not convert it to float16 for that; the compile gate sees to GPUs."""
     cache = jax.tree.map(lambda part: jax.ShapeDtypeStruct((512, *part.shape[1:]), part.dtype), any_cache(fresh_rng()))
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     latent = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)

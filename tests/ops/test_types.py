@@ -114,7 +114,7 @@ def test_bad_kv_specification(dtype: Any, scales: Any, sizes: dict[str, int], me
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": jnp.int8}, r"dtype must be one of \['bfloat16', .*, 'float8_e4m3fn'\], got int8"),
+        ({"dtype": jnp.int8}, r"dtype must be one of \['bfloat16', .*, 'float8_e4m3fn'\] for latents, got int8"),
         ({"dtype": jnp.float8_e4m3fn}, "latent_dim must be a multiple of 128 for float8_e4m3fn latents.*; got 32"),
         ({"rope_dtype": jnp.float16}, "rope_dtype must be None for float32 latents.*; got float16"),
         (

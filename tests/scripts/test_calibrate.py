@@ -53,8 +53,8 @@ def test_windows_change_what_later_layers_cache(tmp_path):
     ("args", "message"),
     [
         ([], "one of the arguments --model --random is required"),
-        (["--random", "v3-tiny"], "a deepseek_v3 caches latents, which are not quantised"),
-        (["--model", GOLDEN], "a deepseek_v3 caches latents, which are not quantised"),
+        (["--random", "v3-tiny"], "a deepseek_v3 caches latents, which have no static scales"),
+        (["--model", GOLDEN], "a deepseek_v3 caches latents, which have no static scales"),
         (["--model", "no such directory"], "no such directory"),
         (["--random", "qwen3-tiny", "--prompt", "What?"], "--prompt needs a --model"),
         (["--model", QWEN3, "--prompt", "What?"], "has no tokenizer.json"),

@@ -15,6 +15,7 @@ from models.engine import Engine
 from models.engine.runner import Runner
 from scripts import run_decode
 from tests.models.test_engine_faults import Fault
+from tests.models.wide_latents import save_wide
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
 
 
@@ -176,6 +177,14 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
     assert outputs(result)[0] == tokens["tokens_1"][:6].tolist()
     assert result["run"]["verified"] is True
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
+
+
+def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
+    save_wide(GOLDEN, tmp_path / "wide")
+    asked = [*SIZES, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--kv-dtype", "fp8", "--verify"]
+    result = run_json("--model", tmp_path / "wide", *asked)
+    assert result["run"]["verified"] is True
+    assert [len(ids) for ids in outputs(result)] == [6, 6]
 
 
 def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):

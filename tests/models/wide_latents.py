@@ -1,0 +1,39 @@
+"""Goldens of DeepSeek as models whose latents are wide enough to have scales.
+
+Columns of zeros in a latent change nothing: W_UK and W_UV have zeros there, and the weight of the norm, whose mean of
+squares they shrink, makes up for them. What is left of them is its epsilon, four times as much: 1e-6 of logits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+LATENT_DIM = 128
+
+
+def save_wide(golden: Path, directory: Path) -> None:
+    """Writes the checkpoint of a golden with kv_lora_rank = 128."""
+    directory.mkdir(exist_ok=True)
+    config = json.loads((golden / "config.json").read_text())
+    rank = config["kv_lora_rank"]
+    (directory / "config.json").write_text(json.dumps(config | {"kv_lora_rank": LATENT_DIM}))
+    tensors = {}
+    for file in golden.glob("model*.safetensors"):
+        for name, tensor in load_file(file).items():
+            tensors[name] = _widened(name, tensor, rank)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _widened(name: str, tensor: np.ndarray, rank: int) -> np.ndarray:
+    more = LATENT_DIM - rank
+    if name.endswith("kv_a_proj_with_mqa.weight"):
+        return np.concatenate([tensor[:rank], np.zeros((more, tensor.shape[1]), tensor.dtype), tensor[rank:]])
+    if name.endswith("kv_a_layernorm.weight"):
+        return np.pad(tensor * np.float32(rank / LATENT_DIM) ** 0.5, (0, more)).astype(tensor.dtype)
+    if name.endswith("kv_b_proj.weight"):
+        return np.pad(tensor, ((0, 0), (0, more)))
+    return tensor
