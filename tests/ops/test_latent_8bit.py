@@ -40,7 +40,7 @@ def numpy_stored(latent: np.ndarray) -> PagedLatent:
     scale = np.abs(groups).max(axis=-1) / np.float32(448)
     scale[scale < np.finfo(np.float32).tiny] = 1
     stored = numpy_quantise(groups, scale[..., None], "float8_e4m3fn").reshape(*latent.shape[:-1], LATENT)
-    return PagedLatent(stored, scale, latent[..., LATENT:].astype(ml_dtypes.bfloat16))
+    return PagedLatent(*map(jnp.asarray, (stored, scale, latent[..., LATENT:].astype(ml_dtypes.bfloat16))))
 
 
 def numpy_meant(cache: PagedLatent, dtype: Any) -> np.ndarray:

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from models.checkpoints.weights import save_random_checkpoint
+from models.config import PRESETS
 from models.engine import Engine
 from models.engine.runner import Runner
 from scripts import run_decode
 from tests.models.test_engine_faults import Fault
-from tests.models.wide_latents import save_wide
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
 
 
@@ -180,9 +181,11 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
 
 
 def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
-    save_wide(GOLDEN, tmp_path / "wide")
-    asked = [*SIZES, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--kv-dtype", "fp8", "--verify"]
-    result = run_json("--model", tmp_path / "wide", *asked)
+    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1, kv_lora_rank=128)  # quick to compile
+    save_random_checkpoint(tmp_path / "model", config)
+    sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
+    asked = [*sizes, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--kv-dtype", "fp8", "--verify"]
+    result = run_json("--model", tmp_path / "model", *asked)
     assert result["run"]["verified"] is True
     assert [len(ids) for ids in outputs(result)] == [6, 6]
 
