@@ -63,6 +63,12 @@ def cache_of(kind: str, rng: np.random.Generator, devices: int) -> Any:
     """Caches of all devices' pages."""
     if kind == "latent":
         return PagedLatent(values(rng, devices * PAGES, PS, D + R))
+    if kind == "latent, 8 bits":
+        pool = devices * PAGES, PS
+        scale = jnp.exp(values(rng, *pool, 1))
+        return PagedLatent(
+            values(rng, *pool, 128).astype(jnp.float8_e4m3fn), scale, values(rng, *pool, R, dtype=jnp.bfloat16)
+        )
     if kind in ("f32", "bf16", "head-wise"):
         dtype = jnp.bfloat16 if kind == "bf16" else jnp.float32
         kv = (harness.HALF_SCALE * values(rng, devices * PAGES, HKV, PS, D) for _ in range(2))
@@ -81,7 +87,7 @@ def partition(cache: Any, **axes: Any) -> Any:
 
 def queries_of(cache: Any, rng: np.random.Generator, num_queries: int) -> list[jax.Array]:
     dtype = jnp.bfloat16 if isinstance(cache, PagedKV) and cache.k.dtype == jnp.bfloat16 else jnp.float32
-    widths = (D, R) if isinstance(cache, PagedLatent) else (D,)
+    widths = (cache.width - R, R) if isinstance(cache, PagedLatent) else (D,)
     return [values(rng, B, num_queries, HQ, width, dtype=dtype) for width in widths]
 
 
@@ -95,6 +101,7 @@ CASES = {
     "drafts, sinks, caps": ("f32", 3, {"soft_cap": 5.0, "sinks": True, "q_lens": True}),
     "latents": ("latent", 1, {"sm_scale": 0.2}),
     "latents, drafts": ("latent", 2, {"sm_scale": 0.2}),
+    "latents in 8 bits": ("latent, 8 bits", 1, {"sm_scale": 0.2}),
 }
 
 
@@ -109,7 +116,7 @@ def test_decode_over_contexts(kind: str, num_queries: int, options: dict[str, An
         arrays["sinks"] = values(rng, HQ)
     if options.pop("q_lens", None):
         arrays["q_lens"] = jnp.asarray(np.minimum(KV_LENS, [0, 1, 3, 2, 0, 3]), jnp.int32)
-    operation = functools.partial(mla_decode if kind == "latent" else paged_decode, implementation="xla", **options)
+    operation = functools.partial(mla_decode if "latent" in kind else paged_decode, implementation="xla", **options)
 
     def split(queries: Any, cache: Any, tables: Any, lens: Any, arrays: Any) -> Any:
         return parallel.decode_over_contexts(operation, queries, cache, tables, lens, axis="context", **arrays)

@@ -119,6 +119,22 @@ def mla(heads: int, cache: PagedLatent = LATENTS) -> dict[str, Any]:
     return {**DECODE, "q_latent": q_latent, "q_rope": q_rope, "cache": cache}
 
 
+def latent_prefill(cache: PagedLatent) -> dict[str, Any]:
+    """Arguments of `mla_prefill` in float32, but for tables and lengths."""
+    width = cache.width - 32
+    return {
+        "q_nope": values(9, 2, 32, dtype=jnp.float32),
+        "q_rope": values(9, 2, 32, seed=1, dtype=jnp.float32),
+        "latent_new": values(9, cache.width, dtype=jnp.float32),
+        "cache": cache,
+        "w_uk": values(2, 32, width, dtype=jnp.float32),
+        "w_uv": values(2, 16, width, seed=1, dtype=jnp.float32),
+    }
+
+
+LATENTS_F32 = PagedLatent(LATENTS.pages.astype(jnp.float32))
+
+
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if name not in names}
 

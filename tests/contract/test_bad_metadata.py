@@ -21,7 +21,6 @@ from unittest import mock
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -36,7 +35,8 @@ from tests.contract.backends import BACKENDS, Backend, every_backend
 from tests.contract.targets import (
     CU_Q_LENS,
     HQ,
-    LATENTS,
+    LATENTS_8BIT,
+    LATENTS_F32,
     LENGTHS,
     REFERENCE,
     TABLES,
@@ -47,7 +47,7 @@ from tests.contract.targets import (
     P,
     Target,
     ints,
-    values,
+    latent_prefill,
 )
 from tests.ops import harness
 
@@ -234,17 +234,13 @@ def test_time_is_bounded_by_the_table(op: str) -> None:
     harness.assert_same_bits(target.run(backend, {**target.arrays, "kv_lens": ints(1_000_000, 2**31 - 1, 65)}), longest)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_prefill_of_latents_follows_garbage_alike(implementation: str) -> None:
-    arrays = {
-        "q_nope": values(9, 2, 32, dtype=jnp.float32),
-        "q_rope": values(9, 2, 32, seed=1, dtype=jnp.float32),
-        "latent_new": values(9, 160, dtype=jnp.float32),
-        "cache": PagedLatent(LATENTS.pages.astype(jnp.float32)),
-        "w_uk": values(2, 32, 128, dtype=jnp.float32),
-        "w_uv": values(2, 16, 128, seed=1, dtype=jnp.float32),
-    }
-
+@pytest.mark.parametrize(
+    ("implementation", "cache"),
+    [("reference", LATENTS_F32), ("xla", LATENTS_F32), ("xla", LATENTS_8BIT)],
+    ids=["reference", "xla", "xla, 8 bits"],
+)
+def test_prefill_of_latents_follows_garbage_alike(implementation: str, cache: PagedLatent) -> None:
+    arrays = latent_prefill(cache)
     prefill = jax.jit(functools.partial(mla_prefill, sm_scale=0.2, implementation=implementation))
 
     def run(cu_q_lens: Any, kv_lens: Any, tables: Any = TABLES) -> Any:

@@ -14,9 +14,20 @@ import pytest
 from jax import export
 
 from pallas_attn import Rope, dispatch, merge_states, mla_prefill, paged_decode, paged_prefill, plan_decode, write_kv
-from tests.contract import backends
+from tests.contract import backends, targets
 from tests.contract.backends import BACKENDS, Backend
-from tests.contract.targets import CU_Q_LENS, KV_LENS, REFERENCE, TABLES, TARGETS, Target, ints, values
+from tests.contract.targets import (
+    CU_Q_LENS,
+    KV_LENS,
+    LATENTS_8BIT,
+    LATENTS_F32,
+    REFERENCE,
+    TABLES,
+    TARGETS,
+    Target,
+    ints,
+    values,
+)
 from tests.ops import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
@@ -113,28 +124,22 @@ def test_a_kernel_runs_inside_a_shard_map(backend: Backend) -> None:
     harness.assert_same_bits(jax.jit(sharded(function))(arrays), jax.jit(function)(arrays))
 
 
-LATENT_PREFILL = {
-    "q_nope": values(9, 2, 32, dtype=jnp.float32),
-    "q_rope": values(9, 2, 32, seed=1, dtype=jnp.float32),
-    "latent_new": values(9, 160, dtype=jnp.float32),
-    "cache": jax.tree.map(lambda x: x.astype(jnp.float32), TARGETS["gather"].arrays["cache"]),
-    "w_uk": values(2, 32, 128, dtype=jnp.float32),
-    "w_uv": values(2, 16, 128, seed=1, dtype=jnp.float32),
-    "block_tables": jnp.asarray(TABLES),
-    "cu_q_lens": jnp.asarray(CU_Q_LENS),
-    "kv_lens": jnp.asarray(KV_LENS),
-}
+METADATA = {"block_tables": TABLES, "cu_q_lens": CU_Q_LENS, "kv_lens": KV_LENS}
+LATENT_PREFILL, LATENT_PREFILL_8BIT = (
+    targets.latent_prefill(cache) | jax.tree.map(jnp.asarray, METADATA) for cache in (LATENTS_F32, LATENTS_8BIT)
+)
 
 
 def latent_prefill(arrays: dict[str, Any], implementation: str | None = None) -> Any:
     return mla_prefill(**arrays, sm_scale=0.2, implementation=implementation)
 
 
+@pytest.mark.parametrize("arrays", [LATENT_PREFILL, LATENT_PREFILL_8BIT], ids=["float32", "8 bits"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_prefill_of_latents_inside_a_shard_map(implementation: str) -> None:
+def test_prefill_of_latents_inside_a_shard_map(implementation: str, arrays: dict[str, Any]) -> None:
     function = functools.partial(latent_prefill, implementation=implementation)
     for own in (("q_nope", "q_rope"), ("cache",), ("kv_lens",)):
-        jax.eval_shape(sharded(function, own), LATENT_PREFILL)
+        jax.eval_shape(sharded(function, own), arrays)
 
 
 # --- 64 bits
