@@ -54,8 +54,8 @@ def test_races_are_those_that_jax_finds(capsys: pytest.CaptureFixture[str]) -> N
     for i in range(300):
         clock = vector_clock.NpVectorClock(3)
         clock.clock += i // 5 + rng.integers(0, 2, 3, np.int32)
-        start = int(rng.integers(400))
-        access = "wg", clock, "buffer", (slice(start, start + 3), slice(None))
+        start = int(rng.integers(40))
+        access = "wg", clock, "buffer", (slice(start, start + 3),)
         kind = "read" if rng.integers(2) else "write"
         getattr(ours, f"check_{kind}")(*access)
         found = capsys.readouterr().out
