@@ -17,6 +17,8 @@ from scripts import run_decode
 from tests.models.test_engine_faults import Fault
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture
 def run_json(tmp_path, capsys):
@@ -66,9 +68,14 @@ def result(stdout, files):
     return json.loads((files / "out.json").read_text())
 
 
+def arrays_of(golden):
+    with np.load(golden / "golden.npz") as arrays:
+        return dict(arrays)
+
+
 @pytest.fixture(scope="module")
 def golden():
-    return np.load(GOLDEN / "golden.npz")
+    return arrays_of(GOLDEN)
 
 
 class TestResults:
@@ -172,7 +179,7 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
     prompts = json.loads((qwen3 / "prompts.json").read_text())[1:3]
     asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids(prompts), "--kv-dtype", "int8", "--verify"]
     result = run_json(*asked)
-    tokens = np.load(qwen3 / "golden.npz")
+    tokens = arrays_of(qwen3)
     assert outputs(result)[0] == tokens["tokens_1"][:6].tolist()
     assert result["run"]["verified"] is True
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
@@ -185,7 +192,7 @@ def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
     asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids([prompt]), "--head-windows", windows, "--verify"]
     result = run_json(*asked)
     assert result["run"]["verified"] is True
-    assert outputs(result)[0] != np.load(qwen3 / "golden.npz")["tokens_2"][:6].tolist()
+    assert outputs(result)[0] != arrays_of(qwen3)["tokens_2"][:6].tolist()
 
 
 class TestTexts:
