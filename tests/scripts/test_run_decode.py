@@ -209,7 +209,8 @@ class TestTexts:
     def test_the_chat_template_goes_around_a_prompt(self, run_json, text_model):
         template = "{{ messages[0].content }} w9{% if add_generation_prompt %} w8{% endif %}"
         (text_model / "chat_template.jinja").write_text(template)
-        result = run_json("--model", text_model, *SIZES, "--max-tokens", "1", "--prompt", "w1 w2", "w3")
+        asked = [*SIZES, "--prefill-buckets", "16", "--max-tokens", "1"]  # padded as in other tests
+        result = run_json("--model", text_model, *asked, "--prompt", "w1 w2", "w3")
         assert [request["prompt_tokens"] for request in result["requests"]] == [4, 3]
 
 
