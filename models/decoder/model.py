@@ -197,7 +197,7 @@ def vocabulary_logits(x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: 
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def layer_function() -> Callable[..., tuple[Array, LayerCache]]:
+def layer_function() -> Callable[..., tuple[Array, Any]]:
     """`_apply_layer`, jitted: made anew for each trace, which depends on implementations and tunings, and these may
     change between calls."""
     return jax.jit(functools.partial(_apply_layer), static_argnums=0)
