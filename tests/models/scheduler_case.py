@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from models.engine import SamplingParams
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
-from models.engine.step_plan import StepPlan
+from models.engine.step_plan import RowTokens, StepPlan
 from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
 from tests.cache.prefix_case import Heads, make_pools
@@ -180,7 +180,7 @@ class FakeEngine:
     def read_back(self) -> None:
         plan, samples = self.in_flight.popleft()
         before = {row.request: row.request.output_ids for row in plan.rows}
-        continued = self.scheduler.retire(plan, samples)
+        continued = self.scheduler.retire(plan, [RowTokens([token]) for token in samples])
         self.num_dropped += len(samples) - len(continued)
         for request, token in continued:
             assert request.output_ids == [*before[request], token]

@@ -25,7 +25,7 @@ import pallas_attn.cache
 from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from models.engine import engine as engine_module
 from models.engine.request import NONFINITE
-from models.engine.step_plan import StepPlan
+from models.engine.step_plan import RowTokens, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
 
@@ -83,8 +83,8 @@ class FakeResult:
     tokens: list[int]
     logits: None = None
 
-    def sampled(self) -> list[int]:
-        return self.tokens
+    def sampled(self) -> list[RowTokens]:
+        return [RowTokens([token]) for token in self.tokens]
 
 
 class FakeRunner:
