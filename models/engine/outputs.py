@@ -103,7 +103,7 @@ class Totals:
 
     def plus(self, step: StepRecord) -> Totals:
         """Adds a step."""
-        tokens = step.prefill_tokens + step.decode_tokens
+        tokens = max(1, step.prefill_tokens + step.decode_tokens)  # rows that ended in the step before get none
         return Totals(
             self.steps + 1,
             self.prefill_tokens + step.prefill_tokens,
