@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.decoder import MTP, StepMetadata, split_module
 from models.decoder.mtp import MTPCaches
 from models.engine.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
+from models.engine.sampler import sample
 from pallas_attn import PAGE_NONE
 
 
@@ -34,8 +35,9 @@ class MTPState:
 
 
 class MTPProposer(Proposer):
-    """Proposes the likeliest tokens of the module that was trained with the model, applied to its own results for every
-    draft but the first.
+    """Proposes tokens of the module that was trained with the model, applied to its own results for every draft but the
+    first. They are chosen as the request's tokens are: the likeliest, or drawn, with the same noise that the model's
+    draw in that place has, which makes the two agree the more often the more alike their distributions are.
 
     The module's cache is filled as the target's is, by every step and for every token that counts, so pages of a prefix
     that is found have it, too. A page's last entry knows the token that came next where the page was filled; where
@@ -73,11 +75,11 @@ class MTPProposer(Proposer):
     ) -> tuple[Int32[Array, "B num_drafts"], MTPState]:
         """Chains the module; entries of drafts that are not accepted are overwritten once the truth is known."""
         hidden, caches = state.hidden[jnp.maximum(rows.slots, 0)], state.caches
-        drafts = [self._likeliest(weights, hidden)]
+        drafts = [self._choose(weights, hidden, rows, 0)]
         link = jax.jit(self._link)  # so that all links are lowered once
-        for ahead in range(num_drafts - 1):
-            hidden, caches = link(weights, drafts[-1], hidden, caches, rows.decode_step(ahead))
-            drafts.append(self._likeliest(weights, hidden))
+        for ahead in range(1, num_drafts):
+            hidden, caches = link(weights, drafts[-1], hidden, caches, rows.decode_step(ahead - 1))
+            drafts.append(self._choose(weights, hidden, rows, ahead))
         return jnp.stack(drafts, axis=1), MTPState(caches, state.hidden)
 
     def observe(self, weights: Any, state: MTPState, step: ObservedStep) -> MTPState:
@@ -87,15 +89,16 @@ class MTPProposer(Proposer):
         tables = step.metadata.of_group(0)
         slots = jnp.where(step.next_tokens >= 0, tables.slots, PAGE_NONE)
         metadata = dataclasses.replace(step.metadata, groups=(dataclasses.replace(tables, slots=slots),))
-        next_tokens = jnp.maximum(step.next_tokens, 0)
-        hidden, caches = self._link(weights, next_tokens, step.hidden, state.caches, metadata)
+        hidden, caches = self._link(weights, step.next_tokens, step.hidden, state.caches, metadata)
         row_slots = jnp.where(step.row_slots < 0, state.hidden.shape[0], step.row_slots)
         return MTPState(caches, state.hidden.at[row_slots].set(hidden[step.last], mode="drop"))
 
     def _link(
         self, weights: Any, next_tokens: Array, hidden: Array, caches: MTPCaches, metadata: StepMetadata
     ) -> tuple[Array, MTPCaches]:
-        return self._rebuild(weights)(next_tokens, hidden, caches, metadata)
+        """Runs the module; padding, and what was no number, has negative tokens."""
+        return self._rebuild(weights)(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
 
-    def _likeliest(self, weights: Any, hidden: Float[Array, "B D"]) -> Int32[Array, "B"]:
-        return jnp.argmax(self._rebuild(weights).logits(hidden), axis=-1).astype(jnp.int32)
+    def _choose(self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int) -> Int32[Array, "B"]:
+        sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
+        return sample(self._rebuild(weights).logits(hidden), sampling)[0]

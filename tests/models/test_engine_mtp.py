@@ -127,6 +127,10 @@ class Expected:
         return step(self.pages, prefill=[(0, 0, length)], padding=LONGEST - length, logit_rows=[length - 1])
 
 
+HOT = dataclasses.replace(DRAWN, temperature=2.0, top_k=0, top_p=1.0)
+"""Draws from distributions so flat that the likeliest token would hardly ever be drawn."""
+
+
 @functools.cache
 def drafting() -> tuple[Engine, Recorded]:
     model, mtp = modules()
@@ -150,8 +154,10 @@ def test_output_is_that_of_plain_decoding(params: SamplingParams):
     assert verify(modules()[0], runs, max_len=drafting()[0].max_sequence_len).passed
 
 
-def test_acceptance_is_reported():
-    outputs, _ = decoded(GREEDY)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
+def test_acceptance_is_reported(params: SamplingParams):
+    """Drawn drafts are accepted like greedy ones, since they share the noise of the model's own draw."""
+    outputs, _ = decoded(params)
     drafted, accepted = (np.sum([getattr(o, of) for o in outputs], axis=0) for of in ("drafted", "accepted"))
     assert len(drafted) == len(accepted) == NUM_DRAFTS
     assert np.all(0.3 * drafted < accepted)
