@@ -102,14 +102,15 @@ class Totals:
     accepted_tokens: int = 0
 
     def plus(self, step: StepRecord) -> Totals:
-        """Adds a step."""
-        tokens = max(1, step.prefill_tokens + step.decode_tokens)  # rows that ended in the step before get none
+        """Adds a step. One whose rows had all come to their ends before, as drafts make possible, counts as decode."""
+        tokens = step.prefill_tokens + step.decode_tokens
+        of_prefill = step.duration_s * step.prefill_tokens / tokens if tokens else 0.0
         return Totals(
             self.steps + 1,
             self.prefill_tokens + step.prefill_tokens,
             self.decode_tokens + step.decode_tokens,
-            self.prefill_s + step.duration_s * step.prefill_tokens / tokens,
-            self.decode_s + step.duration_s * step.decode_tokens / tokens,
+            self.prefill_s + of_prefill,
+            self.decode_s + step.duration_s - of_prefill,
             self.drafted_tokens + step.drafted_tokens,
             self.accepted_tokens + step.accepted_tokens,
         )

@@ -187,7 +187,9 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_drafts_in_flight -= row.num_drafts
             if request.is_running:
-                request.num_computed += max(len(got.tokens) - 1, 0)
+                # The last token is never computed, and rows launched after it was sampled are idle.
+                computed = request.num_computed + max(len(got.tokens) - 1, 0)
+                request.num_computed = min(computed, self._limit(request) - 1)
             if row.num_drafts:
                 self._count_drafts(row, got, len(new) - 1)
             request.token_ids.extend(token for token in new if token != NONFINITE)

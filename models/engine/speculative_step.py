@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from models.config import HeadWindows
 from models.decoder import Caches, StepMetadata
@@ -102,9 +102,13 @@ def accept(
       drafts: proposed tokens.
       num_drafts: how many of them each row has.
     """
-    index = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
-    equal = (chosen[:, :-1] == drafts) & (index < num_drafts[:, None])
-    return jnp.sum(jnp.cumprod(equal.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return jnp.minimum(_leading(chosen[:, :-1] == drafts), num_drafts)
+
+
+def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
+    """Number of leading places of each row that all hold."""
+    index = jnp.arange(holds.shape[1], dtype=jnp.int32)[None]
+    return jnp.min(jnp.where(holds, holds.shape[1], index), axis=1, initial=holds.shape[1])
 
 
 def run_speculative_step(
@@ -133,9 +137,8 @@ def run_speculative_step(
         if drafts.shape != (num_rows, bucket.num_drafts) or drafts.dtype != jnp.int32:
             wanted = f"int32 {[num_rows, bucket.num_drafts]}"
             raise ValueError(f"propose: expected {wanted}, got {drafts.dtype.name} {list(drafts.shape)}")
-    given = (drafts >= 0).astype(jnp.int32)  # ids beyond the vocabulary are never sampled, so never accepted
-    num_drafts = jnp.sum(jnp.cumprod(given, axis=1), axis=1, dtype=jnp.int32)
-    num_drafts = jnp.where(rows.lens > 0, jnp.minimum(num_drafts, rows.max_drafts), 0)
+    # Ids beyond the vocabulary are never sampled, so never accepted.
+    num_drafts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
     drafts = jnp.where(jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None] < num_drafts[:, None], drafts, 0)
 
     inputs = jnp.concatenate([rows.tokens[:, None], drafts], axis=1)
