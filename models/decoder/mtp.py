@@ -8,7 +8,8 @@ and slots as the decoder's: entry i lies where token i does.
 
 Hidden states are taken after the norm that precedes the head: the decoder's after `norm`, a module's after
 `shared_head.norm`. The report leaves that open; DeepSeek's modeling code and SGLang's deepseek_nextn.py do so, and
-vLLM's deepseek_mtp.py since pull requests 45895 and 47448, which found more drafts accepted with it.
+vLLM's deepseek_mtp.py since pull requests 45895 and 47448, which found more drafts accepted with it. vLLM alone leaves
+the embedding out of the entry at position 0; here it is like all others, as in SGLang and the report.
 """
 
 from __future__ import annotations
