@@ -187,6 +187,7 @@ class RunnerConfig:
             prefill_seqs=self.max_prefill_seqs,
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
+            decode_queries=1 + self.draft_buckets[-1],
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,95 @@
+"""The proposer that --speculate asks for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+from models.config import ModelConfig
+from models.decoder import AttentionSettings
+from models.engine import NGramProposer, Proposer, Speculation
+from scripts.cli.command_line import UsageError, as_usage_error
+
+NUM_DRAFTS = 4
+"""Drafts of a request in one step, unless the option says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculateOption:
+    """A value of --speculate.
+
+    Attributes:
+      kind: one of `KINDS`.
+      source: what the proposer is made of, such as a directory; empty for kinds that need none.
+      num_drafts: drafts of a request in one step, at most.
+    """
+
+    kind: str
+    source: str
+    num_drafts: int
+
+    def __str__(self) -> str:
+        return ":".join([self.kind, *([self.source] if self.source else []), str(self.num_drafts)])
+
+
+type _Maker = Callable[[SpeculateOption, argparse.Namespace, ModelConfig, AttentionSettings], Proposer]
+
+
+def _ngram(
+    option: SpeculateOption, options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings
+) -> Proposer:
+    return NGramProposer()
+
+
+KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram)}
+"""By kind, whether it has a source, and how its proposer is made."""
+
+
+def add_speculate(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--speculate",
+        default="none",
+        metavar="KIND[:N]",
+        help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
+        f" in what came before (default: none; N: {NUM_DRAFTS})",
+    )
+
+
+def parse_speculate(given: str) -> SpeculateOption | None:
+    """Reads a value of --speculate; None for none.
+
+    Raises:
+      UsageError: another kind, a number of drafts that is none, or a source missing or not wanted.
+    """
+    if given == "none":
+        return None
+    kind, _, rest = given.partition(":")
+    if kind not in KINDS:
+        raise UsageError(f"--speculate: expected none, {', '.join(KINDS)}, got {given!r}")
+    has_source, _ = KINDS[kind]
+    source, _, number = rest.rpartition(":")
+    if has_source and not number.isdecimal():  # a directory may have colons in its name, and need no number after it
+        source, number = rest, ""
+    if has_source != bool(source):
+        wanted = f"{kind}:DIR or {kind}:DIR:N" if has_source else f"{kind} or {kind}:N"
+        raise UsageError(f"--speculate: expected {wanted}, got {given!r}")
+    if number and not (number.isdecimal() and 1 <= int(number) <= 64):
+        raise UsageError(f"--speculate: expected 1 to 64 drafts, got {number!r}")
+    return SpeculateOption(kind, source, int(number or NUM_DRAFTS))
+
+
+def make_speculation(
+    options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings
+) -> Speculation | None:
+    """Makes the policy that the options ask for, once the model's configuration is known.
+
+    Raises:
+      UsageError: a proposer that cannot be made, such as of a directory without a model.
+    """
+    option: SpeculateOption | None = options.speculate
+    if option is None:
+        return None
+    _, make = KINDS[option.kind]
+    with as_usage_error(ValueError, NotImplementedError, OSError, prefix="--speculate: "):
+        return Speculation(make(option, options, config, settings), option.num_drafts)
