@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from models.config import ModelConfig
-from models.decoder import AttentionSettings
-from models.engine import NGramProposer, Proposer, Speculation
+from models.checkpoints import load_mtp, random_mtp
+from models.config import DeepSeekConfig, ModelConfig
+from models.decoder import Decoder
+from models.engine import MTPProposer, NGramProposer, Proposer, Speculation
 from scripts.cli.command_line import UsageError, as_usage_error
 
 NUM_DRAFTS = 4
@@ -33,16 +34,18 @@ class SpeculateOption:
         return ":".join([self.kind, *([self.source] if self.source else []), str(self.num_drafts)])
 
 
-type _Maker = Callable[[SpeculateOption, argparse.Namespace, ModelConfig, AttentionSettings], Proposer]
+type _Maker = Callable[[SpeculateOption, argparse.Namespace, Decoder], Proposer]
 
 
-def _ngram(
-    option: SpeculateOption, options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings
-) -> Proposer:
+def _ngram(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
     return NGramProposer()
 
 
-KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram)}
+def _mtp(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
+    return MTPProposer(random_mtp(model) if options.model is None else load_mtp(options.model, model))
+
+
+KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp)}
 """By kind, whether it has a source, and how its proposer is made."""
 
 
@@ -52,7 +55,8 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
         default="none",
         metavar="KIND[:N]",
         help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        f" in what came before (default: none; N: {NUM_DRAFTS})",
+        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3"
+        f" (default: none; N: {NUM_DRAFTS})",
     )
 
 
@@ -79,10 +83,16 @@ def parse_speculate(given: str) -> SpeculateOption | None:
     return SpeculateOption(kind, source, int(number or NUM_DRAFTS))
 
 
-def make_speculation(
-    options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings
-) -> Speculation | None:
-    """Makes the policy that the options ask for, once the model's configuration is known.
+def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:
+    """Gives a random model the prediction module that --speculate asks for, if its family has such."""
+    option: SpeculateOption | None = options.speculate
+    if option is None or option.kind != "mtp" or options.model is not None or not isinstance(config, DeepSeekConfig):
+        return config
+    return dataclasses.replace(config, num_nextn_predict_layers=1)
+
+
+def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation | None:
+    """Makes the policy that the options ask for, once the model is loaded.
 
     Raises:
       UsageError: a proposer that cannot be made, such as of a directory without a model.
@@ -92,4 +102,4 @@ def make_speculation(
         return None
     _, make = KINDS[option.kind]
     with as_usage_error(ValueError, NotImplementedError, OSError, prefix="--speculate: "):
-        return Speculation(make(option, options, config, settings), option.num_drafts)
+        return Speculation(make(option, options, model), option.num_drafts)

@@ -36,6 +36,7 @@ examples:
                                                              small chunks and few pages, to see requests preempted
   run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampled: the same tokens in any batch
   run_decode.py --speculate ngram:4 --verify                 drafts looked up in the text so far: the same tokens
+  run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].

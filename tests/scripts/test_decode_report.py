@@ -120,6 +120,7 @@ def test_drafts_are_told_by_position():
         ("none", None),
         ("ngram", SpeculateOption("ngram", "", 4)),
         ("ngram:7", SpeculateOption("ngram", "", 7)),
+        ("mtp:2", SpeculateOption("mtp", "", 2)),
     ],
 )
 def test_values_of_speculate(given, option):
