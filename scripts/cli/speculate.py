@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+from models.checkpoints import load_model
 from models.config import ModelConfig
 from models.decoder import AttentionSettings
-from models.engine import NGramProposer, Proposer, Speculation
+from models.engine import DraftModelProposer, NGramProposer, Proposer, Speculation
 from scripts.cli.command_line import UsageError, as_usage_error
+from scripts.cli.model import dtype_of
 
 NUM_DRAFTS = 4
 """Drafts of a request in one step, unless the option says otherwise."""
@@ -42,7 +45,14 @@ def _ngram(
     return NGramProposer()
 
 
-KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram)}
+def _draft_model(
+    option: SpeculateOption, options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings
+) -> Proposer:
+    own = AttentionSettings(implementation=settings.implementation)
+    return DraftModelProposer(load_model(Path(option.source), dtype_of(options, config), own))
+
+
+KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "draft": (True, _draft_model)}
 """By kind, whether it has a source, and how its proposer is made."""
 
 
@@ -50,9 +60,10 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--speculate",
         default="none",
-        metavar="KIND[:N]",
+        metavar="KIND[:DIR][:N]",
         help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        f" in what came before (default: none; N: {NUM_DRAFTS})",
+        " in what came before, draft:DIR:N asks a smaller model of the same vocabulary (default: none; N:"
+        f" {NUM_DRAFTS})",
     )
 
 

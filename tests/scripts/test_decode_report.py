@@ -120,6 +120,8 @@ def test_drafts_are_told_by_position():
         ("none", None),
         ("ngram", SpeculateOption("ngram", "", 4)),
         ("ngram:7", SpeculateOption("ngram", "", 7)),
+        ("draft:a/dir", SpeculateOption("draft", "a/dir", 4)),
+        ("draft:C:/dir:2", SpeculateOption("draft", "C:/dir", 2)),
     ],
 )
 def test_values_of_speculate(given, option):
@@ -134,6 +136,8 @@ def test_values_of_speculate(given, option):
         ("ngram:0", "expected 1 to 64 drafts, got '0'"),
         ("ngram:many", "expected 1 to 64 drafts, got 'many'"),
         ("ngram:x:4", "expected ngram or ngram:N, got 'ngram:x:4'"),
+        ("draft:4", "expected draft:DIR or draft:DIR:N, got 'draft:4'"),
+        ("draft:dir:65", "expected 1 to 64 drafts, got '65'"),
     ],
 )
 def test_values_of_speculate_that_are_refused(given, why):
