@@ -45,19 +45,20 @@ class DraftControl:
     gives the same choices.
     """
 
-    def __init__(self, widths: Sequence[int], cost: Callable[[int], float]) -> None:
+    def __init__(self, widths: Sequence[int], cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
         """Starts from even odds.
 
         Args:
             widths: Numbers of drafts to choose from, ascending.
             cost: Time of a step by its number of tokens, in any unit.
+            draft_cost: Time that the proposer takes for a draft of every row, in the same unit.
 
         Raises:
             ValueError: no widths, or not ascending from 0 or more.
         """
         if not widths or list(widths) != sorted(set(widths)) or widths[0] < 0:
             raise ValueError(f"widths must be ascending numbers from 0 or more, got {list(widths)}")
-        self._widths, self._cost = tuple(widths), cost
+        self._widths, self._cost, self._draft_cost = tuple(widths), cost, draft_cost
         self._hits, self._trials = 0.5, 1.0
         self._steps_without = 0
 
@@ -69,7 +70,7 @@ class DraftControl:
 
         def tokens_a_time(num_drafts: int) -> float:
             tokens = sum(sum(rate**i for i in range(num_drafts + 1)) for rate in rates)
-            cost = self._cost(len(rates) * (1 + num_drafts))
+            cost = self._cost(len(rates) * (1 + num_drafts)) + num_drafts * self._draft_cost
             return tokens / (cost + (DRAFTING_COST * self._cost(len(rates)) if num_drafts else 0.0))
 
         best = max(self._widths, key=tokens_a_time)  # of equals the smallest

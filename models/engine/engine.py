@@ -526,4 +526,5 @@ def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
     embedding = 0 if sizes.tie_word_embeddings else model.embed_tokens[...].nbytes
     dense = sum(weight.nbytes for weight in weights) - embedding - routed
     share = sizes.num_experts_per_tok / experts if experts else 0.0
-    return DraftControl(config.speculate.draft_buckets, step_cost(dense, routed, share, itemsize))
+    cost = step_cost(dense, routed, share, itemsize)
+    return DraftControl(config.speculate.draft_buckets, cost, config.speculate.proposer.draft_bytes)

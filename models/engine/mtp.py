@@ -58,6 +58,7 @@ class MTPProposer(Proposer):
             )
         self._mtp = mtp
         self._rebuild, self.weights = split_module(mtp)
+        self.draft_bytes = _draft_bytes(mtp)
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
         """Raises ValueError unless the module is the model's own."""
@@ -102,3 +103,13 @@ class MTPProposer(Proposer):
     def _choose(self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int) -> Int32[Array, "B"]:
         sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
         return sample(self._rebuild(weights).logits(hidden), sampling)[0]
+
+
+def _draft_bytes(mtp: MTP) -> int:
+    """Bytes of weights that are read for a draft: those of the module, but for the experts that a token does not
+    choose, and of the head."""
+    config, (module,) = mtp.config, mtp.depths
+    head = mtp.embed_tokens[...] if mtp.lm_head is None else mtp.lm_head.weight[...]
+    unread = 0 if config.is_dense(config.num_hidden_layers) else config.n_routed_experts - config.num_experts_per_tok
+    of_expert = 3 * config.hidden_size * config.moe_intermediate_size * head.dtype.itemsize
+    return sum(weight.nbytes for weight in split_module(module)[1]) + head.nbytes - unread * of_expert

@@ -50,6 +50,12 @@ class ProposerSizes:
     max_drafts: int
     cache_dtype: DTypeLike | None = None
 
+    @property
+    def lane(self) -> tuple[int, int]:
+        """The cache group, and the head in it, whose rows keep the most of a sequence."""
+        lanes = [(group, head) for group, sizes in enumerate(self.groups) for head in range(sizes.num_heads)]
+        return max(lanes, key=lambda lane: self.groups[lane[0]].heads.window[lane[1]])
+
 
 @typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
 @jax.tree_util.register_dataclass
@@ -67,6 +73,7 @@ class DraftRows:
       written: [rows, ps], the computed tokens by row and offset, for `history`.
       token_tables: [B, P], the rows of `written`.
       page_size: ps.
+      lane: that of `ProposerSizes`, whose rows `written` has.
     """
 
     slots: Int32[Array, "B"]
@@ -78,6 +85,13 @@ class DraftRows:
     written: Int32[Array, "rows ps"]
     token_tables: Int32[Array, "B P"]
     page_size: int = dataclasses.field(metadata={"static": True})
+    lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    def written_at(self, positions: Int32[Array, "B"]) -> Int32[Array, "B"]:
+        """The computed token at one position of each request; any token where there is none."""
+        entry, offset = jnp.divmod(jnp.maximum(positions, 0), self.page_size)
+        rows = jnp.take_along_axis(self.token_tables, entry[:, None], axis=1)[:, 0]
+        return self.written[jnp.maximum(rows, 0), offset]
 
     def history(self) -> Int32[Array, "B N"]:
         """Tokens of each request by position, N = P·ps; -1 past its end and where its pages were recycled."""
@@ -166,6 +180,7 @@ class ObservedStep:
       last: int32 [R], index among the T tokens of the last one that counts in each row.
       lens: int32 [R], tokens of each sequence now, those sampled by this step included.
       num_drafts: drafts that rows are padded to.
+      lane: that of `ProposerSizes`.
     """
 
     metadata: StepMetadata
@@ -177,6 +192,7 @@ class ObservedStep:
     last: Int32[Array, "R"]
     lens: Int32[Array, "R"]
     num_drafts: int = dataclasses.field(metadata={"static": True})
+    lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     def kept(self, slots: Array) -> Array:
         """Slots in a cache group, -1 where a token does not count: for a cache that only holds accepted tokens."""
@@ -193,10 +209,12 @@ class Proposer:
     Attributes:
       needs_hidden: whether `observe` wants the target's hidden states.
       weights: pytree of arrays that every call gets, and that no step changes.
+      draft_bytes: bytes of them that are read for each draft, from which its cost is estimated.
     """
 
     needs_hidden: bool = False
     weights: Any = ()
+    draft_bytes: int = 0
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
         """Raises ValueError or NotImplementedError if it cannot serve this model in these sizes."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,16 +64,10 @@ def proposer_sizes(config: RunnerConfig, num_layers: int) -> ProposerSizes:
 
 def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState:
     """Makes the state before any step."""
-    group, _ = _token_lane(sizes.groups)
+    group, _ = sizes.lane
     slots = jnp.zeros((sizes.max_num_seqs,), jnp.int32)
     written = jnp.zeros((sizes.groups[group].num_rows, sizes.page_size), jnp.int32)
     return SpeculativeState(slots, jnp.zeros_like(slots), written, proposer.allocate(sizes))
-
-
-def _token_lane(groups: Sequence[GroupSizes]) -> tuple[int, int]:
-    """The cache group and the head in it that keep the most of a sequence."""
-    lanes = [(group, head) for group, sizes in enumerate(groups) for head in range(sizes.num_heads)]
-    return max(lanes, key=lambda lane: groups[lane[0]].heads.window[lane[1]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +122,8 @@ def run_speculative_step(
         raise ValueError("speculate: expected a Speculation, got None")
     proposer, (of_target, of_proposer) = config.speculate.proposer, weights
     step, num_rows, queries = PackedStep.of(config, bucket, packed), bucket.decode_rows, 1 + bucket.num_drafts
-    group, head = _token_lane(proposer_sizes(config, 0).groups)
-    rows = _draft_rows(config, step, state, group, head)
+    group, head = lane = proposer_sizes(config, 0).lane
+    rows = _draft_rows(config, step, state, lane)
     memory, drafts = state.proposer, jnp.zeros((num_rows, 0), jnp.int32)
     if num_rows and bucket.num_drafts:
         drafts, memory = proposer.propose(of_proposer, memory, rows, bucket.num_drafts)
@@ -156,7 +149,7 @@ def run_speculative_step(
     chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
     verified = _verify(chosen[: num_rows * queries].reshape(num_rows, queries), drafts, num_drafts, rows.lens)
     of_prefill = chosen[num_rows * queries :]
-    observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, bucket.num_drafts)
+    observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, lane)
     memory = proposer.observe(of_proposer, memory, observed)
 
     newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
@@ -184,13 +177,14 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
     return rows, [RowTokens([token]) for token in prefill.tolist()]
 
 
-def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, group: int, head: int) -> DraftRows:
+def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, lane: tuple[int, int]) -> DraftRows:
     """The decode rows as the device knows them. A row that reached its end in a step that the host had not read when it
     planned this one is idle."""
     slots = jnp.maximum(step.decode_slots, 0)
     lens = jnp.where((step.decode_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
     sampling = step.sampling_rows()
     of_decode = jax.tree.map(lambda values: values[: lens.shape[0]], sampling)
+    group, head = lane
     table = step.decode_tables[group]
     return DraftRows(
         slots=step.decode_slots,
@@ -202,6 +196,7 @@ def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState,
         written=state.written,
         token_tables=table if table.ndim == 2 else table[:, head],
         page_size=config.page_size,
+        lane=lane,
     )
 
 
@@ -251,7 +246,7 @@ def _observe(
     verified: _Verified,
     of_prefill: Int32[Array, "S"],
     hidden: Float[Array, "T D"] | None,
-    num_drafts: int,
+    lane: tuple[int, int],
 ) -> ObservedStep:
     """What a step did, for the proposer."""
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
@@ -273,7 +268,8 @@ def _observe(
         row_slots=jnp.concatenate([decode_slots, step.prefill_slots]),
         last=jnp.concatenate([rows + verified.accepted, num_decode + jnp.maximum(ends - 1, 0)]),
         lens=jnp.concatenate([verified.lens, step.prefill_kv_lens + 1]),
-        num_drafts=num_drafts,
+        num_drafts=max(verified.tokens.shape[1] - 1, 0),
+        lane=lane,
     )
 
 

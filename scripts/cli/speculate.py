@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
-from models.checkpoints import load_mtp, random_mtp
+from models.checkpoints import load_model, load_mtp, random_mtp
 from models.config import DeepSeekConfig, ModelConfig
-from models.decoder import Decoder
-from models.engine import MTPProposer, NGramProposer, Proposer, Speculation
+from models.decoder import AttentionSettings, Decoder
+from models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
 from scripts.cli.command_line import UsageError, as_usage_error
+from scripts.cli.model import dtype_of
 
 NUM_DRAFTS = 4
 """Drafts of a request in one step, unless the option says otherwise."""
@@ -45,7 +47,12 @@ def _mtp(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -
     return MTPProposer(random_mtp(model) if options.model is None else load_mtp(options.model, model))
 
 
-KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp)}
+def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
+    own = AttentionSettings(implementation=model.settings.implementation)
+    return DraftModelProposer(load_model(Path(option.source), dtype_of(options, model.config), own))
+
+
+KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}
 """By kind, whether it has a source, and how its proposer is made."""
 
 
@@ -53,10 +60,10 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--speculate",
         default="none",
-        metavar="KIND[:N]",
+        metavar="KIND[:DIR][:N]",
         help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3"
-        f" (default: none; N: {NUM_DRAFTS})",
+        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, draft:DIR:N a smaller"
+        f" model of the same vocabulary (default: none; N: {NUM_DRAFTS})",
     )
 
 

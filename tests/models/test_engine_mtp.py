@@ -178,6 +178,17 @@ def test_drafts_follow_from_the_tokens_alone():
         expected.check(row)
 
 
+def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
+    """Two of four experts are chosen; the embedding is no product."""
+    routed = dataclasses.replace(LAYER, first_k_dense_replace=0)
+    mtp = random_mtp(random_model(routed))
+    (module,) = mtp.depths
+    sizes = {".".join(map(str, path)): value.size for path, value in nnx.to_flat_state(nnx.state(module))}
+    experts = sum(size for path, size in sizes.items() if path in ("layer.mlp.gate_up_proj", "layer.mlp.down_proj"))
+    head = routed.hidden_size * VOCAB_SIZE
+    assert MTPProposer(mtp).draft_bytes == 4 * (sum(sizes.values()) - experts // 2 + head)
+
+
 def test_what_cannot_be_is_refused():
     _, mtp = modules()
     two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))

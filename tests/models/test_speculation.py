@@ -13,7 +13,16 @@ import pytest
 
 from models.checkpoints import random_model
 from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, NGramProposer, Proposer, RequestOutput, SamplingParams, Speculation
+from models.engine import (
+    DraftModelProposer,
+    Engine,
+    EngineConfig,
+    NGramProposer,
+    Proposer,
+    RequestOutput,
+    SamplingParams,
+    Speculation,
+)
 from models.engine.runner import Runner, StepResult
 from tests.models import engine_case, test_engine_windows
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
@@ -132,6 +141,53 @@ def test_ngrams_are_found_and_change_no_token():
         outputs = engine.generate(PROMPTS, params)
         assert [output.output_ids for output in outputs] == plain()[params]
         assert totals(outputs)[0] > 0
+
+
+def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
+    """Generates all prompts, twice, so that the second time prefixes are found; returns shares of accepted drafts."""
+    shares = []
+    for params, _ in itertools.product((GREEDY, DRAWN), range(2)):
+        outputs = engine.generate(PROMPTS, params)
+        assert [output.output_ids for output in outputs] == plain(family)[params]
+        drafted, accepted = totals(outputs)
+        shares.append(accepted / drafted)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_rate > 0
+    return shares
+
+
+def test_a_model_that_drafts_for_itself_is_right():
+    """Every draft is accepted, greedy and drawn, so its cache holds what the target's does, wherever a prompt was
+    chunked, found in the prefix cache or computed again, and whatever was rejected for want of room."""
+    engine = make(speculate=Speculation(DraftModelProposer(model()), NUM_DRAFTS, adaptive=False))
+    assert min(expect_drafted(engine)) > 0.99
+
+
+@pytest.mark.slow
+def test_a_draft_model_of_another_family_changes_no_token():
+    """The target's heads have windows, so that the drafts' pages are rows of one head, and some are recycled."""
+    other = random_model(dataclasses.replace(test_engine_windows.CONFIG, windows=None), seed=3)
+    for drafting, least in ((other, 0.3), (model(), 0.0)):
+        speculate = Speculation(DraftModelProposer(drafting), NUM_DRAFTS, adaptive=False)
+        assert min(expect_drafted(make("windows", speculate=speculate), "windows")) >= least
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_ready_after_steps_without_drafts():
+    engine = make(speculate=Speculation(DraftModelProposer(model()), 2))
+    control = engine._scheduler._draft_control
+    assert control is not None
+    steps = itertools.cycle([0, 0, 2, 1, 0, 2, 2])
+    control.num_drafts = lambda requests: next(steps)  # pyrefly: ignore[bad-assignment]
+    assert min(expect_drafted(engine)) > 0.99
+
+
+def test_draft_models_that_do_not_fit_are_refused():
+    with pytest.raises(NotImplementedError, match="draft model: expected layers whose heads all see the same"):
+        DraftModelProposer(model("windows"))
+    smaller = random_model(dataclasses.replace(LATENTS, vocab_size=32), seed=3)
+    with pytest.raises(ValueError, match="draft model: expected the target's vocabulary of 64 tokens, got 32"):
+        make(speculate=Speculation(DraftModelProposer(smaller)))
 
 
 def test_tokens_that_end_a_request_end_it_within_accepted_drafts():

@@ -121,6 +121,8 @@ def test_drafts_are_told_by_position():
         ("ngram", SpeculateOption("ngram", "", 4)),
         ("ngram:7", SpeculateOption("ngram", "", 7)),
         ("mtp:2", SpeculateOption("mtp", "", 2)),
+        ("draft:a/dir", SpeculateOption("draft", "a/dir", 4)),
+        ("draft:C:/dir:2", SpeculateOption("draft", "C:/dir", 2)),
     ],
 )
 def test_values_of_speculate(given, option):
@@ -135,6 +137,8 @@ def test_values_of_speculate(given, option):
         ("ngram:0", "expected 1 to 64 drafts, got '0'"),
         ("ngram:many", "expected 1 to 64 drafts, got 'many'"),
         ("ngram:x:4", "expected ngram or ngram:N, got 'ngram:x:4'"),
+        ("draft:4", "expected draft:DIR or draft:DIR:N, got 'draft:4'"),
+        ("draft:dir:65", "expected 1 to 64 drafts, got '65'"),
     ],
 )
 def test_values_of_speculate_that_are_refused(given, why):
