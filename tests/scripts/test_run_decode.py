@@ -367,6 +367,20 @@ def test_drafts_change_no_token_and_are_reported(run_json, write_ids, golden, ca
     assert max(map(len, table.splitlines())) <= 80
 
 
+@pytest.mark.slow
+def test_drafts_of_a_checkpoints_own_module(run_json, write_ids):
+    golden_fp8 = GOLDEN.parent / "v3-fp8"
+    with np.load(golden_fp8 / "golden.npz") as arrays:
+        wanted = [arrays[f"tokens_{i}"].tolist() for i in range(3)]
+    prompts = json.loads((golden_fp8 / "prompts.json").read_text())[:3]
+    asked = ["--model", str(golden_fp8), *SIZES, "--dtype", "float32", "--max-tokens", 24, "--speculate", "mtp:1"]
+    result = run_json(*asked, *write_ids(prompts), "--verify")
+    assert outputs(result) == wanted
+    assert result["run"]["verified"] is True
+    assert len(result["run"]["drafted"]) == 1
+    assert result["run"]["drafted"][0] > 0
+
+
 def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
     asked = ["--model", GOLDEN, "--page-size", "4", "--num-pages", "26", "--max-tokens", "6"]
     asked += ["--decode-buckets", "1,2", "--prefill-buckets", "16", "--implementation", "reference"]
