@@ -136,7 +136,9 @@ def drafting() -> tuple[Engine, Recorded]:
     model, mtp = modules()
     proposer = Recorded(mtp)
     speculation = Speculation(proposer, NUM_DRAFTS, adaptive=False)
-    return Engine(model, dataclasses.replace(padded(SIZES), speculate=speculation)), proposer
+    engine = Engine(model, dataclasses.replace(padded(SIZES), speculate=speculation))
+    engine.warmup()
+    return engine, proposer
 
 
 @functools.cache
