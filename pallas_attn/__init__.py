@@ -49,4 +49,7 @@ from pallas_attn.explain import explain as explain
 # Kernels of others, lowered once as ours are.
 from pallas_attn.kernel_cache import run_kept as run_kept
 
+# On several devices.
+from pallas_attn import parallel as parallel
+
 __version__ = "0.1.0"

@@ -6,7 +6,8 @@ is called from then on. Whatever decides it is hashed to find it again: operatio
 arrays, every static argument, the card, versions of jax and its plugins, jax's settings, and our own sources.
 
 A file is written beside its name and renamed, so a reader sees a whole one or none. It begins with a digest of the
-rest, so one that is truncated or damaged is written anew.
+rest, so one that is truncated or damaged is written anew. Files that no process has read for `UNUSED_DAYS` are removed
+when another is written: those of versions that are gone.
 
 Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) where that is set.
 `PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 keeps nothing, neither on disk nor in memory.
@@ -22,14 +23,17 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import re
 import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import AxisType
 
 from pallas_attn import device, tuning
 
@@ -40,6 +44,7 @@ CUSTOM_CALLS = ("mosaic_gpu_v2",)
 DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 """Those of jax's settings that what is traced may depend on."""
+UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 1\n"
 
 
@@ -49,8 +54,8 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     That is how operations run their Mosaic kernels; others' take as long to lower. It also makes programs the same in
     each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
 
-    Nothing is kept where kernels are not compiled for one card: in the interpreter, on other platforms, and under a
-    mesh; nor while a tuner decides configurations.
+    Nothing is kept in the interpreter, on other platforms, under a mesh whose axes are part of an array's type
+    (`jax.sharding.AxisType.Explicit`), and while a tuner decides configurations.
 
     Args:
       function: one that a module defines by name; found again by that name and the text of the module's file, but not
@@ -69,7 +74,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     if "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     here = device.current()
-    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_mesh():
+    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
         return function(call)
     leaves, tree = jax.tree.flatten(call)
     is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
@@ -87,8 +92,21 @@ def _enabled() -> bool:
     return os.environ.get(ENVIRONMENT_VARIABLE) != "0"
 
 
-def _has_mesh() -> bool:
-    return not jax.sharding.get_abstract_mesh().empty
+def _has_typed_mesh() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+@contextlib.contextmanager
+def _on_one_device() -> Iterator[None]:
+    """Within it a mesh has one card of the kind that the call is for, in place of several: each lowers the same."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        yield
+        return
+    one = jax.sharding.AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=mesh.abstract_device)
+    none = jax.sharding.AbstractMesh((), ())  # one mesh may not replace another of another size
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
+        yield
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
@@ -204,13 +222,14 @@ def _export(key: _Key) -> export.Exported | LoweringError:
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    jitted.trace(*key.avals)
-    try:
-        return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a new jax raises
-        return LoweringError(f"{type(error).__name__}: {error}")
+    with _on_one_device():
+        jitted.trace(*key.avals)
+        try:
+            return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a new jax raises
+            return LoweringError(f"{type(error).__name__}: {error}")
 
 
 def _file(key: _Key) -> Path | None:
@@ -228,6 +247,8 @@ def _read(file: Path) -> export.Exported | None:
     """What a file holds; None where there is none, or what it holds is damaged."""
     try:
         content = file.read_bytes()
+        with contextlib.suppress(OSError):  # somebody else's folder, which may be read all the same
+            os.utime(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -252,8 +273,19 @@ def _write(file: Path, exported: export.Exported) -> None:
             except BaseException:
                 os.unlink(beside.name)
                 raise
+        _remove_unused(file.parent)
     except OSError as error:
         _warn_once(f"cannot keep kernels in {file.parent}: {error.strerror or error}")
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes files that were neither written nor read lately, if nobody else does so first."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for file in folder.iterdir():
+        is_ours = re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", file.name) is not None
+        with contextlib.suppress(OSError):
+            if is_ours and file.is_file() and file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 @functools.cache

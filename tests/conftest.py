@@ -15,6 +15,9 @@ from tests import faster_interpreter
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# For tests of meshes; all others run on the first.
+jax.config.update("jax_num_cpu_devices", 4)
+
 faster_interpreter.apply()
 
 # Threads of XLA's pool, else as many as there are cores. The warpgroups of an interpreted kernel hold some while they

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_attn
+from pallas_attn import parallel
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions and classes that the package exports; constants and modules have no docstrings of their own."""
-    for name, value in vars(pallas_attn).items():
+    """Functions and classes that the package exports, and its public module defines; constants have no docstrings."""
+    own = {
+        name: value for name, value in vars(parallel).items() if getattr(value, "__module__", "") == parallel.__name__
+    }
+    for name, value in (vars(pallas_attn) | own).items():
         if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
             yield name, value
 
@@ -25,7 +29,7 @@ PUBLIC = dict(public())
 
 
 def test_there_are_public_names() -> None:
-    assert {"paged_decode", "plan_decode", "PagedKV", "explain", "merge_states"} <= set(PUBLIC)
+    assert {"paged_decode", "plan_decode", "PagedKV", "explain", "merge_states", "head_split"} <= set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

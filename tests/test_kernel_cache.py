@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import device, kernel_cache, tuning
+from pallas_attn.portable.varying import call_unvarying
 
 CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
 TRACED: list[str] = []
@@ -144,6 +147,23 @@ def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
     assert not TRACED
 
 
+def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
+    """A kernel that is read stays, and so does a file that is none of ours."""
+    run(Call(X, Y))
+    (read,) = kept.iterdir()
+    unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
+    for file in (unread, half, other):
+        file.touch()
+    long_ago = time.time() - kernel_cache.UNUSED_DAYS * 24 * 3600 - 60
+    for file in kept.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    forget()
+    run(Call(X, Y))
+    run(Call(X, None))
+    assert {read, other} < set(kept.iterdir())
+    assert len(list(kept.iterdir())) == 3
+
+
 def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
@@ -198,6 +218,26 @@ def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
     np.testing.assert_array_equal(twice, jnp.stack([X.T, X.T]) * 2 + 1)
     forget()
     np.testing.assert_array_equal(jax.jit(jax.vmap(each))(X), X * 2 + 1)
+    assert not TRACED
+
+
+def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
+    """Which is the one that a call on one device keeps."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("x")
+    rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
+
+    def call(x: Any) -> Any:
+        return call_unvarying(lambda call: kernel_cache.run_kept(scaled_sum, call)[0], Call(x, None))
+
+    for check_vma in (True, False):
+        run_all = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))
+        np.testing.assert_array_equal(run_all(rows), rows * 2)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(call)(rows[:1]), rows[:1] * 2)
+    assert len(TRACED) == 1
+    forget()
+    np.testing.assert_array_equal(run(Call(rows[:1], None)), rows[:1] * 2)
     assert not TRACED
 
 

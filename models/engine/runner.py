@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,10 @@ class Runner:
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles the buckets that are not yet compiled. On a GPU every compiled one is then run without rows, twice:
-        the first run loads its kernels, the second records them. That comes last, because XLA drops the CUDA graphs of
-        all programs whenever it makes another.
+        """Compiles the buckets that are not yet compiled, each beside the tracing and the compiling of those after it,
+        since XLA spends most of its time on one core. On a GPU every compiled one is then run without rows, twice: the
+        first run loads its kernels, the second records them. That comes last, because XLA drops the CUDA graphs of all
+        programs whenever it makes another.
         """
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
@@ -166,16 +168,21 @@ class Runner:
         began = time.perf_counter()
         last_tokens = self._allocate()
         on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
-        for bucket in new:
-            function = functools.partial(self._function, self._step, self._config, bucket)
-            packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
-            donating = jax.jit(function, donate_argnums=(1, 2))
-            lowered = donating.lower(self._all_weights(), self._caches, last_tokens, packed)
-            self._compiled[bucket] = lowered.compile(gpu_options() if on_gpu else None)
+        options = gpu_options() if on_gpu else None
+        with ThreadPoolExecutor() as threads:
+            compiled = {bucket: threads.submit(self._lower(bucket, last_tokens).compile, options) for bucket in new}
+            self._compiled |= {bucket: program.result() for bucket, program in compiled.items()}
         if on_gpu:
             for bucket in [*self._compiled] * 2:
                 self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
+
+    def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
+        """Traces and lowers the step of a bucket."""
+        function = functools.partial(self._function, self._step, self._config, bucket)
+        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
+        donating = jax.jit(function, donate_argnums=(1, 2))
+        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""

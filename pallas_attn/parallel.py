@@ -1,0 +1,321 @@
+"""Caches and calls on several devices, inside `jax.shard_map`: how arrays are split, and decode over split contexts.
+
+Operations know nothing of devices: inside `jax.shard_map` each works on its device's part. What is split says how.
+
+- *Heads*: `kv_partition(kv, heads="tensor")`; queries, outputs and sinks alike. `head_split` has the rule that numbers
+  of heads obey. Nothing is exchanged. A latent cache has no heads, so each device has all of it.
+- *Sequences*: queries, tables and lengths over an axis. Page ids count the pages of the device they are used on.
+- *Contexts*: `kv_partition(kv, pages="context")`: each device has a share of the pages of every sequence, attends to
+  those, and `decode_over_contexts` merges what they found. All devices get the same tables of the whole cache, in which
+  entry j of a row is a page of device j % n, whose pages are ids i·N/n to (i + 1)·N/n of N. Neighbouring pages being on
+  different devices keeps the shares even at any length.
+
+A plan is one device's: make it inside `jax.shard_map`, from what the operation gets there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.portable.merge import merge_states
+from pallas_attn.types import PAGE_NONE, DecodePlan, PagedKV, PagedLatent
+
+type Axis = str | tuple[str, ...] | None
+"""Mesh axes over which an array's axis is split; None for not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSplit:
+    """Heads of one device of several that share them evenly.
+
+    Attributes:
+      devices: number of devices.
+      q_heads, kv_heads: query and KV heads on each.
+      copies: devices that hold the same KV head; 1 unless there are fewer KV heads than devices.
+
+    Example:
+      >>> pallas_attn.parallel.HeadSplit(devices=8, q_heads=4, kv_heads=1, copies=2).kv_heads_of(5)
+      range(2, 3)
+    """
+
+    devices: int
+    q_heads: int
+    kv_heads: int
+    copies: int
+
+    def kv_heads_of(self, device: int) -> range:
+        """KV heads of a device: those of its query heads."""
+        first = device // self.copies * self.kv_heads
+        return range(first, first + self.kv_heads)
+
+
+def head_split(num_q_heads: int, num_kv_heads: int, devices: int) -> HeadSplit:
+    """Splits heads over devices so that the query heads of each need no KV head of another.
+
+    Raises:
+      ValueError: the devices do not divide the query heads; or neither do they divide the KV heads, nor the KV heads
+        them.
+
+    Example:
+      >>> pallas_attn.parallel.head_split(num_q_heads=32, num_kv_heads=8, devices=4)
+      HeadSplit(devices=4, q_heads=8, kv_heads=2, copies=1)
+    """
+    checks.check_heads(num_q_heads, num_kv_heads)
+    if devices < 1:
+        raise ValueError(f"devices: expected at least 1, got {devices}")
+    if num_q_heads % devices:
+        raise ValueError(f"devices: expected a divisor of {num_q_heads} query heads, got {devices}")
+    if num_kv_heads % devices and devices % num_kv_heads:
+        raise ValueError(f"devices: expected a divisor or a multiple of {num_kv_heads} KV heads, got {devices}")
+    kv_heads = max(1, num_kv_heads // devices)
+    return HeadSplit(devices, num_q_heads // devices, kv_heads, devices * kv_heads // num_kv_heads)
+
+
+def kv_partition(kv: PagedKV, *, pages: Axis = None, heads: Axis = None) -> PagedKV:
+    """`PartitionSpec` of each array of a cache whose pages and KV heads are split over mesh axes.
+
+    Args:
+      kv: the cache, or its shapes.
+      pages, heads: the mesh axes.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(
+      ...     num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.int8, scales="head"
+      ... )
+      >>> kv = jax.eval_shape(lambda: pallas_attn.PagedKV.allocate(spec))
+      >>> specs = pallas_attn.parallel.kv_partition(kv, heads="tensor")
+      >>> tuple(specs.k), tuple(specs.k_scale)
+      ((None, 'tensor'), ('tensor',))
+    """
+
+    return jax.tree.map(lambda x: PartitionSpec(heads) if x.ndim < 3 else PartitionSpec(pages, heads), kv)
+
+
+def latent_partition(cache: PagedLatent, *, pages: Axis = None) -> PagedLatent:
+    """`PartitionSpec` of a latent cache whose pages are split over mesh axes.
+
+    Args:
+      cache: the cache, or its shapes.
+      pages: the mesh axes.
+
+    Example:
+      >>> cache = pallas_attn.PagedLatent(jax.ShapeDtypeStruct((8, 16, 40), jnp.bfloat16))
+      >>> tuple(pallas_attn.parallel.latent_partition(cache, pages="context").pages)
+      ('context',)
+    """
+    return jax.tree.map(lambda _: PartitionSpec(pages), cache)
+
+
+def plan_partition(plan: DecodePlan, axes: Axis) -> DecodePlan:
+    """`PartitionSpec` of plans that each device made for itself, to hand them from one `jax.shard_map` to another.
+
+    Args:
+      plan: one device's plan, or its shapes.
+      axes: the mesh axes over which the plans differ; the arrays of all devices lie one after the other.
+
+    Example:
+      >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
+      >>> pages = jax.ShapeDtypeStruct((6, 2, 16, 8), jnp.float32)
+      >>> plan = pallas_attn.plan_decode(q, pallas_attn.PagedKV(pages, pages), table, jnp.array([40, 7], jnp.int32))
+      >>> tuple(pallas_attn.parallel.plan_partition(plan, "tensor").row_order)
+      ('tensor',)
+    """
+    return jax.tree.map(lambda _: PartitionSpec(axes), plan)
+
+
+# --- contexts
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextPart:
+    """A device's part of the contexts of all rows.
+
+    Attributes:
+      block_tables: int32 [B, P'] or [B, Hkv, P'], of the device's own pages.
+      kv_lens: int32 [B], tokens that those hold.
+
+    Example:
+      >>> pallas_attn.parallel.ContextPart(jnp.array([[3, 1]], jnp.int32), jnp.array([20], jnp.int32)).kv_lens
+      Array([20], dtype=int32)
+    """
+
+    block_tables: Int32[Array, "B *heads P"]
+    kv_lens: Int32[Array, "B"]
+
+
+def context_part(
+    block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
+    kv_lens: Int32[Array, "B"],
+    cache: PagedKV | PagedLatent,
+    *,
+    axis: str,
+) -> ContextPart:
+    """The part of the contexts that lies in this device's pages; inside `jax.shard_map`.
+
+    Args:
+      block_tables: of the whole cache, as this module's description says. An entry whose page is on another device than
+        its own is invisible.
+      kv_lens: tokens each row sees in all.
+      cache: this device's part of the cache.
+      axis: the mesh axis over which pages are split.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> cache = pallas_attn.PagedLatent(jnp.zeros((8, 16, 40)))
+      >>> P = jax.sharding.PartitionSpec
+      >>> def lens(table, lens, cache):
+      ...     return pallas_attn.parallel.context_part(table, lens, cache, axis="context").kv_lens
+      >>> specs = (P(), P(), pallas_attn.parallel.latent_partition(cache, pages="context"))
+      >>> split = jax.shard_map(lens, mesh=mesh, in_specs=specs, out_specs=P("context"))
+      >>> split(jnp.array([[3, 1], [2, 0]], jnp.int32), jnp.array([20, 7], jnp.int32), cache)
+      Array([20,  7], dtype=int32)
+    """
+    block_tables, kv_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens)
+    device, devices = lax.axis_index(axis), lax.axis_size(axis)
+    num_pages = jax.tree.leaves(cache)[0].shape[0]
+    if block_tables.ndim == 3:
+        num_pages *= block_tables.shape[1]  # ids are those of rows
+    *rows, columns = block_tables.shape
+    padding = [(0, 0)] * len(rows) + [(0, -columns % devices)]
+    dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices)
+    own = lax.dynamic_index_in_dim(dealt, device, axis=-1, keepdims=False)
+    kv_lens = checks.bound_lens(kv_lens, columns * cache.page_size)
+    full_pages, tokens = kv_lens // cache.page_size, kv_lens % cache.page_size
+    own_lens = (full_pages + devices - 1 - device) // devices * cache.page_size
+    own_lens += jnp.where(full_pages % devices == device, tokens, 0)
+    return ContextPart(_own_ids(own, num_pages, device), own_lens)
+
+
+def local_slots(slots: Int32[Array, "T"], cache: PagedKV | PagedLatent, *, axis: str) -> Int32[Array, "T"]:
+    """Slots of the whole cache as those of this device's pages, for `write_kv` and `write_latent`; PAGE_NONE, which is
+    not written, for other devices' slots. Inside `jax.shard_map`.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> cache = pallas_attn.PagedLatent(jnp.zeros((8, 16, 40)))
+      >>> P = jax.sharding.PartitionSpec
+      >>> def local(slots, cache):
+      ...     return pallas_attn.parallel.local_slots(slots, cache, axis="context")
+      >>> specs = (P(), pallas_attn.parallel.latent_partition(cache, pages="context"))
+      >>> jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("context"))(jnp.array([5, 130, -1]), cache)
+      Array([ 5, -1, -1], dtype=int32)
+    """
+    (slots,) = checks.int32(slots=slots)
+    num_pages = jax.tree.leaves(cache)[0].shape[0]
+    return _own_ids(slots, num_pages * cache.page_size, lax.axis_index(axis))
+
+
+def _own_ids(ids: Array, count: int, device: Array) -> Array:
+    """Ids of a device's own `count` things, from ids of all devices' things; PAGE_NONE for others'."""
+    own = ids - device * count
+    return jnp.where((ids >= 0) & (own >= 0) & (own < count), own, PAGE_NONE)
+
+
+def decode_over_contexts(
+    decode: Callable[..., Any],
+    queries: Sequence[Float[Array, "B Q Hq D"]],
+    cache: PagedKV | PagedLatent,
+    block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"],
+    kv_lens: Int32[Array, "B"],
+    *,
+    axis: str,
+    q_lens: Int32[Array, "B"] | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "B Q Hq_n D"], Float[Array, "B Q Hq_n"]]:
+    """Decode over a cache whose pages are split over n devices, inside `jax.shard_map`.
+
+    Each device attends to its own pages for all heads. Devices then exchange heads, so that each merges, by the LSE,
+    what all found for Hq / n of them: those that follow a device's number. One exchange carries outputs and LSEs.
+
+    Several queries of a row are rows of their own, since they see different numbers of a device's tokens.
+
+    Args:
+      decode: `paged_decode` or `mla_decode`.
+      queries: its queries, [q] or [q_latent, q_rope], the same on all devices.
+      cache: this device's part.
+      block_tables, kv_lens: of the whole cache, the same on all devices; see `context_part`.
+      axis: the mesh axis over which pages are split.
+      q_lens: as the operation takes them.
+      sinks: learned sinks of all heads; they enter once.
+      options: more of the operation's. A plan is one for B·Q rows of one query each, from `context_part`'s result.
+        With `out_dtype` float32, what is exchanged is float32, too.
+
+    Returns:
+      Output and LSE of the device's heads, as the operation returns them.
+
+    Raises:
+      ValueError: the devices do not divide the heads, or arguments of the operation do not fit each other.
+      NotImplementedError: windows and draft masks, which hide different numbers of tokens on each device.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> kv = pallas_attn.PagedKV(jnp.ones((8, 2, 4, 8)), jnp.ones((8, 2, 4, 8)))
+      >>> def decode(q, kv, block_tables, kv_lens):
+      ...     split = pallas_attn.parallel.decode_over_contexts
+      ...     return split(pallas_attn.paged_decode, [q], kv, block_tables, kv_lens, axis="context")
+      >>> P = jax.sharding.PartitionSpec
+      >>> specs = (P(), pallas_attn.parallel.kv_partition(kv, pages="context"), P(), P())
+      >>> split = jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=P(None, None, "context"))
+      >>> table, kv_lens = jnp.array([[3, 1], [2, 0]], jnp.int32), jnp.array([7, 3], jnp.int32)
+      >>> out, lse = split(jnp.ones((2, 1, 4, 8)), kv, table, kv_lens)
+      >>> out.shape, lse.shape
+      ((2, 1, 4, 8), (2, 1, 4))
+    """
+    for name in ("window", "draft_mask"):
+        if options.get(name) is not None:
+            raise NotImplementedError(f"{name}: hides different numbers of tokens on each device of {axis!r}")
+    devices = lax.axis_size(axis)
+    batch, num_queries, num_heads = queries[0].shape[:3]
+    if num_heads % devices:
+        raise ValueError(f"queries: expected heads that the {devices} devices of {axis!r} divide, got {num_heads}")
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
+    if num_queries > 1:
+        kv_lens = _lens_of_queries(kv_lens, q_lens, num_queries)
+        block_tables = jnp.repeat(block_tables, num_queries, axis=0)
+        queries, q_lens = [q.reshape(batch * num_queries, 1, *q.shape[2:]) for q in queries], None
+    part = context_part(block_tables, kv_lens, cache, axis=axis)
+    if q_lens is not None:
+        options["q_lens"] = q_lens
+    out, lse = decode(*queries, cache, part.block_tables, part.kv_lens, return_lse=True, **options)
+    out, lse = (x.reshape(batch, num_queries, *x.shape[2:]) for x in (out, lse))
+    own_sinks = None
+    if sinks is not None:
+        own_sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (num_heads // devices), num_heads // devices)
+    return merge_states(*_exchange_heads(out, lse, axis), own_sinks)
+
+
+def _lens_of_queries(
+    kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"] | None, num_queries: int
+) -> Int32[Array, "BQ"]:
+    """Tokens that each query sees; 0 for those past q_len."""
+    index = jnp.arange(num_queries, dtype=jnp.int32)[None]
+    real = jnp.full_like(kv_lens, num_queries) if q_lens is None else checks.bound_lens(q_lens, num_queries)
+    lens = kv_lens[:, None] - real[:, None] + index + 1
+    return jnp.where((index < real[:, None]) & (kv_lens[:, None] > 0), jnp.maximum(lens, 0), 0).reshape(-1)
+
+
+def _exchange_heads(
+    out: Float[Array, "B Q Hq D"], lse: Float[Array, "B Q Hq"], axis: str
+) -> tuple[Float[Array, "n B Q Hq_n D"], Float[Array, "n B Q Hq_n"]]:
+    """What all devices found for this device's heads. The LSE travels as more columns of the output, as bits: a second
+    exchange would take as long as the first where there is little to exchange. Bits are integers all the way, since a
+    float that they happen to spell, a NaN say, need not arrive as it was.
+    """
+    devices, width = lax.axis_size(axis), out.shape[-1]
+    bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
+    lse_bits = lax.bitcast_convert_type(lse, bits).reshape(*lse.shape, -1)
+    packed = jnp.concatenate([lax.bitcast_convert_type(out, bits), lse_bits], axis=-1)
+    packed = packed.reshape(*packed.shape[:2], devices, -1, packed.shape[-1])
+    packed = lax.all_to_all(packed, axis, split_axis=2, concat_axis=0)
+    lse_bits = packed[..., width:] if bits.itemsize < 4 else packed[..., width]
+    return lax.bitcast_convert_type(packed[..., :width], out.dtype), lax.bitcast_convert_type(lse_bits, jnp.float32)
