@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,13 +57,14 @@ class DraftingWork:
     page_size: int = 64
     max_batched_tokens: int = 4096
 
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of a request until measuring has ended, whatever is accepted."""
-        return self.new_tokens + (SETTLING_STEPS + 4) * (1 + self.num_drafts)
+    def output_tokens(self, batch: int, context: int) -> int:
+        """Tokens of a request until measuring has ended, whatever is accepted: the first ones get some while later
+        prompts are computed."""
+        prompt_steps = batch * context // max(1, self.max_batched_tokens - batch) + batch
+        return self.new_tokens + (prompt_steps + SETTLING_STEPS + 4) * (1 + self.num_drafts)
 
     def engine_config(self, batch: int, context: int, speculate: Speculation | None) -> EngineConfig:
-        longest = context + self.output_tokens + 1
+        longest = context + self.output_tokens(batch, context) + 1
         return EngineConfig(
             num_pages=batch * -(-longest // self.page_size) + 1,
             page_size=self.page_size,
@@ -121,24 +123,28 @@ def _logits(model: Decoder, x: Array) -> Float32[Array, "n V"]:
 
 def tokens_per_s(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, work: DraftingWork) -> float:
     """Decodes requests side by side; returns their tokens per second while all of them decode."""
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    arrived: Counter[int | str] = Counter()
+    ids = [engine.add_request(prompt, params, on_token=lambda i, *_: arrived.update((i,))) for prompt in prompts]
 
-    def arrived() -> list[int]:
-        return [len(engine.output(i).output_ids) for i in ids]
-
-    while min(arrived()) < 1:
+    def step() -> None:
+        if not engine.has_unfinished:
+            raise RuntimeError(f"requests ended after {dict(arrived)} tokens, before enough steps were measured")
         engine.step()
+
+    while len(arrived) < len(ids):
+        step()
     for _ in range(SETTLING_STEPS):
-        engine.step()
-    before, began = arrived(), time.perf_counter()
-    while max(arrived()) < max(before) + work.new_tokens:
-        engine.step()
-    after, ended = arrived(), time.perf_counter()
+        step()
+    before, began = arrived.copy(), time.perf_counter()
+    while max(arrived.values()) < max(before.values()) + work.new_tokens:
+        step()
+    ended = time.perf_counter()
+    got = arrived.total() - before.total()
     for i in ids:
         engine.abort(i)
     while engine.has_unfinished:
         engine.step()
-    return (sum(after) - sum(before)) / (ended - began)
+    return got / (ended - began)
 
 
 def expected_tokens(rate: float, num_drafts: int) -> float:
@@ -164,10 +170,10 @@ def run(
     model, table = following_model(config, dtype, settings)
     costs, itemsize = Costs.of(model, rates), np.dtype(model.embed_tokens[...].dtype).itemsize
     host_table = np.asarray(table)
-    greedy = SamplingParams(max_tokens=work.output_tokens, ignore_eos=True)
-    drawn = dataclasses.replace(greedy, temperature=1e6)
     for batch in work.batches:
         for context in work.contexts:
+            greedy = SamplingParams(max_tokens=work.output_tokens(batch, context), ignore_eos=True)
+            drawn = dataclasses.replace(greedy, temperature=1e6)
             rng = np.random.default_rng(batch)
             random_text = rng.integers(0, config.vocab_size, (batch, context)).tolist()
             repeating = [follow(host_table, first, context) for first in rng.integers(0, config.vocab_size, batch)]
