@@ -208,7 +208,8 @@ class Proposer:
 
     Attributes:
       needs_hidden: whether `observe` wants the target's hidden states.
-      weights: pytree of arrays that every call gets, and that no step changes.
+      weights: pytree of arrays that every call gets, and that no step changes; the proposer may exchange them between
+        steps for others of the same shapes.
       draft_bytes: bytes of them that are read for each draft, from which its cost is estimated.
     """
 

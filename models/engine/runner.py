@@ -99,7 +99,7 @@ class Runner:
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
-            self._function, self._weights = run_speculative_step, (self._weights, config.speculate.proposer.weights)
+            self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
         self.compile_s = 0.0
         self._caches: Caches = ()
@@ -182,7 +182,7 @@ class Runner:
         function = functools.partial(self._function, self._step, self._config, bucket)
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
         donating = jax.jit(function, donate_argnums=(1, 2))
-        return donating.lower(self._weights, self._caches, last_tokens, packed)
+        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
@@ -201,12 +201,17 @@ class Runner:
         tokens.copy_to_host_async()
         return StepResult(plan, tokens, bucket, logits, self._config.speculate is not None)
 
+    def _all_weights(self) -> Any:
+        """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
+        speculate = self._config.speculate
+        return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
+
     def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
         """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
         packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
-            self._weights, self._caches, last_tokens, packed
+            self._all_weights(), self._caches, last_tokens, packed
         )
         return tokens, logits
 

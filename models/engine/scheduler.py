@@ -247,12 +247,8 @@ class Scheduler:
             if not request.is_prefilling and not self._is_full_length(request, request.num_tokens)
         ]
         wanted = 0 if self._draft_control is None else self._draft_control.num_drafts(decoding)
-        rows = []
-        for request in decoding:
-            num_drafts = self._make_room(request, wanted)
-            if num_drafts is not None:
-                rows.append(self._schedule_row(request, 1, num_drafts))
-        return rows
+        with_room = [request for request in decoding if self._make_room(request)]  # all of it before any drafts'
+        return [self._schedule_row(request, 1, self._draft_room(request, wanted)) for request in with_room]
 
     def _schedule_prefill(self, budget: int) -> list[ScheduledRow]:
         rows = []
@@ -309,28 +305,28 @@ class Scheduler:
         self._running.append(self._waiting.popleft())
         return request
 
-    def _make_room(self, request: Request, wanted: int) -> int | None:
-        """Allocates room for one more token and, if it is free, for drafts after it. For the token, but not for drafts,
-        the youngest running requests are preempted as needed.
-
-        Returns:
-            The number of drafts: `wanted`, fewer near the request's end, or none. None if it gets no row: it was
-            preempted itself, now or to make room for an older one, or has to wait for the pages that its drafts in
-            flight may turn out not to need.
-        """
-        if not request.is_running:
-            return None
-        limit = self._limit(request)
-        least = min(request.num_computed + 1 + request.num_drafts_in_flight, limit - 1)
-        num_drafts = max(min(wanted, limit - request.num_tokens - 1), 0)
-        if num_drafts and self._allocate(request, min(least + num_drafts, limit - 1)):
-            return num_drafts
-        while request.is_running and not self._allocate(request, least):
+    def _make_room(self, request: Request) -> bool:
+        """Allocates room for one more token, preempting the youngest running requests as needed. False if the request
+        was preempted itself, now or to make room for an older one, or has to wait for the pages that its drafts in
+        flight may turn out not to need."""
+        while request.is_running and not self._allocate(request, self._end_of_row(request, 0)):
             if request.num_drafts_in_flight:
-                return None
+                return False
             self._requeue(self._running[-1])
             self._num_preemptions += 1
-        return 0 if request.is_running else None
+        return request.is_running
+
+    def _draft_room(self, request: Request, wanted: int) -> int:
+        """Allocates room for drafts after one more token if it is free: for those wanted, or fewer near the request's
+        end. Returns their number, 0 without room."""
+        num_drafts = max(min(wanted, self._limit(request) - request.num_tokens - 1), 0)
+        return num_drafts if num_drafts and self._allocate(request, self._end_of_row(request, num_drafts)) else 0
+
+    def _end_of_row(self, request: Request, num_drafts: int) -> int:
+        """Tokens that a decode row needs room for, if all drafts in flight are accepted. The last one of a request is
+        never computed."""
+        end = request.num_computed + 1 + request.num_drafts_in_flight + num_drafts
+        return min(end, self._limit(request) - 1)
 
     def _allocate(self, request: Request, end: int) -> bool:
         """Gives a request the rows it lacks to hold `end` tokens; False, and no rows, if too few are free."""

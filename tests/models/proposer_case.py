@@ -42,9 +42,8 @@ class KnowingProposer(Proposer):
 
 def tell(engine: Engine, sequences: Sequence[Sequence[int]], share: float) -> None:
     """Gives an engine's proposer other sequences, or another share of right drafts, and compiles nothing."""
-    runner: Any = engine._runner
-    target, _ = runner._weights
-    runner._weights = (target, _weights(sequences, share))
+    assert engine.config.speculate is not None
+    engine.config.speculate.proposer.weights = _weights(sequences, share)
 
 
 def _weights(sequences: Sequence[Sequence[int]], share: float) -> tuple[Array, Array]:
