@@ -7,9 +7,10 @@ joins that with token i + 2, drafted. Each module is one decoder layer with a la
 and slots as the decoder's: entry i lies where token i does.
 
 Hidden states are taken after the norm that precedes the head: the decoder's after `norm`, a module's after
-`shared_head.norm`. The report leaves that open; DeepSeek's modeling code and SGLang's deepseek_nextn.py do so, and
-vLLM's deepseek_mtp.py since pull requests 45895 and 47448, which found more drafts accepted with it. vLLM alone leaves
-the embedding out of the entry at position 0; here it is like all others, as in SGLang and the report.
+`shared_head.norm`. The report leaves that open. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py return normed
+states, and pull requests vLLM 47448 and ROCm/ATOM 1764 found fewer drafts accepted where a module's own state went
+unnormed into the next draft. vLLM alone leaves the embedding out of the entry at position 0; here it is like all
+others, as in SGLang and the report.
 """
 
 from __future__ import annotations
