@@ -1,6 +1,7 @@
 """run_decode as a person or a program runs it: its results and its messages."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -357,6 +358,35 @@ def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, wri
     assert outputs(alone) == outputs(together)[1:] == [golden["tokens_1"][:6].tolist()]
     assert alone["run"]["implementation"] == {"write_latent": "xla", "mla_decode": "xla"}
     assert alone["run"]["compilations"] == together["run"]["compilations"] == 1
+
+
+def test_drafts_change_no_token_and_are_reported(run_json, write_ids, golden, capsys, tmp_path):
+    asked = [*SMALL, *write_ids(PROMPTS[:3]), "--speculate", "ngram:2", "--plot", tmp_path / "plot.png"]
+    result = run_json(*asked, "--max-tokens", 24, "--verify")
+    assert outputs(result) == [golden[f"tokens_{i}"].tolist() for i in range(3)]
+    run = result["run"]
+    assert (run["verified"], run["speculate"], run["compilations"]) == (True, "ngram:2", 3 + 1 + 2)
+    for kind in ("drafted", "accepted"):
+        by_request = [request[kind] for request in result["requests"]]
+        assert run[kind] == [sum(of_position) for of_position in itertools.zip_longest(*by_request, fillvalue=0)]
+    assert all(accepted <= drafted for accepted, drafted in zip(run["accepted"], run["drafted"], strict=True))
+    table = capsys.readouterr().out
+    assert f"ngram:2, {sum(run['accepted'])} of {sum(run['drafted'])} accepted" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_drafts_of_a_checkpoints_own_module(run_json, write_ids):
+    golden_fp8 = GOLDEN.parent / "v3-fp8"
+    with np.load(golden_fp8 / "golden.npz") as arrays:
+        wanted = [arrays[f"tokens_{i}"].tolist() for i in range(3)]
+    prompts = json.loads((golden_fp8 / "prompts.json").read_text())[:3]
+    asked = ["--model", str(golden_fp8), *SIZES, "--dtype", "float32", "--max-tokens", 24, "--speculate", "mtp:1"]
+    result = run_json(*asked, *write_ids(prompts), "--verify")
+    assert outputs(result) == wanted
+    assert result["run"]["verified"] is True
+    assert len(result["run"]["drafted"]) == 1
+    assert result["run"]["drafted"][0] > 0
 
 
 def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
