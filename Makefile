@@ -13,9 +13,11 @@ endif
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
 
-# Tests spend their time compiling, not running what was compiled. Neighbours compile the same, so a worker gets
-# neighbours. What took how long is printed in part, and kept for every test.
-COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+# Tests spend their time compiling, not running what was compiled; XLA's older emitters take half the time of those
+# that go through MLIR. Neighbours compile the same, so a worker gets neighbours. What took how long is printed in part,
+# and kept for every test.
+COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
+	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
 PYTEST := $(COMPILE_QUICKLY) $(BIN)/python -m pytest $(MEASURED)
 

@@ -33,6 +33,7 @@ from scripts.cli.command_line import (
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.cli.output_files import is_replaced
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
+from scripts.cli.speculate import announce_module, make_speculation
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
@@ -58,14 +59,17 @@ def run(options: argparse.Namespace) -> int:
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
-        config = read_config(options)
+        config = announce_module(options, read_config(options))
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         sizes = _engine_config(options, config, prompts)
         largest_step = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
+        if options.speculate is not None:
+            largest_step = dataclasses.replace(largest_step, decode_queries=1 + options.speculate.num_drafts)
         implementation = implementations(config, _settings(options), largest_step, dtype_of(options, config))
         with display.doing("loading the model"):
             model = load(options, config, _settings(options))
+            sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model))
     engine = _engine(options, model, sizes, prompts, display)
     run_s, stopped = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
@@ -79,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         run_s=run_s,
         implementation=implementation,
         verification=None,
+        speculate=None if options.speculate is None else str(options.speculate),
     )
     try:  # Printing comes last, since the reader may be gone; failures keep back none of the other results.
         try:

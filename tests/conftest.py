@@ -1,5 +1,6 @@
 """JAX as strict as it gets, and the jaxtyping annotations of the library checked at run time."""
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,9 @@ os.environ.setdefault("NPROC", "16")
 _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# Traces and their tables are millions of objects that stay; looking for garbage among them took a tenth of the time.
+gc.set_threshold(50_000, 20, 20)
 
 # Tests change what kernels are traced with: configurations, constants, the number of multiprocessors. Keys of kept
 # kernels know nothing of that, so on a card the second of two variants would be the first once more.

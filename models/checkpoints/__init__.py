@@ -15,5 +15,7 @@ from models.checkpoints.tokenizer import TokenizerError as TokenizerError
 from models.checkpoints.tokenizer import load_tokenizer as load_tokenizer
 from models.checkpoints.weights import count_parameters as count_parameters
 from models.checkpoints.weights import load_model as load_model
+from models.checkpoints.weights import load_mtp as load_mtp
 from models.checkpoints.weights import random_model as random_model
+from models.checkpoints.weights import random_mtp as random_mtp
 from models.checkpoints.weights import save_random_checkpoint as save_random_checkpoint

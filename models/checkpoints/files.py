@@ -32,8 +32,14 @@ _DTYPES = {
 _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
 """Endings of the names of tensors that may be packed as MXFP4."""
 
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Endings of the names of tensors that a multi-token prediction layer shares with the model."""
+
 _HEADER_LIMIT = 100_000_000
 """Largest header that the format allows, in bytes."""
+
+_PIECE = 1 << 24
+"""Bytes of tensors that are compared at a time."""
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
@@ -66,6 +72,13 @@ class StoredTensor:
         """The tensor as stored, mapped and not copied."""
         raw = np.memmap(self.path, np.uint8, "r")[self.start : self.stop]
         return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether two tensors are the same to the bit; compared a piece at a time, since they may be large."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        mine, others = (np.memmap(t.path, np.uint8, "r")[t.start : t.stop] for t in (self, other))
+        return all(np.array_equal(mine[i : i + _PIECE], others[i : i + _PIECE]) for i in range(0, len(mine), _PIECE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +116,8 @@ class Checkpoint:
         """
         bytes_of = {f"{name}{part}" for name in self._packed(wanted) for part in mxfp4.PARTS}
         wanted = self._stored_shapes(wanted)
-        ignored = {name: why for name in self.tensors.keys() - wanted.keys() if (why := self._why_ignored(name))}
+        with_mtp = any(self._is_of_mtp(name) for name in wanted)
+        ignored = {n: why for n in self.tensors.keys() - wanted.keys() if (why := self._why_ignored(n, with_mtp))}
         present = [(name, self.tensors[name]) for name in wanted if name in self.tensors]
         problems = {
             "missing": [name for name in wanted if name not in self.tensors],
@@ -145,11 +159,16 @@ class Checkpoint:
             return self.config.fp8_block is not None and len(tensor.shape) == 2
         return tensor.dtype in _DTYPES and (tensor.dtype == "U8") == of_bytes
 
-    def _why_ignored(self, name: str) -> str | None:
-        last = self.config.num_hidden_layers
-        extra = range(last, last + self.config.num_nextn_predict_layers)
-        if (layer := _LAYER.match(name)) and int(layer[1]) in extra:
-            return "belongs to a multi-token prediction layer"
+    def _is_of_mtp(self, name: str) -> bool:
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) in self.config.mtp_layers
+
+    def _why_ignored(self, name: str, with_mtp: bool) -> str | None:
+        if self._is_of_mtp(name):
+            if not with_mtp:
+                return "belongs to a multi-token prediction layer"
+            if name.endswith(MTP_COPIES):
+                return "is a copy of the model's own"
         if name.endswith(".rotary_emb.inv_freq"):
             return "follows from the rope parameters"
         if name == "lm_head.weight" and self.config.tie_word_embeddings:

@@ -1,9 +1,9 @@
 """Conversion of a checkpoint's tensors to the model's weights, and small random models in their place.
 
-The table `weight_sources` is the whole of it: for every parameter of ours, by its path in the module, the Hugging Face
-tensors it is made of and the change of layout. Projections are transposed to [in, out], gates joined with up
-projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary columns moved
-from pairs to halves (`rope`), gpt-oss's gates from every second column to the first half.
+The tables `weight_sources` and `mtp_sources` are the whole of it: for every parameter of ours, by its path in the
+module, the Hugging Face tensors it is made of and the change of layout. Projections are transposed to [in, out], gates
+joined with up projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary
+columns moved from pairs to halves (`rope`), gpt-oss's gates from every second column to the first half.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from models.checkpoints.files import open_checkpoint
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, with_windows
-from models.decoder import AttentionSettings, Decoder
+from models.checkpoints.files import MTP_COPIES, CheckpointError, open_checkpoint
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, require_mtp, with_windows
+from models.decoder import MTP, AttentionSettings, Decoder, MTPModule
 from models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
@@ -63,21 +63,33 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = _linear("lm_head", *embedding)
     for i in range(config.num_hidden_layers):
+        sources |= _under(f"layers.{i}", _layer(config, i))
+    return sources
+
+
+def mtp_sources(config: DeepSeekConfig) -> dict[str, Source]:
+    """The source of every parameter of multi-token prediction modules, by its dotted path in a list of `MTPModule`."""
+    width, sources = config.hidden_size, {}
+    for k, i in enumerate(config.mtp_layers):
         name = f"model.layers.{i}"
-        layer = {
-            "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
-            "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
-            **_under("self_attn", _attention(config, f"{name}.self_attn")),
-            **_under("mlp", _feed_forward(config, i, f"{name}.mlp")),
+        module = {
+            "enorm.weight": _norm(f"{name}.enorm", width),
+            "hnorm.weight": _norm(f"{name}.hnorm", width),
+            "eh_proj.weight": _linear(f"{name}.eh_proj", width, 2 * width),
+            "norm.weight": _norm(f"{name}.shared_head.norm", width),
+            **_under("layer", _layer(config, i)),
         }
-        sources |= _under(f"layers.{i}", layer)
+        sources |= _under(str(k), module)
     return sources
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint of this model must hold."""
-    sources = weight_sources(config).values()
-    return {name: shape for source in sources for name, shape in source.tensors.items()}
+    return _shapes(weight_sources(config))
+
+
+def _shapes(sources: Mapping[str, Source]) -> dict[str, Shape]:
+    return {name: shape for source in sources.values() for name, shape in source.tensors.items()}
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -87,6 +99,16 @@ def count_parameters(config: ModelConfig) -> int:
 
 def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
     return {f"{prefix}.{path}": source for path, source in sources.items()}
+
+
+def _layer(config: ModelConfig, index: int) -> dict[str, Source]:
+    name = f"model.layers.{index}"
+    return {
+        "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
+        "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        **_under("self_attn", _attention(config, f"{name}.self_attn")),
+        **_under("mlp", _feed_forward(config, index, f"{name}.mlp")),
+    }
 
 
 def _norm(name: str, width: int) -> Source:
@@ -250,7 +272,26 @@ def load_model(
         _log.info("%s is not loaded: it %s", name, why)
     if dtype is None:
         dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
-    return _assemble(config, checkpoint.read, dtype, settings)
+    return _assemble(lambda: Decoder(config, settings, dtype), weight_sources(config), checkpoint.read, dtype)
+
+
+def load_mtp(directory: str | Path, model: Decoder) -> MTP:
+    """Loads a model's multi-token prediction modules from the directory it was loaded from, in its dtype.
+
+    Raises:
+      CheckpointError: as `load_model`; or the embedding or head stored with a module is not the model's.
+      ValueError: the directory is another model's, or announces no modules.
+      NotImplementedError: a family without such modules.
+    """
+    config, checkpoint = require_mtp(model.config), open_checkpoint(directory)
+    if checkpoint.config != config:
+        raise ValueError(f"model: expected the one of {directory}, whose config.json differs from the model's")
+    sources = mtp_sources(config)
+    for name in checkpoint.inspect(checkpoint_shapes(config) | _shapes(sources)):
+        own = "model.embed_tokens.weight" if "embed_tokens" in name or config.tie_word_embeddings else "lm_head.weight"
+        if name.endswith(MTP_COPIES) and not checkpoint.tensors[name].equals(checkpoint.tensors[own]):
+            raise CheckpointError(f"{name}: expected a copy of {own}, which multi-token prediction shares")
+    return _assemble_mtp(model, sources, checkpoint.read)
 
 
 def random_model(
@@ -260,19 +301,42 @@ def random_model(
     settings: AttentionSettings = AttentionSettings(),
 ) -> Decoder:
     """Makes the model that `save_random_checkpoint` writes for this seed."""
-    shapes = checkpoint_shapes(config)
-    return _assemble(config, lambda name: random_tensor(name, shapes[name], seed), dtype, settings)
+    sources = weight_sources(config)
+    return _assemble(lambda: Decoder(config, settings, dtype), sources, _random_reader(sources, seed), dtype)
+
+
+def random_mtp(model: Decoder, seed: int = 0) -> MTP:
+    """Makes the multi-token prediction modules that `save_random_checkpoint` writes for this seed.
+
+    Raises:
+      ValueError, NotImplementedError: the model's configuration announces no such modules.
+    """
+    sources = mtp_sources(require_mtp(model.config))
+    return _assemble_mtp(model, sources, _random_reader(sources, seed))
+
+
+def _random_reader(sources: Mapping[str, Source], seed: int) -> Read:
+    shapes = _shapes(sources)
+    return lambda name: random_tensor(name, shapes[name], seed)
 
 
 def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
-    """Writes a random model as a Hugging Face directory in float32."""
+    """Writes a random model as a Hugging Face directory in float32, with the multi-token prediction modules that its
+    configuration announces."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
     if isinstance(unquantised, GQAConfig):
         unquantised = dataclasses.replace(unquantised, mxfp4_experts=False)
     (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
-    tensors = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
+    shapes = checkpoint_shapes(config)
+    if config.mtp_layers:
+        shapes |= _shapes(mtp_sources(require_mtp(config)))
+    tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    for i in config.mtp_layers:
+        for copy, own in zip(MTP_COPIES, ("model.embed_tokens.weight", head), strict=True):
+            tensors[f"model.layers.{i}{copy}"] = tensors[own]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -292,18 +356,24 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
     return values * np.float32(1.5 * shape[1] ** -0.5)
 
 
-def _assemble(config: ModelConfig, read: Read, dtype: DTypeLike, settings: AttentionSettings) -> Decoder:
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype.name}")
-    model = nnx.eval_shape(lambda: Decoder(config, settings, dtype))
-    graph, state = nnx.split(model)
-    sources = weight_sources(config)
+def _assemble_mtp(model: Decoder, sources: Mapping[str, Source], read: Read) -> MTP:
+    config, settings, dtype = require_mtp(model.config), model.settings, model.embed_tokens[...].dtype
+    make = lambda: nnx.List([MTPModule(config, i, settings, dtype) for i in config.mtp_layers])  # noqa: E731
+    return MTP(model, [*_assemble(make, sources, read, dtype)])
 
-    def make(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
+
+def _assemble[Module: nnx.Module](
+    make: Callable[[], Module], sources: Mapping[str, Source], read: Read, dtype: DTypeLike
+) -> Module:
+    """Makes a module, one parameter at a time, in a dtype of weights."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype: expected float32 or bfloat16, got {jnp.dtype(dtype).name}")
+    graph, state = nnx.split(nnx.eval_shape(make))
+
+    def fill(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
         source = sources[".".join(map(str, path))]
-        kind = np.float32 if source.in_f32 else dtype
+        kind = np.float32 if source.in_f32 else jnp.dtype(dtype)
         packed = source.pack(read(name).astype(kind, copy=False) for name in source.tensors)
         return parameter.replace(jnp.array(packed))
 
-    return nnx.merge(graph, nnx.map_state(make, state))
+    return nnx.merge(graph, nnx.map_state(fill, state))

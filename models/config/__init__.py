@@ -9,6 +9,7 @@ family), `presets` (models by name).
 from models.config.deepseek import DeepSeekConfig as DeepSeekConfig
 from models.config.families import ModelConfig as ModelConfig
 from models.config.families import read_config as read_config
+from models.config.families import require_mtp as require_mtp
 from models.config.families import with_windows as with_windows
 from models.config.gqa import GQAConfig as GQAConfig
 from models.config.presets import GQA_PRESETS as GQA_PRESETS

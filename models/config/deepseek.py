@@ -40,7 +40,7 @@ class DeepSeekConfig:
       eos_token_ids: ids that end a sequence.
       dtype: dtype of the stored checkpoint.
       fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
-      num_nextn_predict_layers: multi-token prediction layers a checkpoint may hold past the last layer; not used.
+      num_nextn_predict_layers: multi-token prediction modules that a checkpoint may hold past the last layer.
     """
 
     model_type: Literal["deepseek_v2", "deepseek_v3"]
@@ -145,6 +145,11 @@ class DeepSeekConfig:
     def windows(self) -> None:
         """None: all heads share one latent and see everything."""
         return None
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices under which a checkpoint may hold multi-token prediction modules."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is dense; the others are mixtures of experts."""

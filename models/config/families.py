@@ -25,6 +25,22 @@ def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
     return dataclasses.replace(config, windows=windows)
 
 
+def require_mtp(config: ModelConfig) -> DeepSeekConfig:
+    """Returns the configuration of a model that has multi-token prediction modules.
+
+    Raises:
+      NotImplementedError: a model of another family.
+      ValueError: it announces no modules, or such as no layer can be made of.
+    """
+    if isinstance(config, GQAConfig):
+        raise NotImplementedError(f"multi-token prediction: a {config.model_type} has no modules for it")
+    if not config.num_nextn_predict_layers:
+        raise ValueError("num_nextn_predict_layers: expected at least 1 for multi-token prediction, got 0")
+    # With the modules' layers for further ones, what is asked of a decoder's layers is asked of theirs.
+    dataclasses.replace(config, num_hidden_layers=config.mtp_layers.stop, num_nextn_predict_layers=0)
+    return config
+
+
 def read_config(config: Json) -> ModelConfig:
     """Reads the contents of a config.json of any family.
 

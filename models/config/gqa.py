@@ -154,9 +154,9 @@ class GQAConfig:
         return self.head_dim**-0.5
 
     @property
-    def num_nextn_predict_layers(self) -> int:
-        """Number of layers past the last one that predict further tokens; these families have none."""
-        return 0
+    def mtp_layers(self) -> range:
+        """Indices of multi-token prediction modules in a checkpoint; these families have none."""
+        return range(self.num_hidden_layers, self.num_hidden_layers)
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is dense; the same for all layers."""

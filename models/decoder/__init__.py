@@ -2,7 +2,8 @@
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
 tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
-then `explain` (the implementations that attention would run on) and `whole_sequence` (a sequence in one forward).
+`mtp` (prediction modules beside the decoder); then `explain` (the implementations that attention would run on) and
+`whole_sequence` (a sequence in one forward).
 """
 
 from models.decoder.caches import Caches as Caches
@@ -12,7 +13,10 @@ from models.decoder.explain import explain_attention as explain_attention
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
 from models.decoder.model import split_model as split_model
+from models.decoder.model import split_module as split_module
 from models.decoder.model import with_settings as with_settings
+from models.decoder.mtp import MTP as MTP
+from models.decoder.mtp import MTPModule as MTPModule
 from models.decoder.settings import AttentionSettings as AttentionSettings
 from models.decoder.step_metadata import GroupTables as GroupTables
 from models.decoder.step_metadata import StepMetadata as StepMetadata

@@ -25,6 +25,7 @@ class StepSizes:
       prefill_tokens, prefill_seqs: new tokens of prefill chunks, and how many sequences they belong to.
       cache_dtype: of latents or keys and values; None for the dtype of the weights.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
+      decode_queries: tokens of a decode row, with its drafts.
     """
 
     num_pages: int
@@ -35,6 +36,11 @@ class StepSizes:
     prefill_seqs: int
     cache_dtype: DTypeLike | None = None
     kv_scales: KVScales | None = None
+    decode_queries: int = 1
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.decode_rows * self.decode_queries
 
 
 def explain_attention(
@@ -55,7 +61,8 @@ def explain_attention(
       ValueError: an implementation that no operation has, or a dtype or size that they refuse.
     """
     if settings.batch_invariant:  # every token is a decode row
-        sizes = dataclasses.replace(sizes, decode_rows=sizes.decode_rows + sizes.prefill_tokens, prefill_tokens=0)
+        rows = sizes.decode_tokens + sizes.prefill_tokens
+        sizes = dataclasses.replace(sizes, decode_rows=rows, decode_queries=1, prefill_tokens=0)
     if isinstance(config, GQAConfig):
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
@@ -106,7 +113,7 @@ class _HeadShapes:
         self._per_head = (config.num_key_value_heads,) if head_wise else ()
 
     def write_kv(self) -> Explanation:
-        config, tokens = self._config, self._sizes.decode_rows + self._sizes.prefill_tokens
+        config, tokens = self._config, self._sizes.decode_tokens + self._sizes.prefill_tokens
         kv = self._heads(tokens, num_heads=config.num_key_value_heads)
         angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
         norm = jax.ShapeDtypeStruct((config.head_dim,), self._dtype) if config.qk_norm else None
@@ -115,18 +122,20 @@ class _HeadShapes:
         return self._explain("write_kv", self._cache, kv, kv, slots, rope=rope, q=self._heads(tokens))
 
     def paged_decode(self) -> Explanation:
-        rows = self._sizes.decode_rows
-        return self._attend("paged_decode", self._heads(rows, 1), self._cache, self._tables(rows), _ints(rows))
+        rows, queries = self._sizes.decode_rows, self._sizes.decode_queries
+        q_lens = {} if queries == 1 else {"q_lens": _ints(rows)}
+        q = self._heads(rows, queries)
+        return self._attend("paged_decode", q, self._cache, self._tables(rows), _ints(rows), **q_lens)
 
     def paged_prefill(self) -> Explanation:
         q, sequences = self._heads(self._sizes.prefill_tokens), self._sizes.prefill_seqs
         lengths = _ints(sequences + 1), _ints(sequences)
         return self._attend("paged_prefill", q, self._cache, self._tables(sequences), *lengths)
 
-    def _attend(self, op: str, *args: object) -> Explanation:
+    def _attend(self, op: str, *args: object, **kwargs: object) -> Explanation:
         config = self._config
         sinks = jax.ShapeDtypeStruct((config.num_attention_heads,), jnp.float32) if config.learned_sinks else None
-        return self._explain(op, *args, window=self._window, sinks=sinks)
+        return self._explain(op, *args, **kwargs, window=self._window, sinks=sinks)
 
     def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
         return explain(op, *args, **kwargs, implementation=self._settings.implementation)
@@ -150,17 +159,27 @@ class _LatentShapes:
         self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
 
     def write_latent(self) -> Explanation:
-        tokens = self._sizes.decode_rows + self._sizes.prefill_tokens
+        tokens = self._sizes.decode_tokens + self._sizes.prefill_tokens
         return self._explain("write_latent", self._cache, self._latent(tokens), _ints(tokens))
 
     def mla_decode(self) -> Explanation:
         config, sizes = self._config, self._sizes
         absorbs_prefill = self._settings.mla == "absorb"
         rows = max(sizes.decode_rows, sizes.prefill_tokens if absorbs_prefill else 0)
-        q_latent = self._array(rows, 1, config.num_attention_heads, config.kv_lora_rank)
-        q_rope = self._array(rows, 1, config.num_attention_heads, config.qk_rope_head_dim)
-        tables = _ints(rows, sizes.table_pages)
-        return self._explain("mla_decode", q_latent, q_rope, self._cache, tables, _ints(rows), sm_scale=config.sm_scale)
+        queries, heads = sizes.decode_queries, config.num_attention_heads
+        q_latent = self._array(rows, queries, heads, config.kv_lora_rank)
+        q_rope = self._array(rows, queries, heads, config.qk_rope_head_dim)
+        q_lens = {} if queries == 1 else {"q_lens": _ints(rows)}
+        return self._explain(
+            "mla_decode",
+            q_latent,
+            q_rope,
+            self._cache,
+            _ints(rows, sizes.table_pages),
+            _ints(rows),
+            **q_lens,
+            sm_scale=config.sm_scale,
+        )
 
     def gather_latent(self) -> Explanation:
         rows = self._sizes.prefill_seqs

@@ -71,7 +71,8 @@ def plan_step(
     Returns:
       A step for each of the model's `cache_groups`.
     """
-    q = jax.ShapeDtypeStruct((metadata.num_decode, 1, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
+    rows = (metadata.decode_kv_lens.shape[0], metadata.decode_queries)
+    q = jax.ShapeDtypeStruct((*rows, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
     windows = [group.window for group in cache_groups(config)]
     steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
     if not metadata.num_decode:
@@ -82,6 +83,7 @@ def plan_step(
             cache,
             step.tables.decode_block_tables,
             metadata.decode_kv_lens,
+            q_lens=metadata.decode_q_lens,
             window=step.window_argument(),
             mode="fixed" if settings.batch_invariant else "balanced",
             implementation=settings.implementation,
@@ -139,17 +141,18 @@ class GQA(nnx.Module):
         outputs = []
         if num_decode:
             out = paged_decode(
-                q[:num_decode, None],
+                q[:num_decode].reshape(-1, metadata.decode_queries, *q.shape[1:]),
                 cache,
                 step.tables.decode_block_tables,
                 metadata.decode_kv_lens,
+                q_lens=metadata.decode_q_lens,
                 sm_scale=self.config.sm_scale,
                 window=window,
                 sinks=sinks,
                 plan=step.plan,
                 implementation=self.settings.implementation,
             )
-            outputs.append(out[:, 0])  # pyrefly: ignore[bad-index]
+            outputs.append(out.reshape(num_decode, *q.shape[1:]))  # pyrefly: ignore[missing-attribute]
         if num_decode < metadata.num_tokens:
             out = paged_prefill(
                 q[num_decode:],

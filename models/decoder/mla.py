@@ -40,18 +40,22 @@ INNER_NORM_EPS = 1e-6
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A run of a step's tokens that attends absorbed, each token a row of its own.
+    """A run of a step's tokens that attends absorbed, in rows of Q tokens of a sequence.
 
     Attributes:
       tokens: indices in the packed step.
-      block_tables: [T, P], page ids.
-      kv_lens: [T], number of tokens that each row sees, itself included; 0 for an idle row.
+      block_tables: [B, P], page ids.
+      kv_lens: [B], number of tokens that each row's last one sees, itself included; 0 for an idle row.
+      q_lens: [B], tokens of each row that are no padding; None for all.
+      queries: Q.
       plan: division of their pages among programs; None until it is made.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
-    block_tables: Int32[Array, "T P"]
-    kv_lens: Int32[Array, "T"]
+    block_tables: Int32[Array, "B P"]
+    kv_lens: Int32[Array, "B"]
+    q_lens: Int32[Array, "B"] | None = None
+    queries: int = dataclasses.field(default=1, metadata={"static": True})
     plan: DecodePlan | None = None
 
 
@@ -89,11 +93,16 @@ def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"])
 
 def _decode_rows(metadata: StepMetadata) -> Rows:
     tokens = slice(0, metadata.num_decode)
-    return Rows(tokens, metadata.of_group(0).decode_block_tables, metadata.decode_kv_lens)
+    tables = metadata.of_group(0).decode_block_tables
+    return Rows(tokens, tables, metadata.decode_kv_lens, metadata.decode_q_lens, metadata.decode_queries)
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
     """Decode rows as chunks of one token. An idle row keeps its place among the tokens, so it attends to itself."""
+    if metadata.decode_queries > 1:
+        raise NotImplementedError(
+            "mla: expanded decode rows take one token each, without drafts; mla auto or absorb takes several"
+        )
     offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
     kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
     return Chunks(slice(0, metadata.num_decode), metadata.of_group(0).decode_block_tables, offsets, kv_lens)
@@ -128,7 +137,7 @@ def plan_rows(
             return part
         rows, heads = part.kv_lens.shape[0], config.num_attention_heads
         q_latent, q_rope = (
-            jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.dtype(dtype))
+            jax.ShapeDtypeStruct((rows, part.queries, heads, width), jnp.dtype(dtype))
             for width in (config.kv_lora_rank, config.qk_rope_head_dim)
         )
         plan = plan_decode(
@@ -136,6 +145,7 @@ def plan_rows(
             cache,
             part.block_tables,
             part.kv_lens,
+            q_lens=part.q_lens,
             mode="fixed" if settings.batch_invariant else "balanced",
             implementation=settings.implementation,
         )
@@ -201,17 +211,22 @@ class MLA(nnx.Module):
     def _absorbed(
         self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Rows
     ) -> Float[Array, "T Hq v"]:
+        q_latent, q_rope = (
+            q.reshape(-1, part.queries, *q.shape[1:]) for q in (_per_head(q_nope, self.w_uk[...]), q_rope)
+        )
         out = mla_decode(
-            _per_head(q_nope, self.w_uk[...])[:, None],
-            q_rope[:, None],
+            q_latent,
+            q_rope,
             cache,
             part.block_tables,
             part.kv_lens,
+            q_lens=part.q_lens,
             sm_scale=self.config.sm_scale,
             plan=part.plan,
             implementation=self.settings.implementation,
         )
-        return _per_head(out[:, 0], self.w_uv[...].swapaxes(1, 2))  # pyrefly: ignore[bad-index]
+        out = out.reshape(-1, *out.shape[2:])  # pyrefly: ignore[missing-attribute]
+        return _per_head(out, self.w_uv[...].swapaxes(1, 2))
 
     def _expanded(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,18 @@ from pallas_attn import CacheSpec, PagedKV, PagedLatent
 type AttentionStep = list[Part] | GQAStep
 """Metadata and plans of a step that a family's attention takes, the same for all layers of a cache group."""
 
-type Step = Callable[[Any, Int32[Array, "T"], Caches, StepMetadata], tuple[Float32[Array, "n V"], Caches]]
-"""(weights, tokens, caches, metadata) -> (logits, caches)."""
+
+@runtime_checkable
+class Step(Protocol):
+    """(weights, tokens, caches, metadata) -> (logits, caches), as `Decoder.__call__`; with return_hidden, what
+    `Decoder.with_hidden` returns."""
+
+    @overload
+    def __call__(self, weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata) -> tuple[Array, Caches]: ...
+    @overload
+    def __call__(
+        self, weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata, *, return_hidden: Literal[True]
+    ) -> tuple[Array, Caches, Array]: ...
 
 
 class DecoderLayer(nnx.Module):
@@ -90,6 +100,22 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: shapes that do not fit each other.
         """
+        x, caches = self._apply_layers(tokens, caches, metadata)
+        return self._logits(self.norm(x[metadata.logit_rows])), caches
+
+    def with_hidden(
+        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
+    ) -> tuple[Float32[Array, "n V"], Caches, Float[Array, "T D"]]:
+        """Runs the step, and returns every token's hidden state after the final norm as well: what the logits are made
+        of, and what `mtp` predicts from."""
+        x, caches = self._apply_layers(tokens, caches, metadata)
+        hidden = self.norm(x)
+        return self._logits(hidden[metadata.logit_rows]), caches, hidden
+
+    def _apply_layers(
+        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
+    ) -> tuple[Float[Array, "T D"], Caches]:
+        """Embeds the tokens and applies all layers; the final norm is left to do."""
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
         if tokens.shape != metadata.positions.shape:
@@ -101,18 +127,16 @@ class Decoder(nnx.Module):
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
         groups = {layer: i for i, group in enumerate(cache_groups(self.config)) for layer in group.layers}
-        # Made anew for each call, since a trace depends on implementations and tunings, which may change between calls.
-        apply_layer = jax.jit(functools.partial(_apply_layer), static_argnums=0)
+        apply_layer = layer_function()
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             slots, step = metadata.of_group(groups[index]).slots, steps[groups[index]]
             x, cache = apply_layer(*nnx.split(layer), x, rope, cache, slots, step)
             written.append(cache)
-        return self._logits(self.norm(x[metadata.logit_rows])), tuple(written)
+        return x, tuple(written)
 
     def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        weight = self.embed_tokens[...].T if self.lm_head is None else self.lm_head.weight[...]
-        return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return vocabulary_logits(x, self.embed_tokens, self.lm_head)
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
@@ -167,6 +191,18 @@ def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike) -> Callable
     return MoE(config, dtype) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype)
 
 
+def vocabulary_logits(x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None) -> Float32[Array, "n V"]:
+    """Products with every token's output embedding: the head's, or the input's where the two are tied."""
+    weight = embed_tokens[...].T if lm_head is None else lm_head.weight[...]
+    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def layer_function() -> Callable[..., tuple[Array, Any]]:
+    """`_apply_layer`, jitted: made anew for each trace, which depends on implementations and tunings, and these may
+    change between calls."""
+    return jax.jit(functools.partial(_apply_layer), static_argnums=0)
+
+
 def _apply_layer(
     graph: Any,
     state: Any,
@@ -181,15 +217,24 @@ def _apply_layer(
     return nnx.merge(graph, state)(x, rope, cache, slots, step)
 
 
-def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
-    """Splits the model into a pure function and its weights, to be jitted: `jax.jit(step, donate_argnums=2)`.
+def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:
+    """Splits a module into its weights and a function that makes a module of weights, to be called within jit.
 
     The weights are a flat list, since that passes fastest through a jitted call.
     """
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(module)
     weights, structure = jax.tree.flatten(state)
+    return lambda weights: nnx.merge(graph, jax.tree.unflatten(structure, weights)), weights
 
-    def step(weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata) -> tuple[Array, Caches]:
-        return nnx.merge(graph, jax.tree.unflatten(structure, weights))(tokens, caches, metadata)
 
-    return step, weights
+def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
+    """Splits the model into a pure function and its weights, to be jitted: `jax.jit(step, donate_argnums=2)`."""
+    rebuild, weights = split_module(model)
+
+    def step(
+        weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata, *, return_hidden: bool = False
+    ) -> tuple[Any, ...]:
+        whole = rebuild(weights)
+        return (whole.with_hidden if return_hidden else whole)(tokens, caches, metadata)
+
+    return cast(Step, step), weights

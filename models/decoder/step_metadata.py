@@ -33,15 +33,18 @@ class GroupTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """Places of a step's T packed tokens: first Bd decode tokens (one a sequence), then the prefill tokens.
+    """Places of a step's T packed tokens: first Bd rows of Q decode tokens, then the prefill tokens.
 
-    Sizes are static and determine the compiled program: Bd rows of decode attention, T - Bd prefill tokens of at most S
-    sequences. Either part may be empty. All arrays int32.
+    A decode row is a sequence's newest token or, with Q > 1, its newest token and the drafts after it, padded to Q.
+    Sizes are static and determine the compiled program: Bd rows of decode attention, T - Bd·Q prefill tokens of at most
+    S sequences. Either part may be empty. All arrays int32.
 
     Attributes:
       positions: [T], of each token in its sequence. Padding takes 0.
       groups: tables and slots of each of the model's cache groups; a single one serves all of them.
       decode_kv_lens: [Bd], tokens of each sequence, this step's included; 0 for an idle row.
+      decode_q_lens: [Bd], tokens of each decode row that are no padding, at most Q; None for all.
+      decode_queries: Q.
       cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, from 0 (not from Bd). Prefill tokens at or
         past its last entry are padding.
       prefill_kv_lens: [S], tokens of each sequence, this step's included; 0 for an idle row.
@@ -54,17 +57,19 @@ class StepMetadata:
     cu_q_lens: Int32[Array, "S+1"]
     prefill_kv_lens: Int32[Array, "S"]
     logit_rows: Int32[Array, "n"]
+    decode_q_lens: Int32[Array, "Bd"] | None = None
+    decode_queries: int = dataclasses.field(default=1, metadata={"static": True})
 
     def of_group(self, group: int) -> GroupTables:
         """Tables and slots of a cache group."""
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def as_decode_rows(self) -> StepMetadata:
-        """Makes every prefill token a decode row of its own, which sees its sequence up to itself."""
-        index = jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
+        """Makes every token a decode row of its own, which sees its sequence up to itself."""
+        metadata, index = self._one_query_a_row(), jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
         ends = self.cu_q_lens[1:]
         if not index.size:
-            return self
+            return metadata
         sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
         kv_lens = jnp.where(index < ends[-1], self.positions[self.num_decode :] + 1, 0)
         sequence = jnp.minimum(sequence, ends.shape[0] - 1)
@@ -76,11 +81,30 @@ class StepMetadata:
             )
 
         return dataclasses.replace(
-            self,
-            groups=tuple(map(rows, self.groups)),
-            decode_kv_lens=jnp.concatenate([self.decode_kv_lens, kv_lens]),
+            metadata,
+            groups=tuple(map(rows, metadata.groups)),
+            decode_kv_lens=jnp.concatenate([metadata.decode_kv_lens, kv_lens]),
             cu_q_lens=self.cu_q_lens[:1],
             prefill_kv_lens=self.prefill_kv_lens[:0],
+        )
+
+    def _one_query_a_row(self) -> StepMetadata:
+        """Splits decode rows of several queries into rows of one."""
+        queries = self.decode_queries
+        if queries == 1:
+            return self
+        query = jnp.arange(self.num_decode, dtype=jnp.int32) % queries
+        q_lens = jnp.full_like(self.decode_kv_lens, queries) if self.decode_q_lens is None else self.decode_q_lens
+        q_lens, kv_lens = jnp.repeat(q_lens, queries), jnp.repeat(self.decode_kv_lens, queries)
+        return dataclasses.replace(
+            self,
+            groups=tuple(
+                dataclasses.replace(group, decode_block_tables=jnp.repeat(group.decode_block_tables, queries, axis=0))
+                for group in self.groups
+            ),
+            decode_kv_lens=jnp.where((query < q_lens) & (kv_lens > 0), kv_lens - q_lens + query + 1, 0),
+            decode_q_lens=None,
+            decode_queries=1,
         )
 
     def check(self) -> None:
@@ -99,5 +123,5 @@ class StepMetadata:
 
     @property
     def num_decode(self) -> int:
-        """Bd: rows of decode attention, idle ones included."""
-        return self.decode_kv_lens.shape[0]
+        """Tokens of the decode rows: Bd·Q, idle rows and padding included."""
+        return self.decode_kv_lens.shape[0] * self.decode_queries

@@ -2,14 +2,24 @@
 
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
 `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
-and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again).
+and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again). Drafts:
+`proposer` (the interface), `speculative_step` (a step that verifies them), `draft_control` (how many), `ngram`,
+`draft_model` and `mtp` (proposers).
 """
 
 from models.engine.config import EngineConfig as EngineConfig
+from models.engine.draft_model import DraftModelProposer as DraftModelProposer
 from models.engine.engine import Engine as Engine
+from models.engine.mtp import MTPProposer as MTPProposer
+from models.engine.ngram import NGramProposer as NGramProposer
 from models.engine.outputs import EngineStats as EngineStats
 from models.engine.outputs import RequestOutput as RequestOutput
 from models.engine.outputs import StepRecord as StepRecord
+from models.engine.proposer import DraftRows as DraftRows
+from models.engine.proposer import ObservedStep as ObservedStep
+from models.engine.proposer import Proposer as Proposer
+from models.engine.proposer import ProposerSizes as ProposerSizes
+from models.engine.proposer import Speculation as Speculation
 from models.engine.request import SamplingParams as SamplingParams
 from models.engine.verify import Decoded as Decoded
 from models.engine.verify import Difference as Difference

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from models.decoder import KVScales, StepSizes
 from models.engine.group_sizes import GroupSizes
+from models.engine.proposer import Speculation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class EngineConfig:
         however its prompt is cut, found in the cache or computed again. Every step then has one shape, that of the
         largest, and prompts attend token by token, both of which cost time. Bits do depend on the sizes here, but for
         num_pages.
+      speculate: what proposes drafts, and how many a step verifies; None for plain decoding. Drafts change no token,
+        and are not counted in max_batched_tokens.
       history: finished requests, and steps, whose records are kept: the newest; None for all of them.
 
     Raises:
@@ -56,8 +59,11 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     batch_invariant: bool = False
     history: int | None = 1024
+    speculate: Speculation | None = None
 
     def __post_init__(self) -> None:
+        if self.speculate is not None and not isinstance(self.speculate, Speculation):
+            raise ValueError(f"speculate: expected a Speculation or None, got {self.speculate!r}")
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -102,6 +108,7 @@ class EngineConfig:
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
             groups=groups,
+            speculate=self.speculate,
         )
 
     @property
@@ -124,11 +131,13 @@ class Bucket:
       decode_rows: Bd, decode tokens with padding.
       prefill_tokens: prefill tokens with padding.
       all_logits: whether the logits of every prefill token are computed and returned, not only of those that sample.
+      num_drafts: drafts of each decode row, with padding.
     """
 
     decode_rows: int
     prefill_tokens: int
     all_logits: bool = False
+    num_drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +154,7 @@ class RunnerConfig:
       kv_scales: static scales of quantised keys and values; None for one a token and head.
       groups: the model's cache groups; None for one, of all layers and with tables of page ids.
       batch_invariant: whether all steps are one bucket, in which a row has the same bits in any company.
+      speculate: policy of speculative decoding; None for decode rows of one token.
     """
 
     num_pages: int
@@ -158,6 +168,12 @@ class RunnerConfig:
     kv_scales: KVScales | None = None
     groups: tuple[GroupSizes, ...] | None = None
     batch_invariant: bool = False
+    speculate: Speculation | None = None
+
+    @property
+    def draft_buckets(self) -> tuple[int, ...]:
+        """Numbers of drafts that decode rows are padded to, ascending."""
+        return (0,) if self.speculate is None else self.speculate.draft_buckets
 
     @property
     def largest_step(self) -> StepSizes:
@@ -171,6 +187,7 @@ class RunnerConfig:
             prefill_seqs=self.max_prefill_seqs,
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
+            decode_queries=1 + self.draft_buckets[-1],
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:

@@ -17,8 +17,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from models.decoder import Decoder
+from models.config import DeepSeekConfig
+from models.decoder import Decoder, split_model
 from models.engine.config import EngineConfig
+from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
 from models.engine.request import NONFINITE, FinishReason, Request, SamplingParams, as_integers
@@ -91,6 +93,8 @@ class _Tracked:
             refusal=self.refusal,
             ttft_s=times[0] - self.added_s if times else None,
             itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],
+            drafted=self.request.drafted,
+            accepted=self.request.accepted,
         )
 
 
@@ -126,7 +130,7 @@ class Engine:
 
         Raises:
           ValueError: max_model_len is more than the model was made for, or less than 2.
-          NotImplementedError: batch_invariant, for a model whose settings rule it out.
+          NotImplementedError: batch_invariant or speculate, for a model whose settings rule it out.
         """
         limit = model.config.max_position_embeddings
         max_model_len = limit if config.max_model_len is None else config.max_model_len
@@ -162,6 +166,7 @@ class Engine:
             max_model_len=max_model_len,
             chunked_prefill=config.chunked_prefill,
             eos_token_ids=model.config.eos_token_ids,
+            draft_control=_draft_control(model, config),
         )
         self._tracked: dict[RequestId, _Tracked] = {}  # in order of arrival
         self._ids = itertools.count()
@@ -335,6 +340,8 @@ class Engine:
         return EngineStats(
             steps=tuple(self._records),
             num_steps=totals.steps,
+            drafted_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
             prefill_tokens=totals.prefill_tokens,
             decode_tokens=totals.decode_tokens,
             prefill_tokens_per_s=totals.prefill_tokens / totals.prefill_s if totals.prefill_s else 0.0,
@@ -456,33 +463,37 @@ class Engine:
 
     def _collect(self, step: _Launched) -> list[RequestId]:
         plan = step.result.plan
-        tokens = step.result.sampled()
+        rows = step.result.sampled()
         if step.result.logits is not None:
             self._keep_logits(plan, np.asarray(step.result.logits))
         now = self._now()
-        progressed = []
-        for request, token in self._scheduler.retire(plan, tokens):
+        progressed: dict[RequestId, None] = {}
+        continued = self._scheduler.retire(plan, rows)
+        for request, token in continued:
             tracked = self._tracked[request.request_id]
             if token != NONFINITE:
                 tracked.token_times.append(now)
-                progressed.append(request.request_id)
+                progressed[request.request_id] = None
             if tracked.on_token is not None:
                 self._untold.append(tracked)
+        for request in dict.fromkeys(request for request, _ in continued):
             if request.is_finished:
-                self._retain(tracked)
+                self._retain(self._tracked[request.request_id])
         ended = self._records[-1].ended_s + self._made_s if self._records else 0.0
         record = StepRecord(
             ended_s=now - self._made_s,
             duration_s=now - max(ended, step.planned_s),
             prefill_tokens=sum(row.num_tokens for row in plan.prefill),
-            decode_tokens=len(plan.decode),
+            decode_tokens=sum(len(row.tokens) for row in rows[: len(plan.decode)]),
             cached_tokens=step.cached_tokens,
             used_pages=self._pages(step.used_rows),
             used_rows=step.used_rows,
+            drafted_tokens=sum(row.drafted for row in rows),
+            accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
         )
         self._records.append(record)
         self._totals = self._totals.plus(record)
-        return progressed
+        return [*progressed]
 
     def _keep_logits(self, plan: StepPlan, logits: np.ndarray) -> None:
         end = 0
@@ -499,3 +510,21 @@ class Engine:
 
     def _no_logits(self, tracked: _Tracked) -> np.ndarray:
         return np.full((len(tracked.request.prompt_ids), self._vocab_size), np.nan, np.float32)
+
+
+def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
+    """Makes the control of the number of drafts, for a model's weights; None without speculation."""
+    if config.speculate is None:
+        return None
+    sizes, (_, weights) = model.config, split_model(model)
+    itemsize = model.embed_tokens[...].dtype.itemsize
+    if isinstance(sizes, DeepSeekConfig):
+        layers, experts, width = sizes.num_moe_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
+    else:
+        layers, experts, width = sizes.num_hidden_layers, sizes.num_local_experts, sizes.intermediate_size
+    routed = layers * experts * 3 * sizes.hidden_size * width * itemsize
+    embedding = 0 if sizes.tie_word_embeddings else model.embed_tokens[...].nbytes
+    dense = sum(weight.nbytes for weight in weights) - embedding - routed
+    share = sizes.num_experts_per_tok / experts if experts else 0.0
+    cost = step_cost(dense, routed, share, itemsize)
+    return DraftControl(config.speculate.draft_buckets, cost, config.speculate.proposer.draft_bytes)

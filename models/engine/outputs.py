@@ -22,7 +22,8 @@ class RequestOutput:
         or None while it runs.
       refusal: why it was refused, else None.
       ttft_s: seconds from `add_request` to the first token, None before.
-      itl_s: seconds between consecutive tokens.
+      itl_s: seconds between consecutive tokens; 0 between those that one step gave.
+      drafted, accepted: by position after the newest token, steps that verified a draft there, and that accepted it.
     """
 
     request_id: RequestId
@@ -33,6 +34,8 @@ class RequestOutput:
     refusal: str | None
     ttft_s: float | None
     itl_s: list[float]
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,12 @@ class StepRecord:
     Attributes:
       ended_s: seconds since the engine was made.
       duration_s: since the step before it ended, or since it was planned if that was later.
-      prefill_tokens, decode_tokens: numbers of computed tokens.
+      prefill_tokens: computed tokens of prompts.
+      decode_tokens: tokens that decode rows got: one each, and the accepted drafts.
       cached_tokens: prompt tokens of requests admitted by this step that were not computed, being cached.
       used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
       used_rows: rows that belonged to requests in each cache group, counted as in `GroupStats`.
+      drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.
     """
 
     ended_s: float
@@ -55,6 +60,8 @@ class StepRecord:
     cached_tokens: int
     used_pages: int
     used_rows: tuple[int, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +88,9 @@ class Totals:
 
     Attributes:
       steps: number of steps.
-      prefill_tokens, decode_tokens: numbers of computed tokens.
+      prefill_tokens, decode_tokens: as in `StepRecord`.
       prefill_s, decode_s: seconds these took.
+      drafted_tokens, accepted_tokens: as in `StepRecord`.
     """
 
     steps: int = 0
@@ -90,16 +98,21 @@ class Totals:
     decode_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def plus(self, step: StepRecord) -> Totals:
-        """Adds a step."""
+        """Adds a step. One whose rows had all come to their ends before, as drafts make possible, counts as decode."""
         tokens = step.prefill_tokens + step.decode_tokens
+        of_prefill = step.duration_s * step.prefill_tokens / tokens if tokens else 0.0
         return Totals(
             self.steps + 1,
             self.prefill_tokens + step.prefill_tokens,
             self.decode_tokens + step.decode_tokens,
-            self.prefill_s + step.duration_s * step.prefill_tokens / tokens,
-            self.decode_s + step.duration_s * step.decode_tokens / tokens,
+            self.prefill_s + of_prefill,
+            self.decode_s + step.duration_s - of_prefill,
+            self.drafted_tokens + step.drafted_tokens,
+            self.accepted_tokens + step.accepted_tokens,
         )
 
 
@@ -109,7 +122,7 @@ class EngineStats:
 
     Attributes:
       steps: records of the newest `EngineConfig.history` steps.
-      prefill_tokens, decode_tokens: numbers of computed tokens.
+      prefill_tokens, decode_tokens: as in `StepRecord`.
       prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
       prefix_hit_rate: prompt tokens found in the prefix cache when their requests were first admitted, of all that
         were looked up then; 0 without any.
@@ -120,6 +133,7 @@ class EngineStats:
       cache_bytes: bytes of all layers' caches.
       groups: statistics of every cache group.
       num_steps: number of all steps.
+      drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.
     """
 
     steps: tuple[StepRecord, ...]
@@ -137,3 +151,5 @@ class EngineStats:
     cache_bytes: int
     groups: tuple[GroupStats, ...] = ()
     num_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -28,19 +28,26 @@ class PackedStep:
     Attributes:
       decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones. Tables here and below
         are one for each cache group.
+      decode_limits, decode_drafts: tokens that each sequence can have in the end, and drafts that there are pages for.
+        These two and `prefill_next` are empty without speculation; with it, the device knows the length of a decode
+        row, and `decode_kv_lens` has the least that it can be.
       prefill_ids, cu_q_lens, prefill_kv_lens, prefill_tables: tokens and their sequences.
       prefill_slots: where to keep the token sampled at the end of each prefill row; -1 if none is.
+      prefill_next: the prompt's token after each prefill row; -1 if it is sampled.
       temperature, top_k, top_p, seed: of decode rows, then of prefill rows; floats and seeds by their bits.
     """
 
     decode_slots: Any
     decode_kv_lens: Any
     decode_tables: Any
+    decode_limits: Any
+    decode_drafts: Any
     prefill_ids: Any
     cu_q_lens: Any
     prefill_kv_lens: Any
     prefill_tables: Any
     prefill_slots: Any
+    prefill_next: Any
     temperature: Any
     top_k: Any
     top_p: Any
@@ -50,16 +57,19 @@ class PackedStep:
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
         """Shape of each field; a tuple of shapes for fields that every cache group has one of."""
         decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
-        rows = (decode + prefill,)
+        rows, speculates = (decode + prefill,), config.speculate is not None
         return {
             "decode_slots": (decode,),
             "decode_kv_lens": (decode,),
             "decode_tables": config.table_shapes(decode),
+            "decode_limits": (decode if speculates else 0,),
+            "decode_drafts": (decode if speculates else 0,),
             "prefill_ids": (bucket.prefill_tokens,),
             "cu_q_lens": (prefill + 1,),
             "prefill_kv_lens": (prefill,),
             "prefill_tables": config.table_shapes(prefill),
             "prefill_slots": (prefill,),
+            "prefill_next": (prefill if speculates else 0,),
             "temperature": rows,
             "top_k": rows,
             "top_p": rows,
@@ -96,6 +106,8 @@ class PackedStep:
             of_prefill[: len(plan.prefill)] = tables[num_decode:].reshape(-1, *of_prefill.shape[1:])
         for i, row in enumerate(plan.decode):
             step.decode_slots[i], step.decode_kv_lens[i] = row.slot, row.start + 1
+            if config.speculate is not None:
+                step.decode_limits[i], step.decode_drafts[i] = row.limit, row.num_drafts
             step._set_sampling(i, row)
         end = 0
         for i, row in enumerate(plan.prefill):
@@ -104,6 +116,8 @@ class PackedStep:
             step.cu_q_lens[i + 1 :] = end
             step.prefill_kv_lens[i] = row.start + row.num_tokens
             step.prefill_slots[i] = row.slot if row.samples else PAGE_NONE
+            if config.speculate is not None:
+                step.prefill_next[i] = -1 if row.samples else row.request.token_ids[row.start + row.num_tokens]
             step._set_sampling(bucket.decode_rows + i, row)
         return packed
 
@@ -125,14 +139,25 @@ class PackedStep:
             position=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
         )
 
-    def metadata(self, page_size: int, logit_rows: Int32[Array, "n"]) -> StepMetadata:
-        """Computes positions, and slots in every cache group, of all tokens on the device."""
-        parts = self._parts()
-        positions = [token_positions(cu, lens, length=length) for cu, lens, length in parts.values()]
+    def metadata(
+        self, page_size: int, logit_rows: Int32[Array, "n"], drafting: StepMetadata | None = None
+    ) -> StepMetadata:
+        """Computes positions, and slots in every cache group, of all tokens on the device.
+
+        Args:
+          page_size: tokens of a page.
+          logit_rows: as `StepMetadata` has them.
+          drafting: metadata of the decode rows with drafts, in place of rows of one token.
+        """
+        parts, begun = self._parts(), () if drafting is None else (drafting.positions,)
+        if drafting is not None:
+            del parts["decode"]
+        positions = [*begun, *(token_positions(cu, lens, length=length) for cu, lens, length in parts.values())]
         groups = []
-        for of_decode, of_prefill in zip(self.decode_tables, self.prefill_tables, strict=True):
+        for i, (of_decode, of_prefill) in enumerate(zip(self.decode_tables, self.prefill_tables, strict=True)):
             tables = {"decode": of_decode, "prefill": of_prefill}
-            slots = [
+            slots = [] if drafting is None else [drafting.groups[i].slots]
+            slots += [
                 slot_mapping(tables[name], cu, lens, page_size=page_size, length=length)
                 for name, (cu, lens, length) in parts.items()
             ]
@@ -140,10 +165,12 @@ class PackedStep:
         return StepMetadata(
             positions=jnp.maximum(jnp.concatenate(positions), 0),
             groups=tuple(groups),
-            decode_kv_lens=self.decode_kv_lens,
+            decode_kv_lens=self.decode_kv_lens if drafting is None else drafting.decode_kv_lens,
             cu_q_lens=self.cu_q_lens,
             prefill_kv_lens=self.prefill_kv_lens,
             logit_rows=logit_rows,
+            decode_q_lens=None if drafting is None else drafting.decode_q_lens,
+            decode_queries=1 if drafting is None else drafting.decode_queries,
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:

@@ -120,13 +120,17 @@ class Request:
       params: How to sample.
       salt: Only requests of the same salt share cached prefixes. A text that UTF-8 can encode.
       token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
-      num_in_flight: Tokens sampled by launched steps and not read back yet.
-      num_computed: Tokens whose K/V is in its pages, including those that launched steps will write.
+      num_in_flight: Tokens sampled by launched steps and not read back yet, without those that accepted drafts add.
+      num_drafts_in_flight: Drafts that launched steps verify: as many tokens more may turn out to be there.
+      num_computed: Tokens whose K/V is in its pages for certain, including those that launched steps will write: drafts
+        count when they were read back and accepted.
       prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
       num_published: Leading pages that have been published to the prefix cache or came from it.
       slot: While running, the request's batch slot in the pools, and its place in device arrays with one entry per
         running request.
       num_cached: Prompt tokens found in the prefix cache at first admission; None before.
+      drafted, accepted: By position after the newest token: steps that verified a draft there, and that accepted it.
+      draft_trials: Accepted drafts, and drafts that could have been, of the newest steps; older ones fade.
       finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (of the output, the
         model or the pool), "abort", "refused" (could never have run), or "nonfinite" (the logits of its next token were
         NaN or infinite, as of a broken checkpoint).
@@ -141,11 +145,15 @@ class Request:
     salt: str = ""
     token_ids: list[int] = field(init=False)
     num_in_flight: int = field(init=False, default=0)
+    num_drafts_in_flight: int = field(init=False, default=0)
     num_computed: int = field(init=False, default=0)
     prefill_end: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
     slot: int | None = field(init=False, default=None)
     num_cached: int | None = field(init=False, default=None)
+    drafted: tuple[int, ...] = field(init=False, default=())
+    accepted: tuple[int, ...] = field(init=False, default=())
+    draft_trials: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     finish_reason: FinishReason | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -161,6 +169,7 @@ class Request:
         """Drops its progress in the cache and on the device; what was read back stays."""
         self.slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
+        self.num_drafts_in_flight = 0
 
     @property
     def output_ids(self) -> list[int]:

@@ -22,7 +22,14 @@ from models.decoder.caches import allocate_caches
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.packed_step import PackedStep
 from models.engine.sampler import sample
-from models.engine.step_plan import StepPlan
+from models.engine.speculative_step import (
+    SpeculativeState,
+    allocate_state,
+    proposer_sizes,
+    read_tokens,
+    run_speculative_step,
+)
+from models.engine.step_plan import RowTokens, StepPlan
 
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -54,23 +61,29 @@ class StepResult:
       tokens: int32, sampled tokens, NONFINITE where logits were: decode rows of the bucket first, then prefill rows.
       bucket: the bucket it was padded to.
       logits: float32 [prefill tokens, V] of a bucket with all_logits, else None.
+      speculates: whether `tokens` are those of a step that may have drafts, see `speculative_step`.
     """
 
     plan: StepPlan
     tokens: Int32[Array, "n"]
     bucket: Bucket
     logits: Float[Array, "tokens V"] | None
+    speculates: bool = False
 
-    def sampled(self) -> list[int]:
-        """Reads one token for each of `plan.sampling_rows`, waiting for the device."""
-        tokens = np.asarray(self.tokens)
-        rows = [*range(len(self.plan.decode))]
-        rows += [self.bucket.decode_rows + i for i, row in enumerate(self.plan.prefill) if row.samples]
-        return tokens[rows].tolist()
+    def sampled(self) -> list[RowTokens]:
+        """Reads the tokens of each of `plan.sampling_rows`, waiting for the device."""
+        tokens, num_decode = np.asarray(self.tokens), len(self.plan.decode)
+        if self.speculates:
+            decode, prefill = read_tokens(tokens, self.bucket, num_decode)
+        else:
+            each = [RowTokens([token]) for token in tokens.tolist()]
+            decode, prefill = each[:num_decode], each[self.bucket.decode_rows :]
+        return [*decode, *(prefill[i] for i, row in enumerate(self.plan.prefill) if row.samples)]
 
 
 class Runner:
-    """Owns the weights, the caches and the last sampled token of every running request, all on the device."""
+    """Owns the weights, the caches and the last sampled token of every running request, all on the device; with
+    speculation also what the proposer needs."""
 
     def __init__(self, model: Decoder, config: RunnerConfig):
         if config.batch_invariant:
@@ -82,10 +95,15 @@ class Runner:
             for num_pages in config.layer_pages(model.config.num_hidden_layers)
         ]
         self._step, self._weights = split_model(model)
+        self._function: Any = run_step
+        if config.speculate is not None:
+            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
+            config.speculate.proposer.check(model.config, self._proposer_sizes)
+            self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
         self.compile_s = 0.0
         self._caches: Caches = ()
-        self._last_tokens: Int32[Array, "slots"] | None = None
+        self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
         self._allocate()
 
     @property
@@ -103,24 +121,29 @@ class Runner:
         nothing of the device, so that it works where the device does not."""
         self._last_tokens, self._caches = None, ()
 
-    def _allocate(self) -> Int32[Array, "slots"]:
-        """Allocates empty caches if there are none; returns the last sampled tokens."""
+    def _allocate(self) -> Int32[Array, "slots"] | SpeculativeState:
+        """Allocates empty caches if there are none; returns the last sampled tokens, with what belongs to them."""
         if self._last_tokens is None:
             self._caches = ()  # memory may not hold both
             self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
-            self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+            if self._config.speculate is None:
+                self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+            else:
+                self._last_tokens = allocate_state(self._config.speculate.proposer, self._proposer_sizes)
         return self._last_tokens
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
-        their prefill costs more than idle decode rows, and compiling every combination would cost far more.
-        Batch-invariant steps are all of the largest one, since a program of another shape rounds differently."""
-        config = self._config
+        their prefill costs more than idle decode rows, and compiling every combination would cost far more; for the
+        same reason they have the fewest drafts or the most. Batch-invariant steps are all of the largest one, since a
+        program of another shape rounds differently."""
+        config, drafts = self._config, self._config.draft_buckets
         if config.batch_invariant:
-            return [Bucket(config.decode_buckets[-1], config.prefill_buckets[-1], all_logits)]
-        decode_only = [Bucket(d, 0) for d in config.decode_buckets]
+            return [Bucket(config.decode_buckets[-1], config.prefill_buckets[-1], all_logits, drafts[-1])]
+        decode_only = [Bucket(d, 0, num_drafts=n) for n in drafts for d in config.decode_buckets]
         prefill_only = [Bucket(0, t, all_logits) for t in config.prefill_buckets]
-        mixed = [Bucket(config.decode_buckets[-1], t, all_logits) for t in config.prefill_buckets]
+        ends = sorted({drafts[0], drafts[-1]})
+        mixed = [Bucket(config.decode_buckets[-1], t, all_logits, n) for n in ends for t in config.prefill_buckets]
         return decode_only + prefill_only + mixed
 
     def bucket_of(self, plan: StepPlan, all_logits: bool = False) -> Bucket:
@@ -130,6 +153,7 @@ class Runner:
             bucket
             for bucket in self.buckets(all_logits)
             if len(plan.decode) <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
+            if plan.num_drafts <= bucket.num_drafts
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
@@ -143,7 +167,7 @@ class Runner:
             return
         began = time.perf_counter()
         last_tokens = self._allocate()
-        on_gpu = all(device.platform == "gpu" for device in last_tokens.devices())
+        on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
         options = gpu_options() if on_gpu else None
         with ThreadPoolExecutor() as threads:
             compiled = {bucket: threads.submit(self._lower(bucket, last_tokens).compile, options) for bucket in new}
@@ -153,12 +177,12 @@ class Runner:
                 self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
 
-    def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"]) -> jax.stages.Lowered:
+    def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Traces and lowers the step of a bucket."""
-        function = functools.partial(run_step, self._step, self._config, bucket)
+        function = functools.partial(self._function, self._step, self._config, bucket)
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
         donating = jax.jit(function, donate_argnums=(1, 2))
-        return donating.lower(self._weights, self._caches, last_tokens, packed)
+        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
@@ -175,14 +199,19 @@ class Runner:
         self.compile([bucket])
         tokens, logits = self._run(bucket, plan)
         tokens.copy_to_host_async()
-        return StepResult(plan, tokens, bucket, logits)
+        return StepResult(plan, tokens, bucket, logits, self._config.speculate is not None)
+
+    def _all_weights(self) -> Any:
+        """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
+        speculate = self._config.speculate
+        return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
         """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
         packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
-            self._weights, self._caches, last_tokens, packed
+            self._all_weights(), self._caches, last_tokens, packed
         )
         return tokens, logits
 

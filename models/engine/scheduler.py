@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
+from models.engine.draft_control import DraftControl, counted
 from models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
-from models.engine.step_plan import ScheduledRow, StepPlan
+from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
 
@@ -20,7 +21,11 @@ class Scheduler:
       all the same: the device runs steps in the order they were launched, and their next owner writes to them in a step
       launched later. For the same reason a page may be matched once the step that fills it was launched.
     - So may the pages behind a window, which every step recycles before it takes new ones: those that no query of a
-      later step sees. Tokens in flight count as computed, because none is ever taken back.
+      later step sees. Tokens in flight count as computed, because none is ever taken back; drafts do not, because those
+      that are rejected are.
+    - How far a row with drafts has come is known on the device alone. Until it is read back the request has pages for
+      all that may be accepted, and the rows after it are planned from the least. Pages for drafts are taken where they
+      are free; for drafts nobody is preempted.
 
     Running requests are in order of arrival, and every waiting one arrived after them. When pages run out in some cache
     group the youngest running request is preempted: it gives up its pages, waits in front, and is computed again
@@ -44,6 +49,7 @@ class Scheduler:
         max_model_len: int,
         chunked_prefill: bool,
         eos_token_ids: Collection[int] = (),
+        draft_control: DraftControl | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -56,6 +62,7 @@ class Scheduler:
             chunked_prefill: Whether prompts may be spread over steps. Tokens that exceed a step after a preemption, or
                 the pools at once, always may.
             eos_token_ids: Tokens that end a sequence unless its request ignores them.
+            draft_control: Decides how many drafts a step verifies; None for no drafts.
 
         Raises:
             ValueError: a size is too small.
@@ -74,6 +81,7 @@ class Scheduler:
         self._max_len = min(max_model_len, pools.max_tokens + 1)
         self._chunked_prefill = chunked_prefill
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._draft_control = draft_control
         self._requests: dict[int | str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -151,38 +159,44 @@ class Scheduler:
             self._publish(row.request)
         return plan
 
-    def retire(self, plan: StepPlan, tokens: Sequence[int]) -> list[tuple[Request, int]]:
+    def retire(self, plan: StepPlan, tokens: Sequence[RowTokens]) -> list[tuple[Request, int]]:
         """Takes the sampled tokens of a step.
 
         Args:
             plan: The oldest launched plan that has not been retired.
-            tokens: Sampled ids, one for each of `plan.sampling_rows`; NONFINITE where there was nothing to sample.
+            tokens: What each of `plan.sampling_rows` got.
 
         Returns:
-            (request, token) for each token that continues a request; its `finish_reason` is set if this was the last
-            one. A request whose token is NONFINITE gets none, and ends.
+            (request, token) for each token that continues a request, in order; its `finish_reason` is set if this was
+            the last one. Tokens after one that ends the request are dropped. A request whose token is NONFINITE gets
+            none, and ends.
 
         Raises:
-            ValueError: another plan is next, or the number of `tokens` is not that of the plan's samples.
+            ValueError: another plan is next, or the number of `tokens` is not that of the plan's sampling rows.
         """
         if not self._launched or plan is not self._launched[0]:
             raise ValueError("plan must be the oldest launched plan that has not been retired")
         rows = plan.sampling_rows
         if len(tokens) != len(rows):
             raise ValueError(f"tokens must be one for each of {len(rows)} sampling rows, got {len(tokens)}")
-        continued = [
-            (row.request, token) for row, token in zip(rows, tokens, strict=True) if not row.request.is_finished
-        ]
-        reasons = [self._reason_to_finish(request, token, len(request.token_ids) + 1) for request, token in continued]
+        continued = [(row, got) for row, got in zip(rows, tokens, strict=True) if not row.request.is_finished]
+        kept = [self._until_end(row.request, got.tokens) for row, got in continued]
         self._launched.popleft()  # nothing has changed so far, in case a token is no number
-        for (request, token), reason in zip(continued, reasons, strict=True):
+        for (row, got), (new, reason) in zip(continued, kept, strict=True):
+            request = row.request
             request.num_in_flight -= 1
-            if token != NONFINITE:
-                request.token_ids.append(token)
-                self._publish(request)
+            request.num_drafts_in_flight -= row.num_drafts
+            if request.is_running:
+                # The last token is never computed, and rows launched after it was sampled are idle.
+                computed = request.num_computed + max(len(got.tokens) - 1, 0)
+                request.num_computed = min(computed, self._limit(request) - 1)
+            if row.num_drafts:
+                self._count_drafts(row, got, len(new) - 1)
+            request.token_ids.extend(token for token in new if token != NONFINITE)
+            self._publish(request)
             if reason:
                 self._finish(request, reason)
-        return continued
+        return [(row.request, token) for (row, _), (new, _) in zip(continued, kept, strict=True) for token in new]
 
     def abort(self, request_id: int | str) -> bool:
         """Ends a request wherever it is. Returns False if it is unknown or finished already."""
@@ -226,14 +240,15 @@ class Scheduler:
 
     def _schedule_decode(self) -> list[ScheduledRow]:
         """Schedules one row for each decoding request. The budget suffices: a request is admitted only if it leaves a
-        token for each of the others."""
-        rows = []
-        for request in tuple(self._running):
-            if request.is_prefilling or self._is_full_length(request, request.num_tokens):
-                continue
-            if self._make_room(request):
-                rows.append(self._schedule_row(request, 1))
-        return rows
+        token for each of the others; drafts are not counted."""
+        decoding = [
+            request
+            for request in self._running
+            if not request.is_prefilling and not self._is_full_length(request, request.num_tokens)
+        ]
+        wanted = 0 if self._draft_control is None else self._draft_control.num_drafts(decoding)
+        with_room = [request for request in decoding if self._make_room(request)]  # all of it before any drafts'
+        return [self._schedule_row(request, 1, self._draft_room(request, wanted)) for request in with_room]
 
     def _schedule_prefill(self, budget: int) -> list[ScheduledRow]:
         rows = []
@@ -250,18 +265,21 @@ class Scheduler:
                 break
             if request is self._running[0]:  # it runs alone, so waiting would free nothing
                 num_tokens = min(num_tokens, self._pools.room(cast(int, request.slot)) - request.num_computed)
-            if num_tokens < 1 or not self._allocate(request, num_tokens):
+            if num_tokens < 1 or not self._allocate(request, request.num_computed + num_tokens):
                 break
             rows.append(self._schedule_row(request, num_tokens))
             budget -= num_tokens
         return rows
 
-    def _schedule_row(self, request: Request, num_tokens: int) -> ScheduledRow:
+    def _schedule_row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
         start = request.num_computed
         request.num_computed += num_tokens
         samples = not request.is_prefilling
         request.num_in_flight += samples
-        return ScheduledRow(request, cast(int, request.slot), start, num_tokens, samples)
+        request.num_drafts_in_flight += num_drafts
+        return ScheduledRow(
+            request, cast(int, request.slot), start, num_tokens, samples, num_drafts, self._limit(request)
+        )
 
     def _admit(self) -> Request | None:
         """Moves the first waiting request to the running ones, if there is a slot and room for all its known tokens."""
@@ -289,16 +307,30 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Allocates room for one more token, preempting the youngest running requests as needed. False if the request
-        was preempted itself, now or to make room for an older one."""
-        while request.is_running and not self._allocate(request, 1):
+        was preempted itself, now or to make room for an older one, or has to wait for the pages that its drafts in
+        flight may turn out not to need."""
+        while request.is_running and not self._allocate(request, self._end_of_row(request, 0)):
+            if request.num_drafts_in_flight:
+                return False
             self._requeue(self._running[-1])
             self._num_preemptions += 1
         return request.is_running
 
-    def _allocate(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request the rows it lacks to hold `num_tokens` more; False, and no rows, if too few are free."""
-        end = request.num_computed + num_tokens
-        if num_tokens <= -request.num_computed % self._page_size:
+    def _draft_room(self, request: Request, wanted: int) -> int:
+        """Allocates room for drafts after one more token if it is free: for those wanted, or fewer near the request's
+        end. Returns their number, 0 without room."""
+        num_drafts = max(min(wanted, self._limit(request) - request.num_tokens - 1), 0)
+        return num_drafts if num_drafts and self._allocate(request, self._end_of_row(request, num_drafts)) else 0
+
+    def _end_of_row(self, request: Request, num_drafts: int) -> int:
+        """Tokens that a decode row needs room for, if all drafts in flight are accepted. The last one of a request is
+        never computed."""
+        end = request.num_computed + 1 + request.num_drafts_in_flight + num_drafts
+        return min(end, self._limit(request) - 1)
+
+    def _allocate(self, request: Request, end: int) -> bool:
+        """Gives a request the rows it lacks to hold `end` tokens; False, and no rows, if too few are free."""
+        if end <= request.num_computed + -request.num_computed % self._page_size:
             return True  # in the page it has begun, as most decode rows are
         try:
             self._pools.allocate(cast(int, request.slot), end)
@@ -344,5 +376,24 @@ class Scheduler:
             return "stop"
         return "length" if self._is_full_length(request, num_tokens) else None
 
+    def _until_end(self, request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
+        """The tokens up to one that ends the request, and the reason; all of them and None if it goes on."""
+        for i, token in enumerate(tokens, 1):
+            if reason := self._reason_to_finish(request, token, len(request.token_ids) + i):
+                return tokens[:i], reason
+        return tokens, None
+
+    def _count_drafts(self, row: ScheduledRow, got: RowTokens, accepted: int) -> None:
+        """Counts a row's drafts, the first `accepted` of which became tokens."""
+        request = row.request
+        request.drafted = counted(request.drafted, got.drafted, row.num_drafts)
+        request.accepted = counted(request.accepted, accepted, row.num_drafts)
+        if self._draft_control is not None:
+            self._draft_control.record(request, row.num_drafts, accepted)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens at which a request ends."""
+        return min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)
+
     def _is_full_length(self, request: Request, num_tokens: int) -> bool:
-        return num_tokens >= min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)
+        return num_tokens >= self._limit(request)

@@ -17,6 +17,7 @@ from scripts.cli.model_options import (
     add_prompts,
     check_prompts,
 )
+from scripts.cli.speculate import add_speculate, parse_speculate
 
 PROG = "run_decode"
 
@@ -34,6 +35,8 @@ examples:
   run_decode.py --max-batched-tokens 16 --num-pages 24 --plot run.png
                                                              small chunks and few pages, to see requests preempted
   run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampled: the same tokens in any batch
+  run_decode.py --speculate ngram:4 --verify                 drafts looked up in the text so far: the same tokens
+  run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
@@ -75,6 +78,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(str(error)) from error
     options.implementation = _implementation(options.implementation)
+    options.speculate = parse_speculate(options.speculate)
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
@@ -193,6 +197,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="logits and tokens of the same bits in any company, for equal sizes of the engine; slower, since every"
         " step has the largest shape and prompts attend token by token",
     )
+    add_speculate(group)
 
 
 def _add_attention(group: argparse._ArgumentGroup) -> None:

@@ -32,10 +32,16 @@ def plot_run(file: BinaryIO, report: Report) -> None:
 def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
     below = np.zeros(max(1, len(steps)))
     edges = np.arange(below.size + 1)
-    parts = (("decode", _GREEN), ("prefill", _BLUE), ("cached", _ORANGE))
-    for kind, colour in parts:
-        top = below + _of_steps(steps, f"{kind}_tokens")
-        label = "prefill spared by cached prefixes" if kind == "cached" else kind
+    rejected = _of_steps(steps, "drafted_tokens") - _of_steps(steps, "accepted_tokens")
+    parts = [
+        ("decode", _of_steps(steps, "decode_tokens"), _GREEN),
+        ("prefill", _of_steps(steps, "prefill_tokens"), _BLUE),
+        ("prefill spared by cached prefixes", _of_steps(steps, "cached_tokens"), _ORANGE),
+    ]
+    if any(step.drafted_tokens for step in steps):
+        parts.insert(1, ("rejected drafts", rejected, _GREY))
+    for label, tokens, colour in parts:
+        top = below + tokens
         axes.stairs(top, edges, baseline=below, fill=True, color=colour, label=label)
         below = top
     axes.set(xlabel="step", ylabel="tokens", xlim=(0, edges[-1]), ylim=(0, 1.05 * max(1, *below)))

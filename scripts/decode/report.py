@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Report:
       run_s: seconds from the first step to the last, without compilation.
       implementation: implementation that each operation ran on.
       verification: result of verifying; None if it was not requested, or the run was interrupted.
+      speculate: what proposed drafts; None for plain decoding.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Report:
     run_s: float
     implementation: Mapping[str, str]
     verification: Verification | None
+    speculate: str | None = None
 
     @property
     def title(self) -> str:
@@ -64,6 +67,9 @@ class Report:
         if self.texts is not None:
             for request, text in zip(requests, self.texts, strict=True):
                 request["text"] = text
+        if self.speculate is not None:
+            for request, output in zip(requests, self.outputs, strict=True):
+                request |= {"drafted": list(output.drafted), "accepted": list(output.accepted)}
         stats = self.stats
         run: dict[str, Any] = {
             "prefill_tokens_per_s": stats.prefill_tokens_per_s,
@@ -82,7 +88,19 @@ class Report:
         }
         if self.verification is not None:
             run["verified"] = self.verification.passed
+        if self.speculate is not None:
+            run |= {"speculate": self.speculate, "drafted": self.drafted, "accepted": self.accepted}
         return {"requests": requests, "run": run}
+
+    @property
+    def drafted(self) -> list[int]:
+        """Drafts of all requests that were verified, by position after the newest token."""
+        return _by_position([output.drafted for output in self.outputs])
+
+    @property
+    def accepted(self) -> list[int]:
+        """Those of `drafted` that were accepted."""
+        return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:
         """Prints the requests in a table, and the run below it."""
@@ -90,19 +108,28 @@ class Report:
 
     def _requests_table(self) -> Table:
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for header in ("", "prompt", "cached", "new", "TTFT", "per token", "p95"):
+        speculates = self.speculate is not None
+        of_drafts = ("drafts",) if speculates else ()
+        for header in ("", "prompt", "cached", "new", *of_drafts, "TTFT", "per token", "p95"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("end", no_wrap=True)
         table.add_column("output")  # the only column to shrink
         for i, output in enumerate(self.outputs):
             table.add_row(
                 *map(str, (i, output.prompt_tokens, output.cached_tokens, len(output.output_ids))),
+                *([_share(sum(output.accepted), sum(output.drafted))] if speculates else []),
                 "-" if output.ttft_s is None else _ms(output.ttft_s),
                 *(("-", "-") if not output.itl_s else map(_ms, np.percentile(output.itl_s, [50, 95]))),
                 output.finish_reason,
                 self._beginning(i),
             )
         return table
+
+    def _drafts(self) -> str:
+        drafted, accepted = self.drafted, self.accepted
+        shares = ", ".join(_share(a, d) for a, d in zip(accepted, drafted, strict=True))
+        positions = f"; by position {shares}" if len(drafted) > 1 else ""
+        return f"{self.speculate}, {sum(accepted):,} of {sum(drafted):,} accepted{positions}"
 
     def _beginning(self, i: int) -> Text:
         ids = " ".join(map(str, self.outputs[i].output_ids[:40]))
@@ -120,6 +147,7 @@ class Report:
             "prefill": f"{stats.prefill_tokens_per_s:,.0f} tokens/s ({stats.prefill_tokens:,} tokens"
             + (f", {again:,} of them again, after a preemption)" if stats.preemptions and again > 0 else ")"),
             "decode": f"{stats.decode_tokens_per_s:,.0f} tokens/s ({stats.decode_tokens:,} tokens)",
+            **({} if self.speculate is None else {"drafts": self._drafts()}),
             "prefix hits": f"{stats.prefix_hit_rate:.0%} of the tokens looked up",
             "pages": f"{stats.peak_pages:,} of {stats.num_pages:,} at the peak, {self.page_size} tokens each;"
             f" {stats.cache_bytes / 2**20:,.1f} MiB in all layers",
@@ -134,6 +162,15 @@ class Report:
         for name, value in rows.items():
             grid.add_row(name, value)
         return grid
+
+
+def _by_position(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Sums of counts that may be of unlike lengths."""
+    return [sum(of_position) for of_position in itertools.zip_longest(*counts, fillvalue=0)]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def device_name() -> str:

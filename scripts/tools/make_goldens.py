@@ -202,19 +202,24 @@ def dequantise_checkpoint(
     return twin
 
 
-def prediction_layer(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+def prediction_layer(tensors: dict[str, torch.Tensor], golden: Golden) -> dict[str, torch.Tensor]:
     """Draw the layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it
-    unread."""
+    unread. Embedding and head are copies of the model's, all else is its own."""
+    config, generator = golden.config, torch.Generator().manual_seed(golden.seed + 1)
     last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
-    layer = {name.replace(last, extra): tensor for name, tensor in tensors.items() if name.startswith(last)}
-    head = tensors["lm_head.weight"]
+    shapes = {name.replace(last, extra): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
+    width = config.hidden_size
+    shapes |= {f"{extra}{norm}.weight": (width,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{extra}eh_proj.weight"] = (width, 2 * width)
+    layer = {}
+    for name, shape in sorted(shapes.items()):
+        noise = torch.randn(shape, generator=generator)
+        layer[name] = 1 + NORM_SPREAD * noise if "norm" in name else config.initializer_range * noise
+        if name.endswith("gate.weight"):
+            layer[name] *= GATE_GAIN
     return layer | {
         f"{extra}embed_tokens.weight": tensors["model.embed_tokens.weight"],
-        f"{extra}enorm.weight": tensors["model.norm.weight"],
-        f"{extra}hnorm.weight": tensors["model.norm.weight"],
-        f"{extra}eh_proj.weight": torch.cat([head, head], 1)[: config.hidden_size],
-        f"{extra}shared_head.norm.weight": tensors["model.norm.weight"],
-        f"{extra}shared_head.head.weight": head,
+        f"{extra}shared_head.head.weight": tensors["lm_head.weight"],
     }
 
 
@@ -223,7 +228,7 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
-    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden.config), golden.seed)
+    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden), golden.seed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = published_config(model) | {
         "torch_dtype": "bfloat16",

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn import PagedKV, PagedLatent
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -65,6 +67,17 @@ class Case:
         """Elements of the cache's largest array, 0 without a cache."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.cache else []
         return max((math.prod(a.shape) for a in leaves), default=0)
+
+
+_ALLOCATED: dict[tuple[type, str], Any] = {}
+
+
+def allocated(cache: type[PagedKV] | type[PagedLatent], spec: Any) -> Any:
+    """Shapes of a cache. Every process of the gate makes all cases, so none is traced twice."""
+    key = cache, repr(spec)
+    if key not in _ALLOCATED:
+        _ALLOCATED[key] = jax.eval_shape(lambda: cache.allocate(spec))
+    return _ALLOCATED[key]
 
 
 def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,7 @@ from pallas_attn.mosaic.sm90.decode import DecodeScratch, DecodeTile
 from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
 from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config, mosaic_tile
-from tests.aot.case import Case, Tile, shape
+from tests.aot.case import Case, Tile, allocated, shape
 from tests.aot.plans import fitted, plan_shapes
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
@@ -101,7 +101,7 @@ class Configuration:
             dtype=CACHES[self.cache][0],
             scales=self.scales,
         )
-        return jax.eval_shape(lambda: PagedKV.allocate(spec))
+        return allocated(PagedKV, spec)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
         """Plan of `plan_decode` for a batch, as shapes, which are the same for any window."""

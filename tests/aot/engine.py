@@ -13,10 +13,12 @@ from flax import nnx
 
 from models.config import GQA_PRESETS, PRESETS, HeadWindows, ModelConfig
 from models.decoder import AttentionSettings, Decoder, split_model
+from models.engine import NGramProposer, Speculation
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.runner import GPU_OPTIONS, run_step
+from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
 from tests.aot.case import Case, shape
 
@@ -35,7 +37,12 @@ SIZES = RunnerConfig(
 )
 
 
-def step(config: ModelConfig, bucket: Bucket, settings: AttentionSettings = AttentionSettings()) -> Case:
+def step(
+    config: ModelConfig,
+    bucket: Bucket,
+    settings: AttentionSettings = AttentionSettings(),
+    speculate: Speculation | None = None,
+) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     groups = group_sizes(
@@ -47,29 +54,41 @@ def step(config: ModelConfig, bucket: Bucket, settings: AttentionSettings = Atte
         step_tokens=SIZES.prefill_buckets[-1],
         recycling=True,
     )
-    sizes = dataclasses.replace(SIZES, groups=groups)
+    sizes = dataclasses.replace(SIZES, groups=groups, speculate=speculate)
     pages = sizes.layer_pages(config.num_hidden_layers)
     arguments = {
         "weights": jax.tree.leaves(nnx.state(model)),
         "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
-        "last_tokens": shape(sizes.max_num_seqs, dtype=jnp.int32),
+        "last_tokens": _last_tokens(config, sizes),
         "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
     }
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         run, _ = split_model(model)
+        if speculate is not None:
+            return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed)
         return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
     return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20, options=GPU_OPTIONS)
 
 
+def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
+    if sizes.speculate is None:
+        return shape(sizes.max_num_seqs, dtype=jnp.int32)
+    proposer = sizes.speculate.proposer
+    return jax.eval_shape(lambda: allocate_state(proposer, proposer_sizes(sizes, config.num_hidden_layers)))
+
+
 DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
+DRAFTS, NGRAM = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4)
 ENGINE = {
     "engine-decode": step(V2_LITE, DECODE),
     "engine-mixed": step(V2_LITE, MIXED),
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
+    "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
+    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }

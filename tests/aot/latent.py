@@ -12,7 +12,7 @@ from jax import lax
 
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, allocated, shape
 
 WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
 """L and R."""
@@ -32,7 +32,7 @@ def paged_latent(latent_dim: int, rope_dim: int, dtype: Any, num_pages: int = 81
     spec = latent_cache_spec(
         num_pages=num_pages, page_size=PAGE_SIZE, latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype
     )
-    return jax.eval_shape(lambda: PagedLatent.allocate(spec))
+    return allocated(PagedLatent, spec)
 
 
 def ints(*dims: int) -> jax.ShapeDtypeStruct:

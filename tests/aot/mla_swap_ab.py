@@ -17,7 +17,7 @@ from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config, swap_ab_tile
 from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
 from pallas_attn.ops.plan_decode import plan_of
-from tests.aot.case import Case, Tile, shape
+from tests.aot.case import Case, Tile, allocated, shape
 from tests.aot.decode import scratch_bytes
 from tests.aot.plans import fitted, plan_shapes
 
@@ -74,7 +74,7 @@ class Configuration:
         return {
             "q_latent": shape(*rows, self.latent_dim, dtype=self.dtype),
             "q_rope": shape(*rows, self.rope_dim, dtype=self.dtype),
-            "cache": jax.eval_shape(lambda: PagedLatent.allocate(spec)),
+            "cache": allocated(PagedLatent, spec),
             "block_tables": ints(batch, PAGES),
             "kv_lens": ints(batch),
             "q_lens": ints(batch),

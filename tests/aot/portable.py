@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pallas_attn
 from models.decoder import moe
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, allocated, shape
 
 MIB = 2**20
 SEQUENCES, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -43,12 +43,12 @@ def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
         dtype=dtype,
         scales=scales,
     )
-    return jax.eval_shape(lambda: PagedKV.allocate(spec))
+    return allocated(PagedKV, spec)
 
 
 def paged_latent(dtype: Any) -> PagedLatent:
     spec = latent_cache_spec(num_pages=NUM_PAGES, page_size=PAGE_SIZE, latent_dim=LATENT, rope_dim=ROPE, dtype=dtype)
-    return jax.eval_shape(lambda: PagedLatent.allocate(spec))
+    return allocated(PagedLatent, spec)
 
 
 TABLES = ints(SEQUENCES, PAGES_PER_SEQUENCE)

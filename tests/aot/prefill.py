@@ -18,7 +18,7 @@ from pallas_attn.mosaic.sm90.flash.config import QUERIES, FlashConfig
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
-from tests.aot.case import Case, Tile, shape
+from tests.aot.case import Case, Tile, allocated, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
@@ -121,7 +121,7 @@ def paged(
     terms = 2 if scales == "channel" else 1
     arguments: dict[str, Any] = {
         "q": shape(tokens, 8 * group, head_dim, dtype=dtype),
-        "kv": jax.eval_shape(lambda: PagedKV.allocate(spec)),
+        "kv": allocated(PagedKV, spec),
         "block_tables": ints(SEQUENCES, 8, pages) if "head-tables" in features else ints(SEQUENCES, pages),
         "cu_q_lens": ints(SEQUENCES + 1),
         "kv_lens": ints(SEQUENCES),

@@ -21,7 +21,7 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
 from pallas_attn.ops.write_kv.config import WriteKVKey
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, allocated, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -47,7 +47,7 @@ def paged_kv(cache: str, head_dim: int, num_pages: int) -> PagedKV:
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=dtype, scales=scales
     )
-    return jax.eval_shape(lambda: PagedKV.allocate(spec))
+    return allocated(PagedKV, spec)
 
 
 def rope(num_tokens: int, head_dim: int, half: int | None = None, norms: bool = True, **static: Any) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> Non
     harness.assert_attention_close(want, inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
     order = inputs.rng.permutation(4)
     assert_same_rows(backend, attend(rows(arguments, order)), pick(want, order), inputs.case.dtype)
-    for b in range(1, 4):
+    for b in backend.alone(4):
         alone = rows(arguments, np.roll(np.arange(4), -b))
         alone |= {name: np.where(np.arange(4) == 0, alone[name], 0) for name in ("kv_lens", "q_lens")}
         assert_same_rows(backend, pick(attend(alone), [0]), pick(want, [b]), inputs.case.dtype)

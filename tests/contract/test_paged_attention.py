@@ -203,7 +203,7 @@ def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
     harness.assert_attention_close((out, lse), inputs.expected_decode(), backend.variant.tolerance(case.dtype))
     order = inputs.rng.permutation(batch)
     same(rows(order), (out[order], lse[order]))
-    for row in range(1, batch):
+    for row in backend.alone(batch):
         alone = rows(np.roll(np.arange(batch), -row), kept=1)
         same((alone[0][:1], alone[1][:1]), (out[row : row + 1], lse[row : row + 1]))
 

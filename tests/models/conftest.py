@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.shared_steps import compiled_steps, shared_steps
+
+__all__ = ["compiled_steps", "rng", "shared_steps"]
+
 
 @pytest.fixture
 def rng() -> np.random.Generator:

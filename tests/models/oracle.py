@@ -18,17 +18,40 @@ type Tensors = Mapping[str, np.ndarray]
 
 def forward(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
     """Computes logits of every position, [len(tokens), vocab]."""
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return hidden_states(config, tensors, tokens) @ np.asarray(tensors[head], np.float64).T
+
+
+def hidden_states(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
+    """Computes what the head multiplies, [len(tokens), width]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
-        name = f"model.layers.{i}"
-        x = x + attention(config, t, f"{name}.self_attn", norm(x, t[f"{name}.input_layernorm.weight"], config))
-        normed = norm(x, t[f"{name}.post_attention_layernorm.weight"], config)
-        dense = i < config.first_k_dense_replace
-        x = x + (mlp(t, f"{name}.mlp", normed) if dense else mixture(config, t, f"{name}.mlp", normed))
-    x = norm(x, t["model.norm.weight"], config)
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return x @ t[head].T
+        x = layer(config, t, i, x)
+    return norm(x, t["model.norm.weight"], config)
+
+
+def predict(
+    config: DeepSeekConfig, tensors: Tensors, module: int, hidden: np.ndarray, next_tokens: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes a multi-token prediction module's logits and hidden states of a whole sequence, from the tensors of its
+    own layer alone."""
+    index = config.num_hidden_layers + module
+    name = f"model.layers.{index}"
+    t = {key: np.asarray(tensor, np.float64) for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+    embedded = norm(t[f"{name}.embed_tokens.weight"][next_tokens], t[f"{name}.enorm.weight"], config)
+    previous = norm(hidden, t[f"{name}.hnorm.weight"], config)
+    x = layer(config, t, index, linear(t, f"{name}.eh_proj", np.concatenate([embedded, previous], axis=-1)))
+    x = norm(x, t[f"{name}.shared_head.norm.weight"], config)
+    return linear(t, f"{name}.shared_head.head", x), x
+
+
+def layer(config: DeepSeekConfig, t: Tensors, index: int, x: np.ndarray) -> np.ndarray:
+    name = f"model.layers.{index}"
+    x = x + attention(config, t, f"{name}.self_attn", norm(x, t[f"{name}.input_layernorm.weight"], config))
+    normed = norm(x, t[f"{name}.post_attention_layernorm.weight"], config)
+    dense = index < config.first_k_dense_replace
+    return x + (mlp(t, f"{name}.mlp", normed) if dense else mixture(config, t, f"{name}.mlp", normed))
 
 
 def norm(x: np.ndarray, weight: np.ndarray, config: DeepSeekConfig | None) -> np.ndarray:

@@ -1,13 +1,15 @@
 """A fake engine for the scheduler, whose model is a hash of everything in the pages a request is given."""
 
 import itertools
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from models.engine import SamplingParams
+from models.engine.draft_control import DraftControl
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
-from models.engine.step_plan import StepPlan
+from models.engine.step_plan import RowTokens, StepPlan
 from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
 from tests.cache.prefix_case import Heads, make_pools
@@ -31,6 +33,7 @@ class Limits:
     prefix_caching: bool = True
     lag: int = 1  # steps launched before the oldest is read back
     groups: list[Heads] = field(default_factory=lambda: PLAIN)
+    num_drafts: int = 0  # of every decode row; a random number of them is right
 
     @property
     def max_len(self) -> int:
@@ -88,7 +91,9 @@ class FakeEngine:
     streamed: dict[int | str, list[int]] = field(default_factory=dict)
     memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # cached values, by group, row and offset
     last_tokens: dict[int, int] = field(default_factory=dict)  # by slot, on the device
-    in_flight: deque[tuple[StepPlan, list[int]]] = field(default_factory=deque)
+    lens: dict[int, int] = field(default_factory=dict)  # known tokens by slot, on the device
+    luck: random.Random = field(default_factory=lambda: random.Random(0))
+    in_flight: deque[tuple[StepPlan, list[RowTokens]]] = field(default_factory=deque)
     num_dropped: int = 0
     sees_progress: bool = True
 
@@ -104,6 +109,7 @@ class FakeEngine:
             max_model_len=limits.max_model_len,
             chunked_prefill=limits.chunked_prefill,
             eos_token_ids=(EOS,),
+            draft_control=DraftControl((limits.num_drafts,), float) if limits.num_drafts else None,
         )
 
     def add(self, prompt: list[int], salt: str = "", **params) -> Request:
@@ -138,26 +144,57 @@ class FakeEngine:
         assert plan is not None
         return plan
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> list[RowTokens]:
         """Runs a step at once, as the device would: programs run in the order they are launched.
 
-        All that precedes the new tokens is read before any of them is written: a step shares nothing within itself.
+        All that precedes the new tokens is read before any of them is written: a step shares nothing within itself. A
+        decode row begins where the device knows it to be, which is where the plan says or after it.
         """
-        cached = [self.read(plan, i, row.start) for i, row in enumerate(plan.rows)]
+        begins = [row.start for row in plan.rows]
+        for i, row in enumerate(plan.decode):
+            assert row.start < self.lens[row.slot] <= row.start + 1 + self.limits.lag * self.limits.num_drafts
+            begins[i] = self.lens[row.slot] - 1
+        cached = [self.read(plan, i, begin) for i, begin in enumerate(begins)]
         samples = []
-        for i, (row, views) in enumerate(zip(plan.rows, cached, strict=True)):
-            request, end = row.request, row.start + row.num_tokens
-            tokens = [self.last_tokens[row.slot]] if row in plan.decode else request.token_ids[row.start : end]
-            assert len(tokens) == row.num_tokens
-            for position, token in enumerate(tokens, start=row.start):
-                for (lane, place), view in zip(self.places(plan, i, position), views, strict=True):
-                    view[position] = self.memory[place] = kv_of(request.salt, token)
-                    assert all(key in view for key in visible(lane, position))
+        for i, (row, views, begin) in enumerate(zip(plan.rows, cached, begins, strict=True)):
+            if i < len(plan.decode):
+                samples.append(self.verify(plan, i, views))
+                continue
+            for position in range(begin, end := begin + row.num_tokens):
+                self.write(plan, i, views, position, row.request.token_ids[position])
             if row.samples:
-                heads = zip(self.limits.heads, views, strict=True)
-                samples.append(next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads]))
-                self.last_tokens[row.slot] = samples[-1]
+                samples.append(RowTokens([self.next(views, end)]))
+                self.last_tokens[row.slot], self.lens[row.slot] = samples[-1].tokens[0], end + 1
         return samples
+
+    def verify(self, plan: StepPlan, row: int, views: list[dict[int, object]]) -> RowTokens:
+        """Computes a decode row: its newest token and all drafts, of which the first wrong one ends what it gets."""
+        planned = plan.decode[row]
+        slot, length = planned.slot, self.lens[planned.slot]
+        if length >= planned.limit:
+            return RowTokens([])  # it has come to its end in a step that was not read when this one was planned
+        drafts = min(planned.num_drafts, planned.limit - length - 1)
+        token, got, right = self.last_tokens[slot], [], True
+        for position in range(length - 1, length + drafts):
+            self.write(plan, row, views, position, token)
+            if right:
+                got.append(self.next(views, position + 1))
+            right = right and self.luck.random() < 0.7
+            token = got[-1] if right else self.luck.randrange(100, 200)
+        self.last_tokens[slot], self.lens[slot] = got[-1], length + len(got)
+        return RowTokens(got, drafts)
+
+    def write(self, plan: StepPlan, row: int, views: list[dict[int, object]], position: int, token: int) -> None:
+        """Computes a token and caches its value, in rows that no other sequence holds."""
+        for (lane, place), view in zip(self.places(plan, row, position), views, strict=True):
+            assert place[1] != PAGE_NONE
+            view[position] = self.memory[place] = kv_of(plan.rows[row].request.salt, token)
+            assert all(key in view for key in visible(lane, position))
+
+    def next(self, views: list[dict[int, object]], end: int) -> int:
+        """Computes the token after the first `end`."""
+        heads = zip(self.limits.heads, views, strict=True)
+        return next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads])
 
     def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
         """Yields each head, with the group, row and offset of a token's K/V for it."""
@@ -181,10 +218,11 @@ class FakeEngine:
         plan, samples = self.in_flight.popleft()
         before = {row.request: row.request.output_ids for row in plan.rows}
         continued = self.scheduler.retire(plan, samples)
-        self.num_dropped += len(samples) - len(continued)
-        for request, token in continued:
-            assert request.output_ids == [*before[request], token]
-            self.streamed[request.request_id].append(token)
+        self.num_dropped += sum(len(row.tokens) for row in samples) - len(continued)
+        for request in {request for request, _ in continued}:
+            new = [token for other, token in continued if other is request]
+            assert request.output_ids == [*before[request], *new]
+            self.streamed[request.request_id] += new
         self.check()
 
     def fail(self) -> None:
@@ -193,6 +231,7 @@ class FakeEngine:
         self.scheduler.schedule()
         self.memory = dict.fromkeys(self.memory, "garbage")
         self.last_tokens.clear()
+        self.lens.clear()
         self.in_flight.clear()
         self.scheduler.requeue_all(self.unfinished)
         assert not any(self.pools.num_owned)
@@ -254,7 +293,10 @@ class FakeEngine:
         ends = {request.slot: request.num_computed for request in running}
         for slot, pool in itertools.product(range(self.limits.max_num_seqs), self.pools.pools):
             pages = -(-ends.get(slot, 0) // self.limits.page_size)
-            assert pool.allocated_tokens(slot) == pages * self.limits.page_size
+            for_drafts = (self.limits.lag + 2) * (1 + self.limits.num_drafts)
+            ahead = for_drafts if slot in ends and self.limits.num_drafts else 0
+            surplus = pool.allocated_tokens(slot) - pages * self.limits.page_size
+            assert 0 <= surplus <= -(-ahead // self.limits.page_size) * self.limits.page_size
 
 
 # Prompts whose first eight tokens of output are not EOS.

@@ -17,10 +17,11 @@ from jax import lax
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, EngineStats, SamplingParams
+from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation, speculative_step
 from models.engine import runner as runner_module
 from tests.models import engine_case, test_engine_windows, test_gqa_hopper
 from tests.models.engine_case import PROMPTS
+from tests.models.proposer_case import KnowingProposer, tell
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 SIZES = EngineConfig(
@@ -72,6 +73,24 @@ def test_bits_are_the_same_alone_and_in_company(
     model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
     stats = expect_equal_bits(model, dataclasses.replace(SIZES, num_pages=num_pages), [*PROMPTS], pages_alone)
     assert stats.preemptions > 0
+
+
+def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch):
+    """Drafts put a token into another row of the step, between other tokens."""
+    monkeypatch.setattr(speculative_step, "sample", sample_bits)
+    config = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
+    speculate = Speculation(KnowingProposer([], 0.0, config.vocab_size), 3, adaptive=False)
+    engine = Engine(random_model(config, seed=3), dataclasses.replace(SIZES, speculate=speculate))
+    wanted = [engine.generate([prompt], PARAMS)[0].output_ids for prompt in PROMPTS]
+    sequences = [[*prompt, *output] for prompt, output in zip(PROMPTS, wanted, strict=True)]
+    for share in (1.0, 0.6):
+        tell(engine, sequences, share)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert [output.output_ids for output in outputs] == wanted
+        assert all(sum(output.accepted) > 0 for output in outputs)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.compilations == 1
 
 
 @pytest.mark.gpu

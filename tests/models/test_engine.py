@@ -32,6 +32,8 @@ from tests.models.engine_case import (
     plain,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
@@ -324,7 +326,6 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
     broken, token = random_model(CONFIG, seed=3), VOCAB_SIZE - 1
     broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
     under_test = Engine(broken, padded(ENGINES["ample"]))
-    under_test._runner._compiled = engine("ample")._runner._compiled
     told: list[tuple[Any, ...]] = []
     prompts = [PROMPTS[0], [*PROMPTS[1][:5], token, 1], PROMPTS[1]]
     ids = [under_test.add_request(prompt, GREEDY, on_token=lambda *args: told.append(args)) for prompt in prompts]

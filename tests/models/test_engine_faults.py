@@ -22,10 +22,10 @@ import pytest
 
 import models.engine
 import pallas_attn.cache
-from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
 from models.engine import engine as engine_module
 from models.engine.request import NONFINITE
-from models.engine.step_plan import StepPlan
+from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
 
@@ -80,42 +80,60 @@ def next_token(seen: Sequence[object]) -> int:
 @dataclasses.dataclass(frozen=True)
 class FakeResult:
     plan: StepPlan
-    tokens: list[int]
+    rows: list[RowTokens]
     logits: None = None
 
-    def sampled(self) -> list[int]:
-        return self.tokens
+    def sampled(self) -> list[RowTokens]:
+        return self.rows
 
 
 class FakeRunner:
-    """Runner without a device, which computes tokens from what the pages hold; KeyError if that was never written."""
+    """Runner without a device, which computes tokens from what the pages hold; KeyError if that was never written. Of
+    the drafts, which it makes up itself, most are right."""
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
 
     def __init__(self, model: object, config: Any):
         self.page_size = config.page_size
+        self.luck = random.Random(0)
         self.reset()
 
     def reset(self) -> None:
         self.memory: dict[tuple[int, int], object] = {}
         self.last_tokens: dict[int, int] = {}
+        self.lens: dict[int, int] = {}
 
     def launch(self, plan: StepPlan, all_logits: bool) -> FakeResult:
         steps: list[Any] = []
         for i, row in enumerate(plan.rows):  # all is read before anything is written
-            end, table = row.start + row.num_tokens, plan.tables[0][i, 0]
+            decodes, salt = i < len(plan.decode), row.request.salt
+            if decodes and self.lens[row.slot] >= row.limit:
+                steps.append((row, [], [], 0))
+                continue
+            start = self.lens[row.slot] - 1 if decodes else row.start
+            drafts = min(row.num_drafts, row.limit - start - 2) if decodes else 0
+            end, table = start + row.num_tokens + drafts, plan.tables[0][i, 0]
             places = [(int(table[at // self.page_size]), at % self.page_size) for at in range(end)]
-            known = row.request.token_ids[row.start : end]
-            tokens = [self.last_tokens[row.slot]] if i < len(plan.decode) else known
-            seen = [self.memory[place] for place in places[: row.start]]
-            steps.append((row, places, seen + [(row.request.salt, token) for token in tokens]))
-        samples = []
-        for row, places, seen in steps:
-            self.memory |= zip(places, seen, strict=True)
-            if row.samples:
-                samples.append(next_token(seen))
-                self.last_tokens[row.slot] = max(samples[-1], 0)
-        return FakeResult(plan, samples)
+            seen = [self.memory[place] for place in places[:start]]
+            known = [self.last_tokens[row.slot]] if decodes else row.request.token_ids[start:end]
+            steps.append((row, places, seen + [(salt, token) for token in known], drafts))
+        return FakeResult(plan, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
+
+    def compute(self, row: ScheduledRow, places: list[Any], seen: list[Any], drafts: int) -> RowTokens:
+        got = [next_token(seen)] if seen else []
+        right = True
+        for _ in range(drafts):
+            right = right and got[-1] != NONFINITE and self.luck.random() < 0.7
+            seen = [*seen, (row.request.salt, got[-1] if right else BROKEN + 1)]
+            if right:
+                got.append(next_token(seen))
+        self.store(places, seen)
+        if got:
+            self.last_tokens[row.slot], self.lens[row.slot] = max(got[-1], 0), len(seen) - drafts + len(got)
+        return RowTokens(got, drafts)
+
+    def store(self, places: list[Any], seen: list[Any]) -> None:
+        self.memory |= zip(places, seen, strict=True)
 
 
 @functools.lru_cache(maxsize=100)
@@ -273,6 +291,9 @@ def asks_real(draw: random.Random) -> Asked:
     return Asked(tuple(engine_case.PROMPTS[prompt]), params, "")
 
 
+DRAFTING = dataclasses.replace(SMALL, speculate=Speculation(Proposer(), 3, adaptive=False))
+
+
 def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -> Engine:
     monkeypatch.setattr(engine_module, "Runner", FakeRunner)
     return Engine(model(), config)
@@ -304,10 +325,10 @@ def play(
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("seed", range(2))
-def test_traffic_that_is_cut_short_loses_and_repeats_no_token(monkeypatch, seed):
+@pytest.mark.parametrize("config", [SMALL, DRAFTING], ids=["plain", "with drafts"])
+def test_traffic_that_is_cut_short_loses_and_repeats_no_token(monkeypatch, config):
     """Errors, want of memory and Ctrl-C, at lines and instructions of every call; also while the engine recovers."""
-    traffic = FaultyTraffic(fake_engine(monkeypatch), random.Random(seed), asks_fake)
+    traffic = FaultyTraffic(fake_engine(monkeypatch, config), random.Random(0), asks_fake)
     play(traffic, 300, fault_share=0.3)
     assert traffic.faults > 50
     assert traffic.reasons == {"stop", "length", "abort", "nonfinite"}
@@ -365,9 +386,10 @@ def memory_growth(traffic: FaultyTraffic, steps: int, fault_share: float) -> tup
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("config", [SMALL, DRAFTING], ids=["plain", "with drafts"])
 @pytest.mark.parametrize("seed", range(2))
-def test_much_traffic_that_is_cut_short(monkeypatch, seed):
-    traffic = FaultyTraffic(fake_engine(monkeypatch), random.Random(seed), asks_fake)
+def test_much_traffic_that_is_cut_short(monkeypatch, config, seed):
+    traffic = FaultyTraffic(fake_engine(monkeypatch, config), random.Random(seed), asks_fake)
     held, _ = memory_growth(traffic, 20_000, fault_share=0.1)
     assert held < 100_000
     assert traffic.faults > 1000

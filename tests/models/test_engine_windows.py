@@ -21,6 +21,8 @@ from models.engine.verify import verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
 from tests.models.engine_case import PROMPTS, compile_events
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 HEADS = HeadWindows((FULL, 6), (0, 3))
 CONFIG = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64, windows=(HEADS, 5))
 GREEDY = SamplingParams(max_tokens=24)

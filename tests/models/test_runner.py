@@ -17,7 +17,8 @@ from models.engine.request import Request
 from models.engine.runner import GPU_OPTIONS, Runner, gpu_options
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
-from tests.models.engine_case import CONFIG, model
+from tests.models.engine_case import CONFIG, compile_events, model
+from tests.shared_steps import ALIKE
 
 SIZES = RunnerConfig(
     num_pages=24,
@@ -167,6 +168,16 @@ def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     fresh.compile([bucket])
     fresh.run_idle(bucket)
     jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
+
+
+def test_runners_that_are_alike_share_what_tests_compile(shared_steps):
+    first, second, other = (Runner(model(), sizes) for sizes in (SIZES, SIZES, dataclasses.replace(SIZES, page_size=8)))
+    first.compile([Bucket(1, 0)])
+    with compile_events() as events:
+        second.compile([Bucket(1, 0)])
+    assert events == []
+    assert second._compiled == first._compiled
+    assert ALIKE[other] != ALIKE[first]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from models.engine import SamplingParams
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
+from models.engine.step_plan import RowTokens
 from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary
 
@@ -246,13 +247,13 @@ def test_plans_are_retired_once_and_in_order():
     engine.add(LASTING[0])
     first, second = engine.planned_step(), engine.planned_step()
     with pytest.raises(ValueError, match="plan must be the oldest launched plan"):
-        engine.scheduler.retire(second, [1])
+        engine.scheduler.retire(second, [RowTokens([1])])
     with pytest.raises(ValueError, match="one for each of 1 sampling rows, got 2"):
-        engine.scheduler.retire(first, [1, 2])
+        engine.scheduler.retire(first, [RowTokens([1]), RowTokens([2])])
     engine.check()
     engine.run()
     with pytest.raises(ValueError, match="plan must be the oldest launched plan"):
-        engine.scheduler.retire(first, [1])
+        engine.scheduler.retire(first, [RowTokens([1])])
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -260,7 +261,7 @@ def test_tokens_that_cannot_be_compared_change_nothing():
     engine = FakeEngine(Limits(lag=5))
     requests = [engine.add(prompt, max_tokens=2) for prompt in LASTING[:2]]
     plan = engine.planned_step()
-    tokens: Any = [1, [1]]
+    tokens: list[Any] = [RowTokens([1]), RowTokens([[1]])]  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(TypeError, match="unhashable"):
         engine.scheduler.retire(plan, tokens)
     assert [request.output_ids for request in requests] == [[], []]

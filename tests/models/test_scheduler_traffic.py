@@ -35,6 +35,7 @@ limits = st.builds(
     chunked_prefill=st.booleans(),
     prefix_caching=st.booleans(),
     lag=st.integers(0, 2),
+    num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
     groups=st.sampled_from(
         [PLAIN, PLAIN, [[(3, 0)]], [[(FULL, 0), (3, 2)]], [[(FULL, 0)], [(4, 0)], [(2, 3), (1, 0)]]]
     ),

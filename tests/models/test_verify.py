@@ -32,7 +32,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases():
-    arrays = np.load(GOLDEN / "golden.npz")
+    with np.load(GOLDEN / "golden.npz") as stored:
+        arrays = dict(stored)
     prompts = json.loads((GOLDEN / "prompts.json").read_text())
     return [
         Case(prompt, arrays[f"tokens_{i}"].tolist(), arrays[f"margins_{i}"], arrays[f"logits_{i}"][-1])

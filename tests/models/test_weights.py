@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from safetensors.numpy import load_file, save_file
 from models.checkpoints import CheckpointError, load_config, weights
 from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, scale_name
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
-from models.decoder import AttentionSettings, Decoder
+from models.decoder import AttentionSettings, Decoder, MTPModule
 from models.decoder.moe import MoE
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
+PREDICTING = dataclasses.replace(V3, num_nextn_predict_layers=2)
 CONFIGS: dict[str, ModelConfig] = {
     "v3": V3,
     "v2": dataclasses.replace(PRESETS["v2-lite-tiny"], vocab_size=48),
@@ -37,7 +39,7 @@ CONFIGS: dict[str, ModelConfig] = {
 ROUTER = "model.layers.1.mlp.gate.weight"
 
 
-def parameters(model: Decoder) -> dict[str, np.ndarray]:
+def parameters(model: nnx.Module) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(p[...]) for path, p in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -191,6 +193,97 @@ def test_prediction_layers_beyond_those_announced_are_extra(directory: Path):
     rewrite(directory, **{"model.layers.2.eh_proj.weight": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match=r"not part of the model: model.layers.2.eh_proj.weight"):
         weights.load_model(directory)
+
+
+# --- multi-token prediction
+
+
+@pytest.fixture
+def predicting(tmp_path: Path) -> Path:
+    weights.save_random_checkpoint(tmp_path, PREDICTING, seed=3)
+    return tmp_path
+
+
+def test_every_parameter_of_prediction_modules_has_one_source():
+    modules = nnx.eval_shape(
+        lambda: nnx.List(
+            [MTPModule(PREDICTING, i, AttentionSettings(), jnp.float32) for i in PREDICTING.mtp_layers],
+        )
+    )
+    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(modules))}
+    assert paths == weights.mtp_sources(PREDICTING).keys()
+
+
+def test_prediction_modules_load_as_saved_and_share_what_is_the_models(predicting: Path):
+    model = weights.load_model(predicting, jnp.bfloat16)
+    loaded = weights.load_mtp(predicting, model)
+    made = weights.random_mtp(weights.random_model(PREDICTING, seed=3, dtype=jnp.bfloat16), seed=3)
+    jax.tree.map(np.testing.assert_array_equal, parameters(loaded), parameters(made))
+    assert loaded.embed_tokens is model.embed_tokens
+    assert loaded.lm_head is model.lm_head
+    file = load_file(predicting / "model.safetensors")
+    joins = [parameters(loaded)[f"depths.{k}.eh_proj.weight"] for k in (0, 1)]
+    for join, i in zip(joins, (2, 3), strict=True):
+        stored = file[f"model.layers.{i}.eh_proj.weight"]
+        np.testing.assert_array_equal(join, stored.T.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_without_being_asked_for_prediction_modules_are_not_read(predicting: Path, monkeypatch):
+    read, names = StoredTensor.read, []
+    opened = {tensor: name for name, tensor in open_checkpoint(predicting).tensors.items()}
+    monkeypatch.setattr(StoredTensor, "read", lambda self: names.append(opened[self]) or read(self))
+    plain = weights.load_model(predicting)
+    assert set(names) == weights.checkpoint_shapes(PREDICTING).keys()
+    names.clear()
+    weights.load_mtp(predicting, plain)
+    assert names
+    assert all(name.startswith(("model.layers.2.", "model.layers.3.")) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.3.hnorm.weight": None}, "1 missing: model.layers.3.hnorm.weight"),
+        ({"model.layers.2.eh_proj.weight": np.ones((32, 32), np.float32)}, "misshaped: model.layers.2.eh_proj.weight"),
+        ({"model.layers.2.extra": np.ones(3, np.float32)}, "1 not part of the model: model.layers.2.extra"),
+        (
+            {"model.layers.3.embed_tokens.weight": np.ones((48, 32), np.float32)},
+            "model.layers.3.embed_tokens.weight: expected a copy of model.embed_tokens.weight",
+        ),
+        (
+            {"model.layers.2.shared_head.head.weight": np.ones((48, 32), ml_dtypes.bfloat16)},
+            "model.layers.2.shared_head.head.weight: expected a copy of lm_head.weight",
+        ),
+    ],
+)
+def test_misfits_among_prediction_modules_are_named(predicting: Path, changes: dict[str, Any], message: str):
+    rewrite(predicting, **changes)
+    model = weights.load_model(predicting)
+    with pytest.raises(CheckpointError, match=message):
+        weights.load_mtp(predicting, model)
+
+
+def test_prediction_modules_may_lack_copies_of_embedding_and_head(predicting: Path):
+    copies = [f"model.layers.{i}.{name}.weight" for i in (2, 3) for name in ("embed_tokens", "shared_head.head")]
+    rewrite(predicting, **dict.fromkeys(copies))
+    weights.load_mtp(predicting, weights.load_model(predicting))
+
+
+def test_models_without_prediction_modules_are_refused(predicting: Path):
+    model = weights.load_model(predicting)
+    reconfigure(predicting, rope_theta=5.0)
+    with pytest.raises(ValueError, match=r"model: expected the one of .*, whose config.json differs from the model's"):
+        weights.load_mtp(predicting, model)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers: expected at least 1 .*, got 0"):
+        weights.random_mtp(weights.random_model(V3))
+    with pytest.raises(NotImplementedError, match="a qwen3 has no modules for it"):
+        weights.random_mtp(weights.random_model(GQA_PRESETS["qwen3-tiny"]))
+    nothing_to_route = dataclasses.replace(V3, first_k_dense_replace=2, num_nextn_predict_layers=1, n_routed_experts=0)
+    with pytest.raises(ValueError, match="n_routed_experts: expected at least 1, got 0"):
+        weights.random_mtp(weights.random_model(nothing_to_route))
+    vast = dataclasses.replace(V3, num_nextn_predict_layers=10_000)
+    with pytest.raises(ValueError, match="num_hidden_layers: expected at most 10000, got 10002"):
+        weights.random_mtp(weights.random_model(vast))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

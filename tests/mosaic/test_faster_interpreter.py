@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import callback as callbacks
+from jax._src.pallas.mosaic.interpret import race_detection_state, vector_clock
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -42,6 +43,27 @@ def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
 def test_the_functions_of_this_jax_are_the_known_ones() -> None:
     assert faster_interpreter.apply()
     assert callbacks.io_callback_impl is faster_interpreter.run_callback
+    assert race_detection_state.RaceDetectionState.check_write is faster_interpreter.check_write
+
+
+def test_races_are_those_that_jax_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Accesses of random ranges at random times, compared with all earlier ones one by one and at once."""
+    rng = np.random.default_rng(0)
+    ours, theirs = (race_detection_state.RaceDetectionState(1) for _ in range(2))
+    reports: dict[str, list[str]] = {"read": [], "write": []}
+    for i in range(300):
+        clock = vector_clock.NpVectorClock(3)
+        clock.clock += i // 5 + rng.integers(0, 2, 3, np.int32)
+        start = int(rng.integers(40))
+        access = "wg", clock, "buffer", (slice(start, start + 3),)
+        kind = "read" if rng.integers(2) else "write"
+        getattr(ours, f"check_{kind}")(*access)
+        found = capsys.readouterr().out
+        getattr(faster_interpreter, f"CHECK_{kind.upper()}")(theirs, *access)
+        assert capsys.readouterr().out == found
+        reports[kind].append(found)
+    assert all(5 < sum(map(bool, found)) < len(found) - 10 for found in reports.values())
+    assert ours.races_found
 
 
 def test_a_sound_kernel(capsys: pytest.CaptureFixture[str]) -> None:

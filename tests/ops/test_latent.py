@@ -15,6 +15,7 @@ from tests.contract import backends
 from tests.ops.harness import (
     GARBAGE,
     Variant,
+    any_bits,
     assert_no_host_callbacks,
     assert_same_bits,
     assert_stays_put,
@@ -31,11 +32,6 @@ lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_l
 NUM_PAGES, PAGE_SIZE, WIDTH = 12, 4, 24
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-
-
-def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Draw values of every bit pattern: NaNs with payloads, infinities, -0.0 and subnormals among them."""
-    return np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
 def holding(pages: np.ndarray) -> PagedLatent:

@@ -94,7 +94,13 @@ CUT_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CUT_CASES.values(), ids=CUT_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "an int window" else [])
+        for name, case in CUT_CASES.items()
+    ],
+)
 def test_keys_cut_among_programs(case: PagedCase) -> None:
     with harness.keys_cut() as parts:
         check(case, CUT)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
-from tests.ops.harness import VARIANTS, Variant, assert_same_bits, fresh_rng
+from tests.ops.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
@@ -51,7 +51,7 @@ def test_plain_caches_hold_the_cast_tokens(dtype: str, rank: int, variant: Varia
 @each_variant
 def test_tokens_in_the_cache_dtype_are_moved_bit_for_bit(variant: Variant) -> None:
     rng = fresh_rng()
-    x = np.frombuffer(rng.bytes(NUM_TOKENS * HEADS * WIDTH * 2), jnp.bfloat16).reshape(NUM_TOKENS, HEADS, WIDTH)
+    x = any_bits(rng, (NUM_TOKENS, HEADS, WIDTH), jnp.bfloat16)
     slots = np.arange(NUM_TOKENS, dtype=np.int32)
     got = write(variant, stale_cache(rng, "bfloat16"), jnp.asarray(x), jnp.asarray(x), slots)
     assert_same_bits(got.v[0, :, :NUM_TOKENS].swapaxes(0, 1), x)

@@ -13,7 +13,7 @@ import numpy as np
 from pallas_attn import write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
 from tests.contract import backends
-from tests.ops.harness import Variant, compiled
+from tests.ops.harness import Variant, any_bits, compiled
 
 NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
 NUM_TOKENS = 6
@@ -40,7 +40,7 @@ def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None
         if name.endswith("scale"):
             arrays[name] = rng.choice([1e30, 1e-30, np.inf, np.nan], a.shape).astype(np.float32)
         else:
-            arrays[name] = np.frombuffer(rng.bytes(a.size * a.dtype.itemsize), a.dtype).reshape(a.shape)
+            arrays[name] = any_bits(rng, a.shape, a.dtype)
     return PagedKV(**{name: jnp.asarray(a) for name, a in arrays.items()})
 
 

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from scripts.cli.command_line import UsageError
 from scripts.cli.prompts import demo_ids, demo_texts
+from scripts.cli.speculate import SpeculateOption, parse_speculate
 from scripts.decode.plot import plot_run
 from scripts.decode.report import Report
 
@@ -94,6 +96,54 @@ def test_json_leaves_out_what_there_is_not():
     assert "verified" not in report().to_json()["run"]
     assert report(1, texts=["hi"]).to_json()["requests"][0]["text"] == "hi"
     assert report().to_json()["run"]["steps"] == 4
+
+
+def test_drafts_are_told_by_position():
+    drafting = [
+        RequestOutput(0, 9, 0, [1, 2, 3], "length", None, 1.5, [0.1], (8, 8, 4), (6, 2, 0)),
+        RequestOutput(1, 9, 0, [1], "length", None, 1.5, [], (2,), (1,)),
+        RequestOutput(2, 9, 0, [1], "length", None, 1.5, []),
+    ]
+    made = report(outputs=drafting, speculate="ngram:3")
+    text = printed(made)
+    assert "ngram:3, 9 of 22 accepted; by position 70%, 25%, 0%" in " ".join(text.split())
+    assert [line.split()[4] for line in text.splitlines() if line[:3] in (" 0 ", " 1 ", " 2 ")] == ["40%", "50%", "-"]
+    written = made.to_json()
+    assert (written["run"]["drafted"], written["run"]["accepted"]) == ([10, 8, 4], [7, 2, 0])
+    assert written["requests"][0]["drafted"] == [8, 8, 4]
+    assert "speculate" not in report().to_json()["run"]
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ("none", None),
+        ("ngram", SpeculateOption("ngram", "", 4)),
+        ("ngram:7", SpeculateOption("ngram", "", 7)),
+        ("mtp:2", SpeculateOption("mtp", "", 2)),
+        ("draft:a/dir", SpeculateOption("draft", "a/dir", 4)),
+        ("draft:C:/dir:2", SpeculateOption("draft", "C:/dir", 2)),
+    ],
+)
+def test_values_of_speculate(given, option):
+    assert parse_speculate(given) == option
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("guess:4", r"expected none, ngram.*, got 'guess:4'"),
+        ("", r"expected none, ngram.*, got ''"),
+        ("ngram:0", "expected 1 to 64 drafts, got '0'"),
+        ("ngram:many", "expected 1 to 64 drafts, got 'many'"),
+        ("ngram:x:4", "expected ngram or ngram:N, got 'ngram:x:4'"),
+        ("draft:4", "expected draft:DIR or draft:DIR:N, got 'draft:4'"),
+        ("draft:dir:65", "expected 1 to 64 drafts, got '65'"),
+    ],
+)
+def test_values_of_speculate_that_are_refused(given, why):
+    with pytest.raises(UsageError, match=f"--speculate: {why}"):
+        parse_speculate(given)
 
 
 @pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 0), (1, 1), (100, 3000)])

@@ -1,6 +1,7 @@
 """run_decode as a person or a program runs it: its results and its messages."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from models.engine.runner import Runner
 from scripts import run_decode
 from tests.models.test_engine_faults import Fault
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
 @pytest.fixture
@@ -68,9 +71,14 @@ def result(stdout, files):
     return json.loads((files / "out.json").read_text())
 
 
+def arrays_of(golden):
+    with np.load(golden / "golden.npz") as arrays:
+        return dict(arrays)
+
+
 @pytest.fixture(scope="module")
 def golden():
-    return np.load(GOLDEN / "golden.npz")
+    return arrays_of(GOLDEN)
 
 
 class TestResults:
@@ -174,7 +182,7 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
     prompts = json.loads((qwen3 / "prompts.json").read_text())[1:3]
     asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids(prompts), "--kv-dtype", "int8", "--verify"]
     result = run_json(*asked)
-    tokens = np.load(qwen3 / "golden.npz")
+    tokens = arrays_of(qwen3)
     assert outputs(result)[0] == tokens["tokens_1"][:6].tolist()
     assert result["run"]["verified"] is True
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
@@ -197,7 +205,7 @@ def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
     asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids([prompt]), "--head-windows", windows, "--verify"]
     result = run_json(*asked)
     assert result["run"]["verified"] is True
-    assert outputs(result)[0] != np.load(qwen3 / "golden.npz")["tokens_2"][:6].tolist()
+    assert outputs(result)[0] != arrays_of(qwen3)["tokens_2"][:6].tolist()
 
 
 class TestTexts:
@@ -214,7 +222,8 @@ class TestTexts:
     def test_the_chat_template_goes_around_a_prompt(self, run_json, text_model):
         template = "{{ messages[0].content }} w9{% if add_generation_prompt %} w8{% endif %}"
         (text_model / "chat_template.jinja").write_text(template)
-        result = run_json("--model", text_model, *SIZES, "--max-tokens", "1", "--prompt", "w1 w2", "w3")
+        asked = [*SIZES, "--prefill-buckets", "16", "--max-tokens", "1"]  # padded as in other tests
+        result = run_json("--model", text_model, *asked, "--prompt", "w1 w2", "w3")
         assert [request["prompt_tokens"] for request in result["requests"]] == [4, 3]
 
 
@@ -361,6 +370,35 @@ def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, wri
     assert outputs(alone) == outputs(together)[1:] == [golden["tokens_1"][:6].tolist()]
     assert alone["run"]["implementation"] == {"write_latent": "xla", "mla_decode": "xla"}
     assert alone["run"]["compilations"] == together["run"]["compilations"] == 1
+
+
+def test_drafts_change_no_token_and_are_reported(run_json, write_ids, golden, capsys, tmp_path):
+    asked = [*SMALL, *write_ids(PROMPTS[:3]), "--speculate", "ngram:2", "--plot", tmp_path / "plot.png"]
+    result = run_json(*asked, "--max-tokens", 24, "--verify")
+    assert outputs(result) == [golden[f"tokens_{i}"].tolist() for i in range(3)]
+    run = result["run"]
+    assert (run["verified"], run["speculate"], run["compilations"]) == (True, "ngram:2", 3 + 1 + 2)
+    for kind in ("drafted", "accepted"):
+        by_request = [request[kind] for request in result["requests"]]
+        assert run[kind] == [sum(of_position) for of_position in itertools.zip_longest(*by_request, fillvalue=0)]
+    assert all(accepted <= drafted for accepted, drafted in zip(run["accepted"], run["drafted"], strict=True))
+    table = capsys.readouterr().out
+    assert f"ngram:2, {sum(run['accepted'])} of {sum(run['drafted'])} accepted" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_drafts_of_a_checkpoints_own_module(run_json, write_ids):
+    golden_fp8 = GOLDEN.parent / "v3-fp8"
+    with np.load(golden_fp8 / "golden.npz") as arrays:
+        wanted = [arrays[f"tokens_{i}"].tolist() for i in range(3)]
+    prompts = json.loads((golden_fp8 / "prompts.json").read_text())[:3]
+    asked = ["--model", str(golden_fp8), *SIZES, "--dtype", "float32", "--max-tokens", 24, "--speculate", "mtp:1"]
+    result = run_json(*asked, *write_ids(prompts), "--verify")
+    assert outputs(result) == wanted
+    assert result["run"]["verified"] is True
+    assert len(result["run"]["drafted"]) == 1
+    assert result["run"]["drafted"][0] > 0
 
 
 def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):

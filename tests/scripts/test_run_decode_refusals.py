@@ -73,6 +73,14 @@ class TestRefusals:
             ),
             (["--batch-invariant", "--mla", "expand"], "batch_invariant: expanded attention merges a chunk"),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
+            (
+                ["--random", "qwen3-tiny", "--speculate", "mtp"],
+                "--speculate: multi-token prediction: a qwen3 has no modules",
+            ),
+            (
+                ["--model", str(GOLDEN), "--speculate", "mtp:2"],
+                "--speculate: num_nextn_predict_layers: expected at least 1",
+            ),
             (["--num-pages", "2"], "prompt 0: the prompt needs 4 pages, the pool has 2"),
             (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
         ],

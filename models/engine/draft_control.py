@@ -1,0 +1,100 @@
+"""How many drafts a step verifies: as many as measured acceptance pays for, down to none. Plain Python, on the host."""
+
+from collections.abc import Callable, Sequence
+
+from models.engine.request import Request
+
+PROBE_STEPS = 32
+"""While drafts do not pay, one step in so many verifies some all the same, to see whether that has changed."""
+
+DRAFTING_COST = 0.03
+"""Share of a step that drafts are taken to cost at least, for proposing, verifying and accepting them."""
+
+OPERATIONS_PER_BYTE = 200.0
+"""Operations that take as long as reading a byte of weights; about what 16-bit matrix products reach on Hopper."""
+
+_REQUEST_MEMORY, _ENGINE_MEMORY = 0.9, 0.98  # what is left of older measurements after each step
+
+
+def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, itemsize: int) -> Callable[[int], float]:
+    """Makes a function that estimates a decode step's time from its number of tokens, in bytes read.
+
+    A step reads all weights but those of experts that no token chooses, and computes with each token. Caches are left
+    out: drafts share their row's reading of them.
+
+    Args:
+      dense_bytes: weights that every token uses.
+      routed_bytes: weights of all routed experts.
+      chosen_share: share of the experts that a token chooses.
+      itemsize: bytes of a weight.
+    """
+    operations = 2 * (dense_bytes + routed_bytes * chosen_share) / itemsize
+
+    def cost(num_tokens: int) -> float:
+        read = dense_bytes + routed_bytes * (1 - (1 - chosen_share) ** num_tokens)
+        return read + num_tokens * operations / OPERATIONS_PER_BYTE
+
+    return cost
+
+
+class DraftControl:
+    """Chooses the number of drafts that promises the most tokens in a step's time.
+
+    With acceptance rate p, a row with n drafts gets 1 + p + ... + p^n tokens. Each request has its own p, measured in
+    its newest steps, and begins with that of the engine's newest requests. As nothing else enters, the same traffic
+    gives the same choices.
+    """
+
+    def __init__(self, widths: Sequence[int], cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
+        """Starts from even odds.
+
+        Args:
+            widths: Numbers of drafts to choose from, ascending.
+            cost: Time of a step by its number of tokens, in any unit.
+            draft_cost: Time that the proposer takes for a draft of every row, in the same unit.
+
+        Raises:
+            ValueError: no widths, or not ascending from 0 or more.
+        """
+        if not widths or list(widths) != sorted(set(widths)) or widths[0] < 0:
+            raise ValueError(f"widths must be ascending numbers from 0 or more, got {list(widths)}")
+        self._widths, self._cost, self._draft_cost = tuple(widths), cost, draft_cost
+        self._hits, self._trials = 0.5, 1.0
+        self._steps_without = 0
+
+    def num_drafts(self, requests: Sequence[Request]) -> int:
+        """Drafts of every row in a step that decodes these requests."""
+        if len(self._widths) == 1 or not requests:
+            return self._widths[0]
+        rates = [self.rate(request) for request in requests]
+
+        def tokens_a_time(num_drafts: int) -> float:
+            tokens = sum(sum(rate**i for i in range(num_drafts + 1)) for rate in rates)
+            cost = self._cost(len(rates) * (1 + num_drafts)) + num_drafts * self._draft_cost
+            return tokens / (cost + (DRAFTING_COST * self._cost(len(rates)) if num_drafts else 0.0))
+
+        best = max(self._widths, key=tokens_a_time)  # of equals the smallest
+        self._steps_without = 0 if best else self._steps_without + 1
+        if self._steps_without >= PROBE_STEPS:
+            self._steps_without = 0
+            return self._widths[1]
+        return best
+
+    def rate(self, request: Request) -> float:
+        """Estimates the probability that a draft of a request is accepted if those before it are."""
+        hits, trials = request.draft_trials
+        return (hits + self._hits / self._trials) / (trials + 1)
+
+    def record(self, request: Request, num_drafts: int, accepted: int) -> None:
+        """Takes note of a row with room for `num_drafts`; drafts that the proposer did not give count as rejected."""
+        trials = min(accepted + 1, num_drafts)
+        hits, before = request.draft_trials
+        request.draft_trials = (hits * _REQUEST_MEMORY + accepted, before * _REQUEST_MEMORY + trials)
+        self._hits = self._hits * _ENGINE_MEMORY + accepted
+        self._trials = self._trials * _ENGINE_MEMORY + trials
+
+
+def counted(counts: tuple[int, ...], first: int, places: int) -> tuple[int, ...]:
+    """Counts with one more in each of the first places, of at least so many places."""
+    padded = counts + (0,) * (places - len(counts))
+    return tuple(count + (i < first) for i, count in enumerate(padded))

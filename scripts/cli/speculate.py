@@ -1,0 +1,112 @@
+"""The proposer that --speculate asks for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from models.checkpoints import load_model, load_mtp, random_mtp
+from models.config import DeepSeekConfig, ModelConfig
+from models.decoder import AttentionSettings, Decoder
+from models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
+from scripts.cli.command_line import UsageError, as_usage_error
+from scripts.cli.model import dtype_of
+
+NUM_DRAFTS = 4
+"""Drafts of a request in one step, unless the option says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculateOption:
+    """A value of --speculate.
+
+    Attributes:
+      kind: one of `KINDS`.
+      source: what the proposer is made of, such as a directory; empty for kinds that need none.
+      num_drafts: drafts of a request in one step, at most.
+    """
+
+    kind: str
+    source: str
+    num_drafts: int
+
+    def __str__(self) -> str:
+        return ":".join([self.kind, *([self.source] if self.source else []), str(self.num_drafts)])
+
+
+type _Maker = Callable[[SpeculateOption, argparse.Namespace, Decoder], Proposer]
+
+
+def _ngram(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
+    return NGramProposer()
+
+
+def _mtp(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
+    return MTPProposer(random_mtp(model) if options.model is None else load_mtp(options.model, model))
+
+
+def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
+    own = AttentionSettings(implementation=model.settings.implementation)
+    return DraftModelProposer(load_model(Path(option.source), dtype_of(options, model.config), own))
+
+
+KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}
+"""By kind, whether it has a source, and how its proposer is made."""
+
+
+def add_speculate(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--speculate",
+        default="none",
+        metavar="KIND[:DIR][:N]",
+        help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
+        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, draft:DIR:N a smaller"
+        f" model of the same vocabulary (default: none; N: {NUM_DRAFTS})",
+    )
+
+
+def parse_speculate(given: str) -> SpeculateOption | None:
+    """Reads a value of --speculate; None for none.
+
+    Raises:
+      UsageError: another kind, a number of drafts that is none, or a source missing or not wanted.
+    """
+    if given == "none":
+        return None
+    kind, _, rest = given.partition(":")
+    if kind not in KINDS:
+        raise UsageError(f"--speculate: expected none, {', '.join(KINDS)}, got {given!r}")
+    has_source, _ = KINDS[kind]
+    source, _, number = rest.rpartition(":")
+    if has_source and not number.isdecimal():  # a directory may have colons in its name, and need no number after it
+        source, number = rest, ""
+    if has_source != bool(source):
+        wanted = f"{kind}:DIR or {kind}:DIR:N" if has_source else f"{kind} or {kind}:N"
+        raise UsageError(f"--speculate: expected {wanted}, got {given!r}")
+    if number and not (number.isdecimal() and 1 <= int(number) <= 64):
+        raise UsageError(f"--speculate: expected 1 to 64 drafts, got {number!r}")
+    return SpeculateOption(kind, source, int(number or NUM_DRAFTS))
+
+
+def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:
+    """Gives a random model the prediction module that --speculate asks for, if its family has such."""
+    option: SpeculateOption | None = options.speculate
+    if option is None or option.kind != "mtp" or options.model is not None or not isinstance(config, DeepSeekConfig):
+        return config
+    return dataclasses.replace(config, num_nextn_predict_layers=1)
+
+
+def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation | None:
+    """Makes the policy that the options ask for, once the model is loaded.
+
+    Raises:
+      UsageError: a proposer that cannot be made, such as of a directory without a model.
+    """
+    option: SpeculateOption | None = options.speculate
+    if option is None:
+        return None
+    _, make = KINDS[option.kind]
+    with as_usage_error(ValueError, NotImplementedError, OSError, prefix="--speculate: "):
+        return Speculation(make(option, options, model), option.num_drafts)

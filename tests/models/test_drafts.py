@@ -1,0 +1,177 @@
+"""Parts of speculation without a model: acceptance, n-grams, the number of drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.engine.draft_control import PROBE_STEPS, DraftControl, counted, step_cost
+from models.engine.ngram import continue_ngrams
+from models.engine.request import Request
+from models.engine.sampler import SamplingRows, sample
+from models.engine.speculative_step import accept
+
+find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
+
+
+def ngrams(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
+    """Continues tokens by the definition: the longest match, the latest of those; -1 for none."""
+    for n in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[len(tokens) - n :] and min(tokens[end - n : end]) >= 0:
+                cycle = tokens[end:]
+                return [cycle[i % len(cycle)] for i in range(num_drafts)]
+    return [-1] * num_drafts
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=3, max_size=3), st.integers(0, 8))
+def test_ngrams_are_those_of_the_definition(rows: list[list[int]], recycled: int):
+    rows = [[*[-1] * min(recycled, len(row) - 1), *row[min(recycled, len(row) - 1) :]] for row in rows]
+    tokens = np.full((3, 32), 2, np.int32)  # what stands after the end must not count
+    for of_row, row in zip(tokens, rows, strict=True):
+        of_row[: len(row)] = row
+    drafts = find(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32), 5, 3, 1)
+    assert np.asarray(drafts).tolist() == [ngrams(row, 5, 3, 1) for row in rows]
+
+
+def test_a_text_that_repeats_itself_is_continued_over_its_end():
+    assert ngrams([5, 1, 2, 1, 2, 1], 5, 4, 2) == [2, 1, 2, 1, 2]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=4, max_size=4), st.integers(0, 3))
+def test_drafts_are_accepted_up_to_the_first_that_differs(pairs: list[tuple[int, int]], num_drafts: int):
+    chosen, drafts = [a for a, _ in pairs], [b for _, b in pairs][:3]
+    wanted = next((i for i in range(num_drafts) if chosen[i] != drafts[i]), num_drafts)
+    got = accept(
+        jnp.asarray([chosen], jnp.int32), jnp.asarray([drafts], jnp.int32), jnp.asarray([num_drafts], jnp.int32)
+    )
+    assert got.tolist() == [wanted]
+
+
+N, V = 3000, 6
+sample_all = jax.jit(sample)
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "likeliest", "random"])
+def test_tokens_with_drafts_are_distributed_as_those_of_the_model(kind: str):
+    """Two tokens of a made-up model, for many seeds: the second one's logits are computed after the draft for the
+    first, and again after the token in its place where that is rejected. Chi-square of all pairs."""
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)) * 1.5, jnp.float32)
+    temperature, top_k, top_p, start = 0.9, 5, 0.95, 2
+
+    def rows(position: int) -> SamplingRows:
+        return SamplingRows(
+            temperature=jnp.full(N, temperature, jnp.float32),
+            top_k=jnp.full(N, top_k, jnp.int32),
+            top_p=jnp.full(N, top_p, jnp.float32),
+            seed=jnp.arange(N, dtype=jnp.uint32),
+            position=jnp.full(N, position, jnp.int32),
+        )
+
+    def draw(previous: Any, position: int) -> Any:
+        return sample_all(table[previous], rows(position))[0]
+
+    before = jnp.full(N, start, jnp.int32)
+    first = draw(before, 7)
+    draft = {
+        "right": first,
+        "wrong": (first + 1) % V,
+        "likeliest": jnp.argmax(table[before], axis=1).astype(jnp.int32),
+        "random": jnp.asarray(np.random.default_rng(1).integers(V, size=N), jnp.int32),
+    }[kind]
+    chosen = jnp.stack([first, draw(draft, 8)], axis=1)
+    accepted = accept(chosen, draft[:, None], jnp.ones(N, jnp.int32))
+    second = jnp.where(accepted == 1, chosen[:, 1], draw(first, 8))
+    share = float(jnp.mean(accepted.astype(jnp.float32)))
+    p = kept_probability(np.asarray(table), temperature, top_k, top_p)
+    if kind == "likeliest":
+        assert share == pytest.approx(p[start].max(), abs=0.03), "a draft is accepted with its probability"
+    assert {"right": share == 1, "wrong": share == 0}.get(kind, 0.1 < share < 0.9)
+    wanted = (p[start][:, None] * p).reshape(-1) * N
+    got = np.bincount(np.asarray(first * V + second), minlength=V * V)
+    assert not got[wanted == 0].any()
+    possible = wanted > 0
+    chi_square = np.sum((got[possible] - wanted[possible]) ** 2 / wanted[possible])
+    freedom = possible.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def kept_probability(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Probabilities of each row after temperature, top-k and top-p, in float64."""
+    result = np.zeros(logits.shape)
+    for row, out in zip(logits.astype(np.float64) / temperature, result, strict=True):
+        order = np.argsort(-row)[:top_k]
+        p = np.exp(row[order] - row.max())
+        p /= p.sum()
+        kept = np.cumsum(p) - p < top_p
+        out[order[kept]] = p[kept] / p[kept].sum()
+    return result
+
+
+DENSE = step_cost(2e9, 0.0, 0.0, 2)
+
+
+def simulate(control: DraftControl, requests: list[Request], right: bool, steps: int) -> list[int]:
+    """Drafts of every step, if all are right or all are wrong."""
+    chosen = []
+    for _ in range(steps):
+        num_drafts = control.num_drafts(requests)
+        chosen.append(num_drafts)
+        for request in requests:
+            if num_drafts:
+                control.record(request, num_drafts, num_drafts if right else 0)
+    return chosen
+
+
+def requests(num: int) -> list[Request]:
+    return [Request(i, (1,)) for i in range(num)]
+
+
+def test_right_drafts_are_verified_in_full_and_wrong_ones_stop():
+    assert simulate(DraftControl((0, 1, 2, 4), DENSE), requests(1), True, 40)[10:] == [4] * 30
+    control, pair = DraftControl((0, 1, 2, 4), DENSE), requests(2)
+    assert simulate(control, pair, False, 400)[200:].count(0) >= 190
+    last = simulate(control, pair, False, 2 * PROBE_STEPS)
+    assert sorted(set(last)) == [0, 1], "now and then one is tried"
+    assert last.count(1) == 2
+    assert simulate(control, pair, True, 8 * PROBE_STEPS)[-1] == 4, "and comes back when it pays"
+
+
+def test_the_same_traffic_makes_the_same_choices():
+    first, second = (simulate(DraftControl((0, 1, 2, 4), DENSE), requests(3), False, 100) for _ in range(2))
+    assert first == second
+
+
+def test_a_batch_that_computes_more_than_it_reads_drafts_less():
+    def chosen(num_requests: int, cost: Any) -> int:
+        control, running = DraftControl((0, 1, 2, 4), cost), requests(num_requests)
+        for request in running:
+            for _ in range(30):
+                control.record(request, 4, 1)
+        return control.num_drafts(running)
+
+    assert [chosen(n, DENSE) for n in (1, 64, 512)] == [4, 1, 0]
+    experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # every token reads experts of its own
+    assert chosen(1, experts) <= 1
+    assert experts(64) < 64 * experts(1)
+
+
+def test_a_single_width_is_always_taken():
+    assert simulate(DraftControl((3,), DENSE), requests(2), False, 50) == [3] * 50
+    for wrong in ((), (2, 1), (-1, 2), (1, 1)):
+        with pytest.raises(ValueError, match="widths must be ascending"):
+            DraftControl(wrong, DENSE)
+
+
+def test_drafts_are_counted_by_position():
+    assert counted((), 0, 3) == (0, 0, 0)
+    assert counted((4, 2), 1, 3) == (5, 2, 0)
+    assert counted((4, 2, 1), 2, 1) == (5, 3, 1)

@@ -1,0 +1,199 @@
+"""Multi-token prediction in the engine: whatever is drafted, tokens are those of plain decoding; and what is drafted
+follows from each request's own tokens, whatever was rejected, found in the prefix cache or computed again before."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.checkpoints import random_model, random_mtp
+from models.decoder import MTP, Decoder, split_model, split_module
+from models.engine import (
+    Decoded,
+    DraftRows,
+    Engine,
+    EngineConfig,
+    MTPProposer,
+    RequestOutput,
+    SamplingParams,
+    Speculation,
+)
+from models.engine.mtp import MTPState
+from models.engine.verify import verify
+from tests.models.engine_case import CONFIG, DRAWN, GREEDY, MAX_TOKENS, VOCAB_SIZE, padded
+from tests.models.step_case import Pages, step
+
+LAYER = dataclasses.replace(CONFIG, num_hidden_layers=1, first_k_dense_replace=2, num_nextn_predict_layers=1)
+
+LONGEST = 64
+
+PREFIX = np.random.default_rng(7).integers(0, VOCAB_SIZE, 21).tolist()
+PROMPTS = [PREFIX, [*PREFIX, 1, 2, 3], [5, 6], [*PREFIX, 9], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+
+SIZES = EngineConfig(num_pages=15, page_size=4, max_batched_tokens=16, max_num_seqs=3, batch_invariant=True)
+"""Prompts in chunks, and fewer pages than the requests need, so that some are preempted; steps are one bucket to
+compile."""
+
+NUM_DRAFTS = 2
+
+
+@functools.cache
+def modules() -> tuple[Decoder, MTP]:
+    """A model whose prediction module is its own layer, applied to the next tokens: right more often than not, since it
+    lacks little but the first token. The hidden states that it is given disturb it somewhat."""
+    model = random_model(LAYER, seed=3)
+    embedding = model.embed_tokens[...]
+    norms = jnp.sqrt(jnp.mean(jnp.square(embedding), axis=1, keepdims=True))
+    model.embed_tokens = nnx.Param(embedding / norms)  # so that `enorm` leaves it as it is
+    mtp = random_mtp(model)
+    (module,) = mtp.depths
+    width = LAYER.hidden_size
+    module.enorm.weight[...] = jnp.ones(width)
+    module.eh_proj.weight[...] = module.eh_proj.weight[...].at[:width].set(jnp.eye(width)).at[width:].multiply(0.1)
+    module.layer, module.norm = model.layers[0], model.norm
+    return model, mtp
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposed:
+    """What was proposed for a row: its known tokens, the hidden state that the first draft was made of, and drafts."""
+
+    tokens: list[int]
+    hidden: np.ndarray
+    drafts: list[int]
+
+
+class Recorded(MTPProposer):
+    """Keeps what it proposes."""
+
+    def __init__(self, mtp: MTP):
+        super().__init__(mtp)
+        self.proposed: list[Proposed] = []
+
+    def propose(self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int) -> tuple[jax.Array, MTPState]:
+        drafts, after = super().propose(weights, state, rows, num_drafts)
+        jax.debug.callback(self._keep, rows.lens, rows.history(), state.hidden[rows.slots], rows.max_drafts, drafts)
+        return drafts, after
+
+    def _keep(self, lens: Any, history: Any, hidden: Any, max_drafts: Any, drafts: Any) -> None:
+        for n, tokens, state, most, of_row in zip(lens, history, hidden, max_drafts, drafts, strict=True):
+            if n:
+                self.proposed.append(Proposed(tokens[:n].tolist(), np.array(state), of_row[:most].tolist()))
+
+
+class Expected:
+    """Computes drafts of a sequence from its tokens alone: the model in one forward, then the module in one forward
+    for every draft."""
+
+    def __init__(self, model: Decoder, mtp: MTP):
+        run, self.weights = split_model(model)
+        self.run = jax.jit(run, static_argnames="return_hidden")
+        rebuild, self.mtp_weights = split_module(mtp)
+
+        def draft(weights: Any, tokens: jax.Array, hidden: jax.Array, caches: Any, metadata: Any) -> Any:
+            whole = rebuild(weights)
+            given, _ = whole(tokens, hidden, caches, metadata)
+            return whole.logits(given[metadata.logit_rows])[0], given[metadata.logit_rows][0]
+
+        self.draft = jax.jit(draft)
+        self.pages = Pages.scatter(1, LONGEST // 8)
+        self.caches = self.pages.allocate(model)
+        self.mtp_caches = mtp.allocate_caches(self.pages.tables.size + 1, 8)
+
+    def check(self, proposed: Proposed) -> None:
+        """Asserts that drafts are the likeliest ones, or as likely up to rounding."""
+        tokens, entries = proposed.tokens, len(proposed.tokens) - 1  # the newest token is not computed yet
+        computed = self._metadata(len(tokens))
+        hidden = np.array(self.run(self.weights, self._padded(tokens), self.caches, computed, return_hidden=True)[2])
+        for i, draft in enumerate(proposed.drafts):
+            following = self._padded([*tokens[1:], *proposed.drafts[:i]])
+            arguments = following, jnp.asarray(hidden), self.mtp_caches, self._metadata(entries + i)
+            logits, given = self.draft(self.mtp_weights, *arguments)
+            if not i:
+                np.testing.assert_allclose(proposed.hidden, given, rtol=1e-3, atol=1e-4)
+            assert logits[draft] > np.max(logits) - 1e-3, f"draft {i} after {len(tokens)} tokens"
+            hidden[entries + i] = given
+
+    def _padded(self, tokens: list[int]) -> jax.Array:
+        return jnp.asarray(np.pad(tokens, (0, LONGEST - len(tokens))), jnp.int32)
+
+    def _metadata(self, length: int) -> Any:
+        return step(self.pages, prefill=[(0, 0, length)], padding=LONGEST - length, logit_rows=[length - 1])
+
+
+HOT = dataclasses.replace(DRAWN, temperature=2.0, top_k=0, top_p=1.0)
+"""Draws from distributions so flat that the likeliest token would hardly ever be drawn."""
+
+
+@functools.cache
+def drafting() -> tuple[Engine, Recorded]:
+    model, mtp = modules()
+    proposer = Recorded(mtp)
+    speculation = Speculation(proposer, NUM_DRAFTS, adaptive=False)
+    return Engine(model, dataclasses.replace(padded(SIZES), speculate=speculation)), proposer
+
+
+@functools.cache
+def decoded(params: SamplingParams) -> tuple[list[RequestOutput], list[Proposed]]:
+    engine, proposer = drafting()
+    proposer.proposed.clear()
+    return engine.generate(PROMPTS, params), list(proposer.proposed)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_output_is_that_of_plain_decoding(params: SamplingParams):
+    outputs, _ = decoded(params)
+    runs = [Decoded(prompt, output.output_ids, params) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    assert [len(run.output_ids) for run in runs] == [MAX_TOKENS] * len(PROMPTS)
+    assert verify(modules()[0], runs, max_len=drafting()[0].max_sequence_len).passed
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
+def test_acceptance_is_reported(params: SamplingParams):
+    """Drawn drafts are accepted like greedy ones, since they share the noise of the model's own draw."""
+    outputs, _ = decoded(params)
+    drafted, accepted = (np.sum([getattr(o, of) for o in outputs], axis=0) for of in ("drafted", "accepted"))
+    assert len(drafted) == len(accepted) == NUM_DRAFTS
+    assert np.all(0.3 * drafted < accepted)
+    assert np.all(accepted < 0.9 * drafted)
+
+
+def test_drafts_follow_from_the_tokens_alone():
+    """Whatever was rejected before, found in the prefix cache, or computed again after a preemption."""
+    engine, _ = drafting()
+    before = engine.stats().preemptions
+    outputs, proposed = decoded(dataclasses.replace(GREEDY, max_tokens=24))
+    assert engine.stats().preemptions > before
+    assert max(output.cached_tokens for output in outputs) >= 20
+    assert len(proposed) > 40
+    expected = Expected(*modules())
+    for row in proposed:
+        expected.check(row)
+
+
+def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
+    """Two of four experts are chosen; the embedding is no product."""
+    routed = dataclasses.replace(LAYER, first_k_dense_replace=0)
+    mtp = random_mtp(random_model(routed))
+    (module,) = mtp.depths
+    sizes = {".".join(map(str, path)): value.size for path, value in nnx.to_flat_state(nnx.state(module))}
+    experts = sum(size for path, size in sizes.items() if path in ("layer.mlp.gate_up_proj", "layer.mlp.down_proj"))
+    head = routed.hidden_size * VOCAB_SIZE
+    assert MTPProposer(mtp).draft_bytes == 4 * (sum(sizes.values()) - experts // 2 + head)
+
+
+def test_what_cannot_be_is_refused():
+    _, mtp = modules()
+    two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))
+    with pytest.raises(NotImplementedError, match="mtp: expected one module, as published checkpoints have, got 2"):
+        MTPProposer(random_mtp(two))
+    speculation = Speculation(MTPProposer(mtp), NUM_DRAFTS)
+    with pytest.raises(ValueError, match="mtp: expected the module of the engine's model"):
+        Engine(two, dataclasses.replace(SIZES, speculate=speculation))

@@ -1,0 +1,357 @@
+"""Speculative decoding: whatever is proposed, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from models.checkpoints import random_model
+from models.config import HeadWindows
+from models.decoder import AttentionSettings, Decoder
+from models.engine import (
+    DraftModelProposer,
+    Engine,
+    EngineConfig,
+    NGramProposer,
+    Proposer,
+    RequestOutput,
+    SamplingParams,
+    Speculation,
+)
+from models.engine.runner import Runner, StepResult
+from pallas_attn import FULL
+from tests.models import engine_case, test_engine_windows
+from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
+from tests.models.proposer_case import KnowingProposer, tell
+
+LATENTS = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
+NUM_DRAFTS = 3
+GREEDY = SamplingParams(max_tokens=24)
+DRAWN = SamplingParams(max_tokens=24, temperature=0.8, top_k=20, top_p=0.95, seed=11)
+SHORT = EngineConfig(
+    num_pages=12,
+    page_size=8,
+    max_batched_tokens=16,
+    max_num_seqs=4,
+    max_model_len=96,
+    decode_buckets=(4,),
+    prefill_buckets=(16,),
+)
+"""Pages are short, so that requests are preempted, and there is one bucket of each kind, so that little is compiled."""
+
+WIDE = HeadWindows((FULL, 100), (0, 0))
+"""Windows of heads in name only: no sequence is as long."""
+
+FAMILIES = {
+    "latents": (LATENTS, SHORT),
+    "windows": (test_engine_windows.CONFIG, dataclasses.replace(SHORT, num_pages=12, page_size=4, cache_dtype="int8")),
+    "wide windows": (dataclasses.replace(test_engine_windows.CONFIG, windows=(WIDE, 200)), SHORT),
+}
+
+
+@functools.cache
+def model(family: str = "latents") -> Decoder:
+    return random_model(FAMILIES[family][0], seed=3)
+
+
+def make(family: str = "latents", **changes: Any) -> Engine:
+    return Engine(model(family), dataclasses.replace(FAMILIES[family][1], **changes))
+
+
+def speculation(**changes: Any) -> Speculation:
+    knowing = KnowingProposer([], 1.0, VOCAB_SIZE)
+    return dataclasses.replace(Speculation(knowing, NUM_DRAFTS, adaptive=False), **changes)
+
+
+@functools.cache
+def plain(family: str = "latents") -> dict[SamplingParams, list[list[int]]]:
+    """Output of every prompt without speculation."""
+    return {
+        params: [o.output_ids for o in plain_engine(family).generate(PROMPTS, params)] for params in (GREEDY, DRAWN)
+    }
+
+
+@functools.cache
+def plain_engine(family: str = "latents") -> Engine:
+    """An engine without speculation, whose steps are one bucket to compile."""
+    return make(family, batch_invariant=True)
+
+
+@functools.cache
+def speculating(family: str = "latents") -> Engine:
+    return make(family, speculate=speculation())
+
+
+def sequences(params: SamplingParams, family: str = "latents") -> list[list[int]]:
+    return [[*prompt, *output] for prompt, output in zip(PROMPTS, plain(family)[params], strict=True)]
+
+
+def run(engine: Engine, params: SamplingParams, share: float, family: str = "latents") -> list[RequestOutput]:
+    """Generates all prompts with drafts of which a share is right; expects the tokens of plain decoding."""
+    tell(engine, sequences(params, family), share)
+    streamed: dict[int | str, list[tuple[Any, ...]]] = {}
+    ids = [
+        engine.add_request(prompt, params, on_token=lambda i, *got: streamed.setdefault(i, []).append(got))
+        for prompt in PROMPTS
+    ]
+    while engine.has_unfinished:
+        engine.step()
+        engine._pools.check()
+    outputs = [engine.output(i) for i in ids]
+    for output, wanted in zip(outputs, plain(family)[params], strict=True):
+        assert (output.output_ids, output.finish_reason) == (wanted, "length")
+        assert streamed[output.request_id] == [*((token, None) for token in wanted[:-1]), (wanted[-1], "length")]
+        assert len(output.itl_s) == len(wanted) - 1
+    assert engine.stats().used_pages == 0
+    return outputs
+
+
+def totals(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    return sum(sum(o.drafted) for o in outputs), sum(sum(o.accepted) for o in outputs)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
+    """Right drafts are all accepted, which they are only if every known token was found by the proposer: those of
+    chunks, of shared pages, of requests that were preempted."""
+    engine = speculating()
+    for share in (1.0, 0.0, 0.6):
+        before = engine.stats()
+        drafted, accepted = totals(run(engine, params, share))
+        after = engine.stats()
+        assert drafted > 0
+        assert accepted == {1.0: drafted, 0.0: 0}.get(share, accepted)
+        assert 0 < accepted < drafted or share in (0.0, 1.0)
+        assert after.accepted_tokens - before.accepted_tokens >= accepted
+        assert after.preemptions > before.preemptions
+    assert engine.stats().prefix_hit_rate > 0
+
+
+def test_windows_of_heads_and_quantised_caches_lose_nothing_to_rejected_drafts():
+    """Rejected tokens neither make pages go that later queries see, nor leave scales behind."""
+    engine = speculating("windows")
+    for params, share in ((GREEDY, 0.6), (DRAWN, 0.6), (GREEDY, 0.0)):
+        run(engine, params, share, "windows")
+    assert engine.stats().preemptions > 0
+
+
+def test_ngrams_are_found_and_change_no_token():
+    engine = make(speculate=Speculation(NGramProposer(longest=3, shortest=1), NUM_DRAFTS, adaptive=False))
+    for params in (GREEDY, DRAWN):
+        outputs = engine.generate(PROMPTS, params)
+        assert [output.output_ids for output in outputs] == plain()[params]
+        assert totals(outputs)[0] > 0
+
+
+def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
+    """Generates all prompts, twice, so that the second time prefixes are found; returns shares of accepted drafts."""
+    shares = []
+    for params, _ in itertools.product((GREEDY, DRAWN), range(2)):
+        outputs = engine.generate(PROMPTS, params)
+        assert [output.output_ids for output in outputs] == plain(family)[params]
+        drafted, accepted = totals(outputs)
+        shares.append(accepted / drafted)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_rate > 0
+    return shares
+
+
+def test_a_model_that_drafts_for_itself_is_right():
+    """Every draft is accepted, greedy and drawn, so its cache holds what the target's does, wherever a prompt was
+    chunked, found in the prefix cache or computed again, and whatever was rejected for want of room."""
+    engine = make(speculate=Speculation(DraftModelProposer(model()), NUM_DRAFTS, adaptive=False))
+    assert min(expect_drafted(engine)) > 0.99
+
+
+@pytest.mark.slow
+def test_a_draft_model_of_another_family_changes_no_token():
+    """The target's heads have windows, so that the drafts' pages are rows of one head. The first model to draft has the
+    target's weights and sees all that it sees; the second has nothing in common with it."""
+    same = random_model(dataclasses.replace(test_engine_windows.CONFIG, windows=None), seed=3)
+    for drafting, least in ((same, 0.99), (model(), 0.0)):
+        speculate = Speculation(DraftModelProposer(drafting), NUM_DRAFTS, adaptive=False)
+        assert min(expect_drafted(make("wide windows", speculate=speculate), "wide windows")) >= least
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_ready_after_steps_without_drafts():
+    engine = make(speculate=Speculation(DraftModelProposer(model()), 2))
+    control = engine._scheduler._draft_control
+    assert control is not None
+    steps = itertools.cycle([0, 0, 2, 1, 0, 2, 2])
+    control.num_drafts = lambda requests: next(steps)  # pyrefly: ignore[bad-assignment]
+    assert min(expect_drafted(engine)) > 0.99
+
+
+def test_draft_models_that_do_not_fit_are_refused():
+    with pytest.raises(NotImplementedError, match="draft model: expected layers whose heads all see the same"):
+        DraftModelProposer(model("windows"))
+    smaller = random_model(dataclasses.replace(LATENTS, vocab_size=32), seed=3)
+    with pytest.raises(ValueError, match="draft model: expected the target's vocabulary of 64 tokens, got 32"):
+        make(speculate=Speculation(DraftModelProposer(smaller)))
+
+
+def test_tokens_that_end_a_request_end_it_within_accepted_drafts():
+    engine = speculating()
+    tell(engine, sequences(GREEDY), 1.0)
+    wanted = plain()[GREEDY][1]
+    for end in range(1, 9):
+        limited = dataclasses.replace(GREEDY, max_tokens=end)
+        stopped = dataclasses.replace(GREEDY, stop_token_ids=(wanted[end - 1],))
+        told: list[tuple[Any, ...]] = []
+        ids = [
+            engine.add_request(PROMPTS[1], limited),
+            engine.add_request(PROMPTS[1], stopped, on_token=lambda _, *got: told.append(got)),  # noqa: B023
+        ]
+        while engine.has_unfinished:
+            engine.step()
+        assert (engine.output(ids[0]).output_ids, engine.output(ids[0]).finish_reason) == (wanted[:end], "length")
+        until = wanted[: wanted.index(wanted[end - 1]) + 1]
+        assert (engine.output(ids[1]).output_ids, engine.output(ids[1]).finish_reason) == (until, "stop")
+        assert told == [*((token, None) for token in until[:-1]), (until[-1], "stop")]
+    assert engine.stats().used_pages == 0
+
+
+def test_an_aborted_request_keeps_a_prefix_of_its_tokens():
+    engine = speculating()
+    tell(engine, sequences(GREEDY), 0.6)
+    for after in range(1, 6):
+        ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
+        for _ in range(3 + after):
+            engine.step()
+        engine.abort(ids[1])
+        while engine.has_unfinished:
+            engine.step()
+        outputs = [engine.output(i).output_ids for i in ids]
+        assert outputs[::2] == plain()[GREEDY][:3:2]
+        assert outputs[1] == plain()[GREEDY][1][: len(outputs[1])]
+    assert engine.stats().used_pages == 0
+
+
+def test_generated_tokens_that_were_accepted_are_shared():
+    """A page is published once all its tokens are accepted, and holds their keys, whatever was rejected there."""
+    engine = speculating()
+    tell(engine, sequences(GREEDY), 0.6)
+    output = engine.generate([PROMPTS[3]], GREEDY)[0].output_ids
+    longer = [*PROMPTS[3], *output]
+    wanted = plain_engine().generate([longer], GREEDY)[0].output_ids
+    tell(engine, [[*longer, *wanted]], 0.6)
+    again = engine.generate([longer], GREEDY)[0]
+    assert (again.cached_tokens, again.output_ids) == (24, wanted)
+
+
+def test_logits_that_are_not_finite_end_a_request_and_no_other():
+    """The token whose embedding is broken may spoil the tokens before it in its row, but no accepted one is wrong."""
+    wanted = plain()[GREEDY][1]
+    at = next(i for i in range(5, 20) if wanted[i] not in wanted[:i] and wanted[i] not in PROMPTS[1])
+    broken = random_model(LATENTS, seed=3)
+    broken.embed_tokens[...] = broken.embed_tokens[...].at[wanted[at]].set(jnp.nan)
+    engine = Engine(broken, speculating().config)
+    engine._runner._compiled = speculating()._runner._compiled
+    tell(engine, sequences(GREEDY), 1.0)
+    told: list[tuple[Any, ...]] = []
+    request_id = engine.add_request(PROMPTS[1], GREEDY, on_token=lambda *got: told.append(got[1:]))
+    others = [i for i in range(len(PROMPTS)) if wanted[at] not in [*PROMPTS[i], *plain()[GREEDY][i]]]
+    ids = [engine.add_request(PROMPTS[i], GREEDY) for i in others]
+    while engine.has_unfinished:
+        engine.step()
+    output = engine.output(request_id)
+    got = output.output_ids
+    assert (got, output.finish_reason) == (wanted[: len(got)], "nonfinite")
+    assert at - NUM_DRAFTS < len(got) <= at + 1
+    assert told == [*((token, None) for token in got), (-1, "nonfinite")]
+    assert sum(output.accepted) > 0
+    assert [engine.output(i).output_ids for i in ids] == [plain()[GREEDY][i] for i in others]
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch):
+    engine = speculating()
+    tell(engine, sequences(GREEDY), 1.0)
+    order: list[str] = []
+    launch, sampled = Runner.launch, StepResult.sampled
+    monkeypatch.setattr(Runner, "launch", lambda *args: (order.append("launch"), launch(*args))[1])
+    monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
+    output = engine.generate([PROMPTS[3]], dataclasses.replace(GREEDY, max_tokens=13))[0]
+    assert sum(output.accepted) == 9  # one token of the prompt's step, then three steps of four
+    assert order[:9] == ["launch", *["launch", "read"] * 4]
+
+
+def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
+    engine = speculating()
+    tell(engine, sequences(GREEDY), 0.6)
+    read, calls = StepResult.sampled, itertools.count()
+
+    def failing(result: StepResult) -> Any:
+        if next(calls) in (2, 3, 9):
+            raise RuntimeError("injected")
+        return read(result)
+
+    monkeypatch.setattr(StepResult, "sampled", failing)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 3
+    assert [engine.output(i).output_ids for i in ids] == plain()[GREEDY]
+
+
+def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance():
+    engine = make(speculate=speculation(num_drafts=1, adaptive=True))
+    assert engine.warmup() > 0
+    assert engine.stats().compilations == 2 + 1 + 2
+    tell(engine, sequences(GREEDY), 1.0)
+    engine.generate(PROMPTS, GREEDY)
+    with compile_events() as events:
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert [output.output_ids for output in outputs] == plain()[GREEDY]
+        right = totals(outputs)
+        tell(engine, sequences(GREEDY), 0.0)
+        wrong = [totals(engine.generate(PROMPTS, GREEDY)) for _ in range(3)]
+    assert not [event for event in events if "backend_compile" in event]
+    assert right[0] == right[1] > 40
+    assert [accepted for _, accepted in wrong] == [0, 0, 0]
+    assert wrong[-1][0] < right[0] / 2
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="proposer: expected a Proposer, got 'ngram'"):
+        Speculation("ngram")  # pyrefly: ignore[bad-argument-type]
+    for wrong in (0, 65, True, 2.0):
+        with pytest.raises(ValueError, match="num_drafts: expected an integer from 1 to 64"):
+            Speculation(NGramProposer(), wrong)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ValueError, match="speculate: expected a Speculation or None, got 4"):
+        EngineConfig(speculate=4)  # pyrefly: ignore[bad-argument-type]
+    for longest, shortest in ((2, 3), (17, 1), (1, 0)):
+        with pytest.raises(ValueError, match="1 <= shortest <= longest <= 16"):
+            NGramProposer(longest, shortest)
+    engine = make(speculate=Speculation(Proposer(), 2, adaptive=False))
+    with pytest.raises(NotImplementedError, match=r"Proposer.propose: a proposer has to define it"):
+        engine.warmup()
+
+
+class MisshapenProposer(Proposer):
+    def propose(self, weights: Any, state: Any, rows: Any, num_drafts: int) -> Any:
+        return jnp.zeros((rows.lens.shape[0], num_drafts + 1), jnp.int32), state
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_drafts_of_another_shape_are_refused():
+    engine = make(speculate=Speculation(MisshapenProposer(), 2, adaptive=False))
+    with pytest.raises(ValueError, match=r"propose: expected int32 \[4, 2\], got int32 \[4, 3\]"):
+        engine.warmup()
+
+
+def test_expanded_decode_rows_take_no_drafts():
+    expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
+    engine = Engine(expanding, dataclasses.replace(SHORT, speculate=speculation()))
+    with pytest.raises(NotImplementedError, match="mla: expanded decode rows take one token each, without drafts"):
+        engine.warmup()
