@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.checkpoints import load_model
-from models.decoder import Decoder, split_model
+from models.decoder import Decoder, KVScales, split_model
 from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 from models.engine.verify import TOLERANCE
 from tests.models.step_case import PAGE_SIZE, Pages, step
@@ -89,3 +89,6 @@ def test_latents_too_narrow_for_scales_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             narrow.cache_spec(4, 8, dtype)
+    ones = np.ones((2, 1), np.float32)
+    with pytest.raises(ValueError, match="kv_scales: expected none, quantised latents get a scale each"):
+        narrow.cache_spec(4, 8, "float8_e4m3fn", KVScales(ones, ones))
