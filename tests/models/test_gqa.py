@@ -160,11 +160,11 @@ def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPat
     planned_for = []
     right = gqa.plan_decode
 
-    def plan(q, cache, block_tables, kv_lens, *, window, mode, implementation):
+    def plan(q, cache, block_tables, kv_lens, *, window, **options):
         planned_for.append(window)
         assert (q.shape, cache.page_size) == ((1, 1, 8, TINY.head_dim), PAGE_SIZE)
-        assert (mode, implementation) == ("balanced", None)
-        return right(q, cache, block_tables, kv_lens, window=window, mode=mode, implementation=implementation)
+        assert options == {"q_lens": None, "mode": "balanced", "implementation": None}
+        return right(q, cache, block_tables, kv_lens, window=window, **options)
 
     monkeypatch.setattr(gqa, "plan_decode", plan)
     model = random_model(dataclasses.replace(TINY, num_hidden_layers=6, windows=(5, HEADS, 5, None, HEADS, 5)))
