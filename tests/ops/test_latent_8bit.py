@@ -18,6 +18,7 @@ from tests.ops.harness import (
     F32_OUT,
     GARBAGE,
     Variant,
+    any_bits,
     assert_close,
     assert_same_bits,
     compiled,
@@ -64,8 +65,7 @@ def any_cache(rng: np.random.Generator) -> PagedLatent:
     """A cache of any bytes."""
 
     def bits(width: int, dtype: Any) -> jax.Array:
-        size = NUM_SLOTS * width * np.dtype(dtype).itemsize
-        return jnp.asarray(np.frombuffer(rng.bytes(size), dtype).reshape(NUM_PAGES, PAGE_SIZE, width))
+        return jnp.asarray(any_bits(rng, (NUM_PAGES, PAGE_SIZE, width), dtype))
 
     return PagedLatent(bits(LATENT, ml_dtypes.float8_e4m3fn), bits(2, np.float32), bits(ROPE, ml_dtypes.bfloat16))
 
