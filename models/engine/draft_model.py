@@ -49,30 +49,35 @@ class DraftModelProposer(Proposer):
     def propose(
         self, weights: Any, state: Caches, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"], Caches]:
-        """Decodes ahead. The first step also takes the token before the newest: if all drafts were accepted, it was the
-        last of them, which no step had as its input."""
-        before = rows.written_at(rows.lens - 2)
-        tokens = jnp.stack([before, rows.tokens], axis=1).reshape(-1)
+        """Decodes ahead."""
         drafts: list[Array] = []
         decode = jax.jit(self._decode)  # so that all steps but the first are lowered once
         for ahead in range(num_drafts):
-            queries = 1 if ahead else 2
-            metadata = in_lane(rows.decode_step(ahead, queries), rows.lane)
-            logits, state = decode(weights, drafts[-1] if drafts else tokens, state, metadata)
+            if drafts:
+                metadata = in_lane(rows.decode_step(ahead), rows.lane)
+                logits, state = decode(weights, drafts[-1], state, metadata)
+            else:
+                logits, state = self._newest(weights, state, rows)
             sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
             drafts.append(jnp.maximum(sample(logits, sampling)[0], 0))
         return jnp.stack(drafts, axis=1), state
 
     def observe(self, weights: Any, state: Caches, step: ObservedStep) -> Caches:
         """Computes the tokens that `propose` does not: those of prompts, and all where there were no drafts."""
-        metadata, tokens = in_lane(step.metadata, step.lane), step.tokens
-        if step.num_drafts:
-            first = metadata.num_decode
-            metadata, tokens = _without_decode_rows(metadata), tokens[first:]
+        metadata = in_lane(step.metadata, step.lane)
+        if metadata.num_decode and not step.num_drafts:
+            _, state = self._newest(weights, state, step.rows)
+        tokens = step.tokens[metadata.num_decode :]
         if not tokens.shape[0]:
             return state
-        metadata = dataclasses.replace(metadata, logit_rows=jnp.zeros(1, jnp.int32))
+        metadata = dataclasses.replace(_without_decode_rows(metadata), logit_rows=jnp.zeros(1, jnp.int32))
         return self._decode(weights, tokens, state, metadata)[1]
+
+    def _newest(self, weights: Any, caches: Caches, rows: DraftRows) -> tuple[Array, Caches]:
+        """Computes the newest token of each row, and again the one before it: if all drafts of the last step were
+        accepted, that was the last of them, which has been no step's input yet."""
+        tokens = jnp.stack([rows.written_at(rows.lens - 2), rows.tokens], axis=1).reshape(-1)
+        return self._decode(weights, tokens, caches, in_lane(rows.decode_step(queries=2), rows.lane))
 
     def _decode(
         self, weights: Any, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata

@@ -179,6 +179,7 @@ class ObservedStep:
         prompt goes on.
       last: int32 [R], index among the T tokens of the last one that counts in each row.
       lens: int32 [R], tokens of each sequence now, those sampled by this step included.
+      rows: the decode rows as `propose` gets them, before the step ran.
       num_drafts: drafts that rows are padded to.
       lane: that of `ProposerSizes`.
     """
@@ -191,6 +192,7 @@ class ObservedStep:
     row_slots: Int32[Array, "R"]
     last: Int32[Array, "R"]
     lens: Int32[Array, "R"]
+    rows: DraftRows
     num_drafts: int = dataclasses.field(metadata={"static": True})
     lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
 

@@ -149,7 +149,7 @@ def run_speculative_step(
     chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
     verified = _verify(chosen[: num_rows * queries].reshape(num_rows, queries), drafts, num_drafts, rows.lens)
     of_prefill = chosen[num_rows * queries :]
-    observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, lane)
+    observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, rows)
     memory = proposer.observe(of_proposer, memory, observed)
 
     newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
@@ -246,7 +246,7 @@ def _observe(
     verified: _Verified,
     of_prefill: Int32[Array, "S"],
     hidden: Float[Array, "T D"] | None,
-    lane: tuple[int, int],
+    rows: DraftRows,
 ) -> ObservedStep:
     """What a step did, for the proposer."""
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
@@ -257,7 +257,7 @@ def _observe(
     following = jnp.roll(step.prefill_ids, -1).at[last].set(after_end, mode="drop")
     is_prompt = index < step.cu_q_lens[-1]
     got = jnp.where(verified.tokens == _NOTHING, -1, jnp.maximum(verified.tokens, 0)).reshape(-1)
-    rows = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
+    firsts = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
     decode_slots = jnp.where(verified.lens > 0, step.decode_slots, -1)
     return ObservedStep(
         metadata=metadata,
@@ -266,10 +266,11 @@ def _observe(
         counts=jnp.concatenate([(verified.tokens != _NOTHING).reshape(-1), is_prompt]),
         hidden=hidden,
         row_slots=jnp.concatenate([decode_slots, step.prefill_slots]),
-        last=jnp.concatenate([rows + verified.accepted, num_decode + jnp.maximum(ends - 1, 0)]),
+        last=jnp.concatenate([firsts + verified.accepted, num_decode + jnp.maximum(ends - 1, 0)]),
         lens=jnp.concatenate([verified.lens, step.prefill_kv_lens + 1]),
+        rows=rows,
         num_drafts=max(verified.tokens.shape[1] - 1, 0),
-        lane=lane,
+        lane=rows.lane,
     )
 
 

@@ -41,7 +41,7 @@ def test_tokens_are_those_of_transformers(name: str, proposer: str):
         page_size=4,
         max_batched_tokens=32,
         max_num_seqs=4,
-        max_model_len=320,
+        max_model_len=min(320, model.config.max_position_embeddings),
         decode_buckets=(4,),
         prefill_buckets=(32,),
         speculate=Speculation(makers[proposer](), 3, adaptive=False),
