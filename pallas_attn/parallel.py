@@ -279,6 +279,7 @@ def decode_over_contexts(
     if num_heads % devices:
         raise ValueError(f"queries: expected heads that the {devices} devices of {axis!r} divide, got {num_heads}")
     block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
+    kv_lens = checks.bound_lens(kv_lens, block_tables.shape[-1] * cache.page_size)
     if num_queries > 1:
         kv_lens = _lens_of_queries(kv_lens, q_lens, num_queries)
         block_tables = jnp.repeat(block_tables, num_queries, axis=0)
@@ -307,9 +308,9 @@ def _lens_of_queries(
 def _exchange_heads(
     out: Float[Array, "B Q Hq D"], lse: Float[Array, "B Q Hq"], axis: str
 ) -> tuple[Float[Array, "n B Q Hq_n D"], Float[Array, "n B Q Hq_n"]]:
-    """What all devices found for this device's heads. The LSE travels as more columns of the output, as bits: a second
-    exchange would take as long as the first where there is little to exchange. Bits are integers all the way, since a
-    float that they happen to spell, a NaN say, need not arrive as it was.
+    """What all devices found for this device's heads. The LSE travels as more columns of the output, as bits, so that
+    there is one exchange. Bits are integers all the way, since a float that they happen to spell, a NaN say, need not
+    arrive as it was.
     """
     devices, width = lax.axis_size(axis), out.shape[-1]
     bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")

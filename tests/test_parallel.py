@@ -168,6 +168,22 @@ def test_a_page_on_another_device_than_its_own_is_invisible() -> None:
     np.testing.assert_array_equal(lens, [[0, 1, 4, 4, 9, 16], [0, 0, 0, 1, 8, 12]])
 
 
+def test_lengths_past_the_table_are_those_of_the_table() -> None:
+    """For each of several queries, as on one device."""
+    rng = np.random.default_rng(0)
+    cache, lens = cache_of("f32", rng, 2), jnp.asarray(np.where(KV_LENS == 28, 2**31 - 1, KV_LENS), jnp.int32)
+    tables, (q,) = jnp.asarray(dealt_tables(rng, 2)), queries_of(cache, rng, 3)
+    decode = functools.partial(paged_decode, implementation="xla")
+
+    def split(q: Any, cache: Any, tables: Any, lens: Any) -> Any:
+        return parallel.decode_over_contexts(decode, [q], cache, tables, lens, axis="context")
+
+    specs = (P(), partition(cache, pages="context"), P(), P())
+    run = jax.shard_map(split, mesh=mesh_of(2), in_specs=specs, out_specs=P(None, None, "context"))
+    want: Any = decode(q, cache, tables, lens, return_lse=True)
+    harness.assert_attention_close(jax.jit(run)(q, cache, tables, lens), want, (harness.F32_OUT, harness.F32_LSE))
+
+
 def test_what_is_written_to_split_pages_is_what_is_written_to_all() -> None:
     rng = np.random.default_rng(0)
     cache, slots = cache_of("int8-head", rng, 4), rng.permutation(4 * PAGES * PS)[:50].astype(np.int32)
