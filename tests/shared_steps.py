@@ -34,7 +34,7 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
     def description(model: Any, *rest: Any) -> str:
         weights = jax.tree.map(lambda w: (w.shape, str(w.dtype)), verify.split_model(model)[1])
-        return repr((model.config, model.settings, weights, rest))
+        return repr((model.config, model.settings, model.mesh, weights, rest))
 
     def runner(self: Runner, model: Any, config: Any) -> None:
         make_runner(self, model, config)

@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
 from models.checkpoints import mxfp4
 from models.config import GQAConfig, ModelConfig, read_config
+from models.config.gqa import MXFP4_GROUP
 from models.config.entries import is_integer, token_ids
 from models.config.json_files import is_present, parse_json, read_json, shown
 
@@ -47,6 +48,10 @@ _ENTRY = ("dtype", "shape", "data_offsets")
 """Parts of a tensor's entry in a header."""
 
 
+type Slices = tuple[slice, ...]
+"""A part of a tensor: a slice along each of its first axes, and all of the others."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint directory is unusable; the message says why in one line."""
 
@@ -68,10 +73,10 @@ class StoredTensor:
     start: int
     stop: int
 
-    def read(self) -> np.ndarray:
-        """The tensor as stored, mapped and not copied."""
+    def read(self, part: Slices = ()) -> np.ndarray:
+        """The tensor, or a part of it, as stored; mapped and not copied."""
         raw = np.memmap(self.path, np.uint8, "r")[self.start : self.stop]
-        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)[part]
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether two tensors are the same to the bit; compared a piece at a time, since they may be large."""
@@ -93,17 +98,34 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: Slices = ()) -> np.ndarray:
         """Reads a tensor with its quantisation undone: FP8 blocks times their scales in float32, MXFP4 groups times
-        theirs in bfloat16, others as stored."""
+        theirs in bfloat16, others as stored.
+
+        Args:
+          name: the tensor's.
+          part: a slice along each axis, to read no more than that; () for all of it. Blocks and groups that it cuts are
+            read whole.
+        """
         if name in self._packed([name]):
-            return mxfp4.dequantise(*(self.tensors[f"{name}{part}"].read() for part in mxfp4.PARTS))
+            return self._read_packed(name, part)
         stored = self.tensors[name]
         if stored.dtype != "F8_E4M3":
-            return stored.read()
+            return stored.read(part)
         if self.config.fp8_block is None:
             raise CheckpointError(f"{name} is stored in FP8, but config.json has no quantization_config")
-        return dequantise(stored.read(), self.tensors[scale_name(name)].read(), self.config.fp8_block)
+        cuts = [_whole_blocks(*cut) for cut in zip(_along(part, stored.shape), self.config.fp8_block, strict=True)]
+        weight = stored.read(tuple(cut.outer for cut in cuts))
+        scale = self.tensors[scale_name(name)].read(tuple(cut.blocks for cut in cuts))
+        return dequantise(weight, scale, self.config.fp8_block)[tuple(cut.inner for cut in cuts)]
+
+    def _read_packed(self, name: str, part: Slices) -> np.ndarray:
+        """Reads a part of experts [E, in, out], which are stored as [E, out, groups of in, ...]."""
+        experts, out_width, groups, _ = self.tensors[f"{name}{mxfp4.PARTS[0]}"].shape
+        of_experts, rows, columns = _along(part, (experts, groups * MXFP4_GROUP, out_width))
+        cut = _whole_blocks(rows, MXFP4_GROUP)
+        stored = (self.tensors[f"{name}{end}"].read((of_experts, columns, cut.blocks)) for end in mxfp4.PARTS)
+        return mxfp4.dequantise(*stored)[:, cut.inner]
 
     def inspect(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """Compares the stored tensors with the wanted names and shapes, by headers alone.
@@ -174,6 +196,32 @@ class Checkpoint:
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return "is tied to the embeddings"
         return None
+
+
+class _Cut(NamedTuple):
+    """A slice whose ends may lie within blocks.
+
+    Attributes:
+      outer: the slice of the blocks that it touches.
+      blocks: their indices.
+      inner: the slice, counted from the first of those.
+    """
+
+    outer: slice
+    blocks: slice
+    inner: slice
+
+
+def _whole_blocks(cut: slice, size: int) -> _Cut:
+    first, last = cut.start // size, -(-cut.stop // size)
+    blocks = slice(first, last)
+    return _Cut(slice(first * size, last * size), blocks, slice(cut.start - first * size, cut.stop - first * size))
+
+
+def _along(part: Slices, shape: tuple[int, ...]) -> list[slice]:
+    """A slice along each axis, with its start and stop."""
+    given = [*part, *[slice(None)] * (len(shape) - len(part))]
+    return [slice(*cut.indices(size)[:2]) for cut, size in zip(given, shape, strict=True)]
 
 
 def scale_name(name: str) -> str:

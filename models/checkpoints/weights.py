@@ -20,19 +20,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from models.checkpoints.files import MTP_COPIES, CheckpointError, open_checkpoint
+from models.checkpoints.files import MTP_COPIES, CheckpointError, Slices, open_checkpoint
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, require_mtp, with_windows
-from models.decoder import MTP, AttentionSettings, Decoder, MTPModule
+from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
+from models.decoder.mesh import TENSOR, place, slices_of_device
 from models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
 
 type Shape = tuple[int, ...]
-type Read = Callable[[str], np.ndarray]
-"""Function from the name of a checkpoint's tensor to its values."""
+type Read = Callable[[str, Slices], np.ndarray]
+"""Function from the name of a checkpoint's tensor, and a part of it, to its values there."""
 
 type Order = Callable[[], np.ndarray]
 """Makes the permutation of a projection's outputs; called once the headers have confirmed its size."""
@@ -46,11 +48,13 @@ class Source:
       tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
       pack: makes the parameter of them.
       in_f32: whether it stays in float32 whatever the model's dtype.
+      added_once: whether it is added to what devices add up, so that on a mesh all but the first have zeros.
     """
 
     tensors: Mapping[str, Shape]
     pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
     in_f32: bool = False
+    added_once: bool = False
 
 
 def weight_sources(config: ModelConfig) -> dict[str, Source]:
@@ -119,8 +123,8 @@ def _linear(name: str, out_width: int, in_width: int, order: Order | None = None
     return Source({f"{name}.weight": (out_width, in_width)}, lambda t: _ordered(next(t), order).T)
 
 
-def _bias(name: str, width: int, order: Order | None = None) -> Source:
-    return Source({f"{name}.bias": (width,)}, lambda t: _ordered(next(t), order))
+def _bias(name: str, width: int, order: Order | None = None, *, added_once: bool = False) -> Source:
+    return Source({f"{name}.bias": (width,)}, lambda t: _ordered(next(t), order), added_once=added_once)
 
 
 def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
@@ -164,7 +168,7 @@ def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
         sources["q_b_proj.weight"] = _linear(f"{name}.q_b_proj", query_width, config.q_lora_rank, query_order)
     if config.attention_bias:
         sources["kv_a_proj_with_mqa.bias"] = _bias(f"{name}.kv_a_proj_with_mqa", config.latent_width, latent_order)
-        sources["o_proj.bias"] = _bias(f"{name}.o_proj", width)
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", width, added_once=True)
         if config.q_lora_rank is not None:
             sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
     return sources
@@ -181,7 +185,7 @@ def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
     if config.attention_bias:
         biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
         sources["qkv_proj.bias"] = Source(biases, lambda t: np.concatenate(list(t)))
-        sources["o_proj.bias"] = _bias(f"{name}.o_proj", config.hidden_size)
+        sources["o_proj.bias"] = _bias(f"{name}.o_proj", config.hidden_size, added_once=True)
     if config.learned_sinks:
         sources["sinks"] = Source({f"{name}.sinks": (config.num_attention_heads,)}, in_f32=True)
     if config.qk_norm:
@@ -242,7 +246,7 @@ def _biased_moe(config: GQAConfig, name: str) -> dict[str, Source]:
         "gate_up_proj": Source({f"{name}.experts.gate_up_proj": (count, width, 2 * hidden)}, halves),
         "gate_up_proj_bias": Source({f"{name}.experts.gate_up_proj_bias": (count, 2 * hidden)}, halves),
         "down_proj": Source({f"{name}.experts.down_proj": (count, hidden, width)}),
-        "down_proj_bias": Source({f"{name}.experts.down_proj_bias": (count, width)}),
+        "down_proj_bias": Source({f"{name}.experts.down_proj_bias": (count, width)}, added_once=True),
     }
 
 
@@ -251,28 +255,32 @@ def load_model(
     dtype: DTypeLike | None = None,
     settings: AttentionSettings = AttentionSettings(),
     windows: Windows | None = None,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """Loads a model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
     Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
-    time.
+    time. On a mesh, each device gets its slice of it, and no more than one slice is read at a time.
 
     Args:
       dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
       settings: settings of attention.
       windows: windows of all layers, in place of those of config.json.
+      mesh: devices that the model is split over, as `EngineConfig` takes them; None for the default device.
 
     Raises:
       CheckpointError: a file or tensor is missing, extra, misshaped or unreadable.
-      ValueError, NotImplementedError: as `read_config` and `with_windows`.
+      ValueError, NotImplementedError: as `read_config`, `with_windows`, `normal_mesh` and `device_part`.
     """
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config if windows is None else with_windows(checkpoint.config, windows)
+    mesh, part = _split(config, mesh)
     for name, why in checkpoint.inspect(checkpoint_shapes(config)).items():
         _log.info("%s is not loaded: it %s", name, why)
     if dtype is None:
         dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
-    return _assemble(lambda: Decoder(config, settings, dtype), weight_sources(config), checkpoint.read, dtype)
+    make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
+    return _assemble(make, weight_sources(part), checkpoint.read, dtype, mesh, checkpoint_shapes(config))
 
 
 def load_mtp(directory: str | Path, model: Decoder) -> MTP:
@@ -299,10 +307,21 @@ def random_model(
     seed: int = 0,
     dtype: DTypeLike = jnp.float32,
     settings: AttentionSettings = AttentionSettings(),
+    mesh: Mesh | None = None,
 ) -> Decoder:
-    """Makes the model that `save_random_checkpoint` writes for this seed."""
-    sources = weight_sources(config)
-    return _assemble(lambda: Decoder(config, settings, dtype), sources, _random_reader(sources, seed), dtype)
+    """Makes the model that `save_random_checkpoint` writes for this seed, split over a mesh if one is given."""
+    mesh, part = _split(config, mesh)
+    shapes = checkpoint_shapes(config)
+    make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
+    return _assemble(make, weight_sources(part), _random_reader(shapes, seed), dtype, mesh, shapes)
+
+
+def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
+    """The mesh with all its axes, and the part of the model that one of its devices has."""
+    if mesh is None:
+        return None, config
+    mesh = normal_mesh(mesh)
+    return mesh, device_part(config, mesh.shape[TENSOR])
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:
@@ -312,12 +331,11 @@ def random_mtp(model: Decoder, seed: int = 0) -> MTP:
       ValueError, NotImplementedError: the model's configuration announces no such modules.
     """
     sources = mtp_sources(require_mtp(model.config))
-    return _assemble_mtp(model, sources, _random_reader(sources, seed))
+    return _assemble_mtp(model, sources, _random_reader(_shapes(sources), seed))
 
 
-def _random_reader(sources: Mapping[str, Source], seed: int) -> Read:
-    shapes = _shapes(sources)
-    return lambda name: random_tensor(name, shapes[name], seed)
+def _random_reader(shapes: Mapping[str, Shape], seed: int) -> Read:
+    return lambda name, part: random_tensor(name, shapes[name], seed)[part]
 
 
 def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
@@ -363,17 +381,41 @@ def _assemble_mtp(model: Decoder, sources: Mapping[str, Source], read: Read) -> 
 
 
 def _assemble[Module: nnx.Module](
-    make: Callable[[], Module], sources: Mapping[str, Source], read: Read, dtype: DTypeLike
+    make: Callable[[], Module],
+    sources: Mapping[str, Source],
+    read: Read,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+    whole: Mapping[str, Shape] | None = None,
 ) -> Module:
-    """Makes a module, one parameter at a time, in a dtype of weights."""
+    """Makes a module, one parameter at a time, in a dtype of weights.
+
+    Args:
+      make: makes the module with some values; on a mesh, one device's part of it.
+      sources: of its parameters, in the shapes of that part.
+      read: reads a part of a tensor.
+      dtype: float32 or bfloat16.
+      mesh: the devices; None for the default one.
+      whole: shapes of the whole tensors; needed on a mesh.
+    """
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype: expected float32 or bfloat16, got {jnp.dtype(dtype).name}")
     graph, state = nnx.split(nnx.eval_shape(make))
+    shapes, devices = whole or _shapes(sources), 1 if mesh is None else mesh.shape[TENSOR]
 
     def fill(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
         source = sources[".".join(map(str, path))]
         kind = np.float32 if source.in_f32 else jnp.dtype(dtype)
-        packed = source.pack(read(name).astype(kind, copy=False) for name in source.tensors)
-        return parameter.replace(jnp.array(packed))
+
+        def values(device: int) -> np.ndarray:
+            if source.added_once and device:
+                return np.zeros(parameter.shape, kind)
+            parts = {name: slices_of_device(shapes[name], own, device, devices) for name, own in source.tensors.items()}
+            return source.pack(read(*part).astype(kind, copy=False) for part in parts.items())
+
+        if mesh is None:
+            return parameter.replace(jnp.array(values(0)))
+        split = source.added_once or any(shapes[name] != own for name, own in source.tensors.items())
+        return parameter.replace(place(values, mesh, split=split))
 
     return nnx.merge(graph, nnx.map_state(fill, state))

@@ -2,7 +2,7 @@
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
 tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
-`mtp` (prediction modules beside the decoder); then `explain` (the implementations that attention would run on) and
+`mtp` (prediction modules beside the decoder), `mesh` (how a model is split over devices); then `explain` (the implementations that attention would run on) and
 `whole_sequence` (a sequence in one forward).
 """
 
@@ -10,6 +10,11 @@ from models.decoder.caches import Caches as Caches
 from models.decoder.caches import KVScales as KVScales
 from models.decoder.explain import StepSizes as StepSizes
 from models.decoder.explain import explain_attention as explain_attention
+from models.decoder.mesh import device_part as device_part
+from models.decoder.mesh import make_mesh as make_mesh
+from models.decoder.mesh import normal_mesh as normal_mesh
+from models.decoder.mesh import over_mesh as over_mesh
+from models.decoder.mesh import specs_of as specs_of
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
 from models.decoder.model import split_model as split_model

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float32
+from jaxtyping import Array, Float32
 
 from models.config import DeepSeekConfig, ModelConfig
 from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
@@ -91,14 +91,26 @@ def cache_spec(
     )
 
 
-def allocate_caches(config: ModelConfig, specs: Sequence[CacheSpec], scales: KVScales | None = None) -> Caches:
-    """Allocates empty caches of all layers, laid out as `cache_spec` does for these scales."""
+def allocate_caches(
+    config: ModelConfig,
+    specs: Sequence[CacheSpec],
+    scales: KVScales | None = None,
+    own_heads: Callable[[Array], Array] = lambda scale: scale,
+) -> Caches:
+    """Allocates empty caches of all layers, laid out as `cache_spec` does for these scales.
+
+    Args:
+      config: the model.
+      specs: of each layer.
+      scales: static scales of all KV heads.
+      own_heads: takes a layer's scales to those of the heads in these caches.
+    """
     if isinstance(config, DeepSeekConfig):
         return tuple(PagedLatent.allocate(spec) for spec in specs)
     caches = [PagedKV.allocate(spec) for spec in specs]
     if scales is None:
         return tuple(caches)
     return tuple(
-        dataclasses.replace(cache, k_scale=jnp.asarray(k), v_scale=jnp.asarray(v))
+        dataclasses.replace(cache, k_scale=own_heads(jnp.asarray(k)), v_scale=own_heads(jnp.asarray(v)))
         for cache, k, v in zip(caches, scales.k, scales.v, strict=True)
     )

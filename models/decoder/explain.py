@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
 from models.decoder.caches import KVScales, cache_spec
 from models.decoder.settings import AttentionSettings
-from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
+from pallas_attn import Explanation, HeadWindow, PagedKV, PagedLatent, Rope, explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,8 @@ class _HeadShapes:
         spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
         self._cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
         head_wise = isinstance(window, HeadWindows)
-        self._window = window.array() if head_wise else window
+        each = jax.ShapeDtypeStruct((config.num_key_value_heads,), jnp.int32)
+        self._window = HeadWindow(each, each) if head_wise else window  # pyrefly: ignore[bad-argument-type]
         self._per_head = (config.num_key_value_heads,) if head_wise else ()
 
     def write_kv(self) -> Explanation:

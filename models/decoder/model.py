@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -19,6 +20,7 @@ from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
+from models.decoder.mesh import TENSOR, device_part, normal_mesh, own_kv_heads
 from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
@@ -45,13 +47,16 @@ class Step(Protocol):
 
 class DecoderLayer(nnx.Module):
     """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before and a residual around
-    it."""
+    it. Over a mesh axis, what devices find is added up after each."""
 
-    def __init__(self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(
+        self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, axis: str | None = None
+    ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = _attention(config, settings, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = _feed_forward(config, index, dtype)
+        self.axis = axis
 
     def __call__(
         self,
@@ -62,8 +67,11 @@ class DecoderLayer(nnx.Module):
         step: AttentionStep,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        x = x + self._added_up(attended)
+        return x + self._added_up(self.mlp(self.post_attention_layernorm(x))), cache
+
+    def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
 
 
 class Decoder(nnx.Module):
@@ -72,15 +80,21 @@ class Decoder(nnx.Module):
     Attributes:
       config: configuration of the model.
       settings: settings of attention.
+      mesh: devices that it is split over (see `mesh`), inside `jax.shard_map` over which it runs; None for one device.
+      part: configuration of what one device has; `config` without a mesh.
     """
 
-    def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(
+        self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None
+    ):
         self.config, self.settings = config, settings
-        self.embed_tokens = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List([DecoderLayer(config, i, settings, dtype) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype)
+        self.mesh = None if mesh is None else normal_mesh(mesh)
+        self.part = part = config if self.mesh is None else device_part(config, self.mesh.shape[TENSOR])
+        axis = None if mesh is None else TENSOR
+        self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
+        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axis) for i in range(part.num_hidden_layers)])
+        self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
+        self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
     def __call__(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
@@ -123,10 +137,10 @@ class Decoder(nnx.Module):
         metadata.check()
         if self.settings.batch_invariant:
             metadata = metadata.as_decode_rows()
-        x = self.embed_tokens[...][tokens]
+        x = self._embed(tokens)
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
-        groups = {layer: i for i, group in enumerate(cache_groups(self.config)) for layer in group.layers}
+        groups = {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
         apply_layer = layer_function()
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -135,12 +149,26 @@ class Decoder(nnx.Module):
             written.append(cache)
         return x, tuple(written)
 
+    @property
+    def _vocabulary_is_split(self) -> bool:
+        return self.part.vocab_size < self.config.vocab_size
+
+    def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """Looks tokens up in the embedding; those of another device's rows are zero here, and so the sum is exact."""
+        if not self._vocabulary_is_split:
+            return self.embed_tokens[...][tokens]
+        rows = tokens - jax.lax.axis_index(TENSOR) * self.part.vocab_size
+        is_own = (rows >= 0) & (rows < self.part.vocab_size)
+        own = self.embed_tokens[...][jnp.where(is_own, rows, 0)]
+        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), TENSOR)
+
     def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        return vocabulary_logits(x, self.embed_tokens, self.lm_head)
+        logits = vocabulary_logits(x, self.embed_tokens, self.lm_head)
+        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True) if self._vocabulary_is_split else logits
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
-        match self.config, caches[0]:
+        match self.part, caches[0]:
             case DeepSeekConfig() as config, PagedLatent() as cache:
                 parts = step_parts(metadata, self.settings.mla)
                 return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)]
@@ -152,8 +180,16 @@ class Decoder(nnx.Module):
     def cache_spec(
         self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
     ) -> CacheSpec:
-        """Shapes of one layer's cache, in the model's dtype unless told otherwise; see `caches.cache_spec`."""
-        return cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype, scales)
+        """Shapes of one layer's cache on a device, in the model's dtype unless told otherwise; see
+        `caches.cache_spec`."""
+        dtype = dtype or self.embed_tokens.dtype
+        spec = cache_spec(self.config, num_pages, page_size, dtype, scales)
+        if self.mesh is None:
+            return spec
+        if scales is not None and isinstance(self.part, GQAConfig):
+            heads = slice(0, self.part.num_key_value_heads)
+            scales = KVScales(scales.k[:, heads], scales.v[:, heads])  # any device's, for their shape
+        return cache_spec(self.part, num_pages, page_size, dtype, scales)
 
     def allocate_caches(
         self,
@@ -162,16 +198,20 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer."""
+        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer. Those of a
+        device, inside `jax.shard_map`, for a model on a mesh."""
         layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
-        return allocate_caches(self.config, [self.cache_spec(n, page_size, dtype, scales) for n in layers], scales)
+        specs = [self.cache_spec(n, page_size, dtype, scales) for n in layers]
+        if scales is None or self.mesh is None:
+            return allocate_caches(self.config, specs, scales)
+        return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, self.mesh.shape[TENSOR]))
 
 
 def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
     """The model with other settings of attention, and the same weights."""
     if settings == model.settings:
         return model
-    shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype))
+    shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype, model.mesh))
     return nnx.merge(nnx.graphdef(shapes), nnx.state(model))
 
 

@@ -58,9 +58,14 @@ class MTP(nnx.Module):
       config, settings: the model's.
       embed_tokens, lm_head: the model's own parameters, which take no memory twice.
       depths: module k drafts the (k + 1)-th token ahead.
+
+    Raises:
+      NotImplementedError: the model is split over a mesh.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
+        if model.mesh is not None:
+            raise NotImplementedError("multi-token prediction: runs on one device, the model is split over a mesh")
         self.config, self.settings = require_mtp(model.config), model.settings
         self.embed_tokens, self.lm_head = model.embed_tokens, model.lm_head
         self.depths = nnx.List(depths)

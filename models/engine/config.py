@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from models.decoder import KVScales, StepSizes
+from models.decoder import KVScales, StepSizes, normal_mesh
 from models.engine.group_sizes import GroupSizes
 from models.engine.proposer import Speculation
 
@@ -38,10 +39,13 @@ class EngineConfig:
       speculate: what proposes drafts, and how many a step verifies; None for plain decoding. Drafts change no token,
         and are not counted in max_batched_tokens.
       history: finished requests, and steps, whose records are kept: the newest; None for all of them.
+      mesh: devices that run each step together, those that the model was loaded for: heads, hidden widths and
+        vocabulary are split over its axis tensor. Pages are those of each device. None for one device.
 
     Raises:
-      ValueError: a size is out of range, buckets do not reach the sizes they must, or there are several although
-        steps are batch-invariant.
+      ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
+        steps are batch-invariant, or the mesh has an unknown axis.
+      NotImplementedError: several devices along another axis of the mesh, or a mesh with `speculate`.
     """
 
     num_pages: int = 512
@@ -60,8 +64,13 @@ class EngineConfig:
     batch_invariant: bool = False
     history: int | None = 1024
     speculate: Speculation | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
+        if self.mesh is not None:
+            normal_mesh(self.mesh)
+            if self.speculate is not None:
+                raise NotImplementedError("speculate: proposers run on one device, so not with a mesh")
         if self.speculate is not None and not isinstance(self.speculate, Speculation):
             raise ValueError(f"speculate: expected a Speculation or None, got {self.speculate!r}")
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
+from jax.sharding import Mesh
 
 from models.config import DeepSeekConfig
-from models.decoder import Decoder, split_model
+from models.decoder import Decoder, normal_mesh, split_model
 from models.engine.config import EngineConfig
 from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
@@ -129,9 +130,15 @@ class Engine:
           capture_logits: keep the logits of every computed prompt token, for `prompt_logits`.
 
         Raises:
-          ValueError: max_model_len is more than the model was made for, or less than 2.
+          ValueError: max_model_len is more than the model was made for, or less than 2; or the model was loaded for
+            other devices than `config.mesh`.
           NotImplementedError: batch_invariant or speculate, for a model whose settings rule it out.
         """
+        if model.mesh != (config.mesh and normal_mesh(config.mesh)):
+            raise ValueError(
+                f"mesh: expected the one that the model was loaded for, {_devices(model.mesh)}; got"
+                f" {_devices(config.mesh)}. load_model and random_model take a mesh"
+            )
         limit = model.config.max_position_embeddings
         max_model_len = limit if config.max_model_len is None else config.max_model_len
         if not 2 <= max_model_len <= limit:
@@ -141,7 +148,7 @@ class Engine:
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
         self._groups = group_sizes(
-            model.config,
+            model.part,
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=max_model_len,
@@ -510,6 +517,13 @@ class Engine:
 
     def _no_logits(self, tracked: _Tracked) -> np.ndarray:
         return np.full((len(tracked.request.prompt_ids), self._vocab_size), np.nan, np.float32)
+
+
+def _devices(mesh: Mesh | None) -> str:
+    if mesh is None:
+        return "one device"
+    sizes = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"{sizes} of devices {[device.id for device in mesh.devices.flat]}"
 
 
 def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:

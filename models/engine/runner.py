@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from models.decoder import Caches, Decoder, split_model, with_settings
-from models.decoder.caches import allocate_caches
+from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
+from models.decoder.mesh import cache_partition
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.packed_step import PackedStep
 from models.engine.sampler import sample
@@ -83,17 +84,23 @@ class StepResult:
 
 class Runner:
     """Owns the weights, the caches and the last sampled token of every running request, all on the device; with
-    speculation also what the proposer needs."""
+    speculation also what the proposer needs. A model on a mesh runs inside one `jax.shard_map` around the step."""
 
     def __init__(self, model: Decoder, config: RunnerConfig):
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
-        self._config = config
-        self._model_config = model.config
-        self._specs = [
-            model.cache_spec(num_pages, config.page_size, config.cache_dtype, config.kv_scales)
-            for num_pages in config.layer_pages(model.config.num_hidden_layers)
-        ]
+        self._config, self._mesh = config, model.mesh
+        self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+        pages = config.layer_pages(model.config.num_hidden_layers)
+        cache = (config.page_size, config.cache_dtype, config.kv_scales)
+        self._specs = [model.cache_spec(num_pages, *cache) for num_pages in pages]
+        self._make_state: Callable[[], tuple[Caches, Any]] = lambda: (
+            model.allocate_caches(pages, *cache),
+            self._make_last_tokens(),
+        )
+        if model.mesh is not None:
+            self._state_specs = cache_partition(model.part, self._specs), PartitionSpec()
+            self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
         self._step, self._weights = split_model(model)
         self._function: Any = run_step
         if config.speculate is not None:
@@ -113,7 +120,7 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all layers' caches."""
+        """Bytes of all layers' caches, on each device."""
         return sum(spec.num_bytes for spec in self._specs)
 
     def reset(self) -> None:
@@ -125,12 +132,14 @@ class Runner:
         """Allocates empty caches if there are none; returns the last sampled tokens, with what belongs to them."""
         if self._last_tokens is None:
             self._caches = ()  # memory may not hold both
-            self._caches = allocate_caches(self._model_config, self._specs, self._config.kv_scales)
-            if self._config.speculate is None:
-                self._last_tokens = jnp.zeros((self._config.max_num_seqs,), jnp.int32)
-            else:
-                self._last_tokens = allocate_state(self._config.speculate.proposer, self._proposer_sizes)
+            self._caches, self._last_tokens = self._make_state()
         return self._last_tokens
+
+    def _make_last_tokens(self) -> Int32[Array, "slots"] | SpeculativeState:
+        speculate = self._config.speculate
+        if speculate is None:
+            return jnp.zeros((self._config.max_num_seqs,), jnp.int32)
+        return allocate_state(speculate.proposer, self._proposer_sizes)
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
@@ -178,9 +187,13 @@ class Runner:
         self.compile_s += time.perf_counter() - began
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
-        """Traces and lowers the step of a bucket."""
+        """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""
         function = functools.partial(self._function, self._step, self._config, bucket)
-        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
+        if self._mesh is not None:
+            everywhere = PartitionSpec()
+            arguments = (specs_of(self._weights), *self._state_specs, everywhere)
+            function = over_mesh(function, self._mesh, arguments, (everywhere, everywhere, *self._state_specs))
+        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
         return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
@@ -208,7 +221,7 @@ class Runner:
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
         """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
-        packed = jax.device_put(PackedStep.pack(self._config, bucket, plan))
+        packed = jax.device_put(PackedStep.pack(self._config, bucket, plan), self._placement)
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
             self._all_weights(), self._caches, last_tokens, packed

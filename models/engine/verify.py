@@ -19,10 +19,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -32,9 +34,11 @@ from models.decoder import (
     Decoder,
     KVScales,
     Step,
+    over_mesh,
     pad_tokens,
     power_of_two,
     run_sequence,
+    specs_of,
     split_model,
     with_settings,
 )
@@ -187,7 +191,12 @@ class PlainRun:
         self._eos = model.config.eos_token_ids
         self._num_rows = power_of_two(max_output + 1, 32)
         allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)
-        self._choose = jax.jit(functools.partial(_choose, step, allocate))
+        choose: Callable[..., Any] = functools.partial(_choose, step, allocate)
+        if model.mesh is not None:
+            everywhere = PartitionSpec()
+            arguments = (specs_of(self._weights), *[everywhere] * 6)
+            choose = over_mesh(choose, model.mesh, arguments, everywhere)
+        self._choose = jax.jit(choose)
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
         """Compares one request with the tokens that are sampled here; arguments as for `verify`."""

@@ -185,7 +185,8 @@ def masked_groups_score_zero(patch: Patch) -> None:
 
 def tensors_dropped(ending: str) -> Callable[[Patch], None]:
     right = files.Checkpoint.read
-    return replaced(files.Checkpoint, "read", lambda self, name: right(self, name) * (not name.endswith(ending)))
+    wrong = lambda self, name, part=(): right(self, name, part) * (not name.endswith(ending))  # noqa: E731
+    return replaced(files.Checkpoint, "read", wrong)
 
 
 def bias_in_weights(patch: Patch) -> None:
@@ -286,8 +287,8 @@ def weights_among_all_experts(patch: Patch) -> None:
 def gates_in_the_first_half(patch: Patch) -> None:
     right = files.Checkpoint.read
 
-    def read(directory: files.Checkpoint, name: str) -> np.ndarray:
-        tensor = right(directory, name)
+    def read(directory: files.Checkpoint, name: str, part: files.Slices = ()) -> np.ndarray:
+        tensor = right(directory, name, part)
         if ".experts.gate_up_proj" not in name:
             return tensor
         return np.stack(np.split(tensor, 2, axis=-1), axis=-1).reshape(tensor.shape)

@@ -1,0 +1,216 @@
+"""Tensor parallelism: a model's heads and hidden widths split over the devices of a mesh.
+
+Each device runs the layers of a smaller model, `device_part` of the whole one, inside one `jax.shard_map` around the
+step. What its heads and hidden columns give is a part of a sum, so `DecoderLayer` adds up over the devices once after
+attention and once after the feed-forward layer; all else is the code of one device.
+
+- A weight's slice follows from its shape in the smaller model (`slices_of_device`), so there is no table of them. KV
+  heads that are fewer than the devices are copied, latents of MLA and routers are the same on all.
+- The vocabulary is split, too, where the devices divide it: reading the head's weights takes longer than gathering a
+  step's logits. Each device looks up its own rows of the embedding, and draws from all logits, so that the draw
+  is that of one device.
+- An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
+  weight they are slices of: no code outside `jax.shard_map` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
+from pallas_attn import CacheSpec, HeadWindow, PagedKV, PagedLatent, parallel
+
+TENSOR = "tensor"
+"""The axis over which heads and hidden widths are split."""
+
+AXES = ("data", TENSOR, "context", "expert")
+"""Names of a mesh's axes, in their order."""
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of this process's first devices.
+
+    Args:
+      sizes: number of devices along each axis; an axis left out has one.
+
+    Raises:
+      ValueError: an unknown axis, a size below 1, or more devices than there are.
+      NotImplementedError: an axis that no layer is split over yet.
+    """
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {axis!r}")
+        if size < 1:
+            raise ValueError(f"mesh: expected at least 1 device along {axis}, got {size}")
+    shape, devices = [sizes.get(axis, 1) for axis in AXES], jax.devices()
+    count = int(np.prod(shape, dtype=object))
+    if count > len(devices):
+        raise ValueError(f"mesh: expected at most the {len(devices)} devices that are here, got {count}")
+    return normal_mesh(Mesh(np.array(devices[:count]).reshape(shape), AXES))
+
+
+def normal_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with all `AXES`, in their order; those that it lacks have one device.
+
+    Raises:
+      ValueError: it has other axes, or is no mesh.
+      NotImplementedError: several devices along an axis that no layer is split over yet.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r}")
+    if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
+        raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {unknown[0]!r}")
+    for axis in AXES:
+        if axis != TENSOR and mesh.shape.get(axis, 1) > 1:
+            raise NotImplementedError(f"mesh: the engine splits nothing over {axis} yet, only heads over {TENSOR}")
+    given = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+    devices = np.transpose(mesh.devices, given).reshape([mesh.shape.get(axis, 1) for axis in AXES])
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def over_mesh(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` of a step. Values are not checked to be equal where a spec says so, since kernels that jax brings
+    along do not declare how they vary; `psum` and gathers give the same bits on all devices."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def specs_of(arrays: Any) -> Any:
+    """`PartitionSpec` of each array on a mesh."""
+    return jax.tree.map(lambda x: x.sharding.spec, arrays)
+
+
+# --- what a device has of a model
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHeadWindows(HeadWindows):
+    """Windows of KV heads that are split over devices.
+
+    The fields of the base class are those that pages are kept by, the same on all devices: a device's head i keeps what
+    any device's head i sees.
+
+    Attributes:
+      devices: windows of each device's heads.
+    """
+
+    devices: tuple[HeadWindows, ...] = ()
+
+    def array(self) -> HeadWindow:
+        """Windows of this device's heads; inside `jax.shard_map`."""
+        device = lax.axis_index(TENSOR)
+        window, sink_tokens = (
+            jnp.asarray([getattr(heads, name) for heads in self.devices], jnp.int32)
+            for name in ("window", "sink_tokens")
+        )
+        return HeadWindow(window[device], sink_tokens[device])
+
+
+def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, devices: int) -> Config:
+    """The model that each of several devices runs: its share of the heads, hidden columns and vocabulary.
+
+    Raises:
+      ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width.
+    """
+    vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
+    heads = _split_heads(config, devices)
+    widths = ["intermediate_size"] if any(map(config.is_dense, range(config.num_hidden_layers))) else []
+    changes: dict[str, Any] = {}
+    if isinstance(config, DeepSeekConfig):
+        widths += ["moe_intermediate_size"] if config.num_moe_layers else []
+    else:
+        widths = ["intermediate_size"]
+        changes = {
+            "num_key_value_heads": heads.kv_heads,
+            "windows": config.windows and tuple(_split_window(window, heads) for window in config.windows),
+            "mxfp4_experts": False,  # how they are stored, which does not concern a part
+        }
+    for name in widths:
+        if getattr(config, name) % devices:
+            raise ValueError(
+                f"mesh: {TENSOR}: expected a divisor of {name}={getattr(config, name)}, got {devices} devices"
+            )
+        changes[name] = getattr(config, name) // devices
+    return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
+
+
+def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
+    kv_heads = 1 if isinstance(config, DeepSeekConfig) else config.num_key_value_heads
+    try:
+        return parallel.head_split(config.num_attention_heads, kv_heads, devices)
+    except ValueError as error:
+        raise ValueError(f"mesh: {TENSOR}: {error}") from error
+
+
+def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow:
+    if not isinstance(window, HeadWindows):
+        return window
+
+    def own(of_all: tuple[int, ...], device: int) -> tuple[int, ...]:
+        return tuple(of_all[head] for head in heads.kv_heads_of(device))
+
+    devices = range(heads.devices)
+    parts = tuple(HeadWindows(own(window.window, i), own(window.sink_tokens, i)) for i in devices)
+    kept = (tuple(map(max, zip(*(getattr(part, name) for part in parts)))) for name in ("window", "sink_tokens"))
+    return SplitHeadWindows(*kept, parts)
+
+
+def slices_of_device(
+    whole: Sequence[int], part: Sequence[int], device: int, devices: int
+) -> tuple[slice, ...]:
+    """Slices of a tensor that a device has, by its shape in the whole model and in `device_part` of it. Where there are
+    fewer slices than devices, neighbours share one.
+
+    >>> slices_of_device((8, 32), (4, 32), device=2, devices=4)
+    (slice(4, 8, None), slice(None, None, None))
+    """
+
+    def along(size: int, own: int) -> slice:
+        if size == own:
+            return slice(None)
+        index = device * (size // own) // devices
+        return slice(index * own, (index + 1) * own)
+
+    return tuple(map(along, whole, part))
+
+
+def place(values: Callable[[int], np.ndarray], mesh: Mesh, *, split: bool) -> jax.Array:
+    """Puts a weight on the devices, one slice after the other.
+
+    Args:
+      values: its slice for a device's number along the tensor axis.
+      mesh: the devices.
+      split: whether the slices differ.
+    """
+    if not split:
+        return jnp.array(values(0), device=NamedSharding(mesh, PartitionSpec()))
+    by_slice = np.moveaxis(mesh.devices, AXES.index(TENSOR), 0).reshape(mesh.shape[TENSOR], -1)
+    arrays = []
+    for number, devices in enumerate(by_slice):
+        own = values(number)
+        arrays += [jnp.array(own, device=device) for device in devices]
+    rows, *rest = arrays[0].shape
+    sharding = NamedSharding(mesh, PartitionSpec(TENSOR))
+    return jax.make_array_from_single_device_arrays((rows * len(by_slice), *rest), sharding, arrays)
+
+
+def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
+    """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
+    if isinstance(config, DeepSeekConfig):
+        return tuple(parallel.latent_partition(PagedLatent(**spec.arrays)) for spec in specs)
+    return tuple(parallel.kv_partition(PagedKV(**spec.arrays), heads=TENSOR) for spec in specs)
+
+
+def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
+    """A function that takes an array of all KV heads [Hkv, ...] to those of this device, inside `jax.shard_map`."""
+    split = _split_heads(config, devices)
+    heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
+    return lambda x: x[jnp.asarray(heads)[lax.axis_index(TENSOR)]]
