@@ -15,7 +15,7 @@ import numpy as np
 
 from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
-from models.decoder import AttentionSettings, Decoder, KVScales
+from models.decoder import AttentionSettings, Decoder, KVScales, StepSizes, device_part
 from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
 from models.engine.verify import verify
 from scripts.cli.command_line import (
@@ -30,6 +30,7 @@ from scripts.cli.command_line import (
     write_report,
     writing,
 )
+from scripts.cli.mesh import mesh_of
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.cli.output_files import is_replaced
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
@@ -62,13 +63,16 @@ def run(options: argparse.Namespace) -> int:
         config = announce_module(options, read_config(options))
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
-        sizes = _engine_config(options, config, prompts)
-        largest_step = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
-        if options.speculate is not None:
-            largest_step = dataclasses.replace(largest_step, decode_queries=1 + options.speculate.num_drafts)
-        implementation = implementations(config, _settings(options), largest_step, dtype_of(options, config))
+        mesh = mesh_of(options.mesh)
+        sizes = dataclasses.replace(_engine_config(options, config, prompts), mesh=mesh)
+        implementation = implementations(
+            device_part(config, mesh),
+            _settings(options),
+            _largest_step(options, sizes, config),
+            dtype_of(options, config),
+        )
         with display.doing("loading the model"):
-            model = load(options, config, _settings(options))
+            model = load(options, config, _settings(options), mesh)
             sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model))
     engine = _engine(options, model, sizes, prompts, display)
     run_s, stopped = _drive(options, engine, len(prompts), display)
@@ -84,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
         implementation=implementation,
         verification=None,
         speculate=None if options.speculate is None else str(options.speculate),
+        mesh=options.mesh,
     )
     try:  # Printing comes last, since the reader may be gone; failures keep back none of the other results.
         try:
@@ -169,6 +174,15 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
         num_tokens = max(sizes.max_num_seqs, min(num_tokens, sum(lengths) + len(prompts) * options.max_tokens))
         sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=_buckets(num_tokens))
     return sizes
+
+
+def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: ModelConfig) -> StepSizes:
+    """The largest step of each device."""
+    largest = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
+    if options.speculate is not None:
+        largest = dataclasses.replace(largest, decode_queries=1 + options.speculate.num_drafts)
+    part = device_part(config, sizes.mesh)
+    return dataclasses.replace(largest, kv_scales=largest.kv_scales and largest.kv_scales.of_part(part))
 
 
 def _kv_scales(path: Path) -> KVScales:

@@ -18,8 +18,8 @@ import numpy as np
 
 from models.checkpoints import mxfp4
 from models.config import GQAConfig, ModelConfig, read_config
-from models.config.gqa import MXFP4_GROUP
 from models.config.entries import is_integer, token_ids
+from models.config.gqa import MXFP4_GROUP
 from models.config.json_files import is_present, parse_json, read_json, shown
 
 _DTYPES = {

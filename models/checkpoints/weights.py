@@ -318,10 +318,8 @@ def random_model(
 
 def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
     """The mesh with all its axes, and the part of the model that one of its devices has."""
-    if mesh is None:
-        return None, config
-    mesh = normal_mesh(mesh)
-    return mesh, device_part(config, mesh.shape[TENSOR])
+    mesh = mesh and normal_mesh(mesh)
+    return mesh, device_part(config, mesh)
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from models.config import DeepSeekConfig, ModelConfig
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig
 from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 
 type LayerCache = PagedLatent | PagedKV
@@ -46,6 +46,11 @@ class KVScales:
         for name, scales in (("k", self.k), ("v", self.v)):
             if not np.all(np.isfinite(scales) & (scales > 0)):
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
+
+    def of_part(self, config: ModelConfig) -> KVScales:
+        """Scales of as many heads as a device of a mesh has: the first ones, which stand for any by their shape."""
+        heads = slice(config.num_key_value_heads if isinstance(config, GQAConfig) else None)
+        return KVScales(self.k[:, heads], self.v[:, heads])
 
 
 def cache_spec(

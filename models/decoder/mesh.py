@@ -16,6 +16,7 @@ attention and once after the feed-forward layer; all else is the code of one dev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,12 +115,16 @@ class SplitHeadWindows(HeadWindows):
         return HeadWindow(window[device], sink_tokens[device])
 
 
-def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, devices: int) -> Config:
-    """The model that each of several devices runs: its share of the heads, hidden columns and vocabulary.
+def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh | None) -> Config:
+    """The model that each device of a mesh runs: its share of the heads, hidden columns and vocabulary. All of it
+    without a mesh.
 
     Raises:
       ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width.
     """
+    if mesh is None:
+        return config
+    devices = mesh.shape[TENSOR]
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
     heads = _split_heads(config, devices)
     widths = ["intermediate_size"] if any(map(config.is_dense, range(config.num_hidden_layers))) else []
@@ -159,13 +164,12 @@ def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow
 
     devices = range(heads.devices)
     parts = tuple(HeadWindows(own(window.window, i), own(window.sink_tokens, i)) for i in devices)
-    kept = (tuple(map(max, zip(*(getattr(part, name) for part in parts)))) for name in ("window", "sink_tokens"))
-    return SplitHeadWindows(*kept, parts)
+    widest = tuple(map(max, zip(*(part.window for part in parts), strict=True)))
+    most_sinks = tuple(map(max, zip(*(part.sink_tokens for part in parts), strict=True)))
+    return SplitHeadWindows(widest, most_sinks, parts)
 
 
-def slices_of_device(
-    whole: Sequence[int], part: Sequence[int], device: int, devices: int
-) -> tuple[slice, ...]:
+def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, devices: int) -> tuple[slice, ...]:
     """Slices of a tensor that a device has, by its shape in the whole model and in `device_part` of it. Where there are
     fewer slices than devices, neighbours share one.
 
@@ -205,8 +209,10 @@ def place(values: Callable[[int], np.ndarray], mesh: Mesh, *, split: bool) -> ja
 def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
     """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
     if isinstance(config, DeepSeekConfig):
-        return tuple(parallel.latent_partition(PagedLatent(**spec.arrays)) for spec in specs)
-    return tuple(parallel.kv_partition(PagedKV(**spec.arrays), heads=TENSOR) for spec in specs)
+        latents = [jax.eval_shape(functools.partial(PagedLatent.allocate, spec)) for spec in specs]
+        return tuple(map(parallel.latent_partition, latents))
+    caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
+    return tuple(parallel.kv_partition(kv, heads=TENSOR) for kv in caches)
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:

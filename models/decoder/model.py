@@ -84,12 +84,10 @@ class Decoder(nnx.Module):
       part: configuration of what one device has; `config` without a mesh.
     """
 
-    def __init__(
-        self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None
-    ):
+    def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None):
         self.config, self.settings = config, settings
         self.mesh = None if mesh is None else normal_mesh(mesh)
-        self.part = part = config if self.mesh is None else device_part(config, self.mesh.shape[TENSOR])
+        self.part = part = device_part(config, self.mesh)
         axis = None if mesh is None else TENSOR
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
         self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axis) for i in range(part.num_hidden_layers)])
@@ -186,10 +184,7 @@ class Decoder(nnx.Module):
         spec = cache_spec(self.config, num_pages, page_size, dtype, scales)
         if self.mesh is None:
             return spec
-        if scales is not None and isinstance(self.part, GQAConfig):
-            heads = slice(0, self.part.num_key_value_heads)
-            scales = KVScales(scales.k[:, heads], scales.v[:, heads])  # any device's, for their shape
-        return cache_spec(self.part, num_pages, page_size, dtype, scales)
+        return cache_spec(self.part, num_pages, page_size, dtype, scales and scales.of_part(self.part))
 
     def allocate_caches(
         self,
@@ -198,8 +193,8 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer. Those of a
-        device, inside `jax.shard_map`, for a model on a mesh."""
+        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer. On a mesh
+        they are a device's, made inside `jax.shard_map`."""
         layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         specs = [self.cache_spec(n, page_size, dtype, scales) for n in layers]
         if scales is None or self.mesh is None:

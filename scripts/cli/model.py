@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import jax
+from jax.sharding import Mesh
 
 from models.checkpoints import load_config, load_model, random_model
 from models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
@@ -32,8 +33,10 @@ def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
     return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
 
 
-def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings) -> Decoder:
-    """Loads the model, with the weights of its directory or random ones.
+def load(
+    options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings, mesh: Mesh | None = None
+) -> Decoder:
+    """Loads the model, with the weights of its directory or random ones, on one device or a mesh.
 
     Raises:
       ValueError, NotImplementedError, OSError: as `load_model`.
@@ -42,8 +45,8 @@ def load(options: argparse.Namespace, config: ModelConfig, settings: AttentionSe
     flag = "--random" if options.model is None else "--model"
     with as_usage_error(MemoryError, jax.errors.JaxRuntimeError, prefix=f"{flag}: loading the weights: "):
         if options.model is None:
-            return random_model(config, dtype=dtype_of(options, config), settings=settings)
-        return load_model(options.model, dtype_of(options, config), settings, config.windows)
+            return random_model(config, dtype=dtype_of(options, config), settings=settings, mesh=mesh)
+        return load_model(options.model, dtype_of(options, config), settings, config.windows, mesh)
 
 
 def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from models.engine import SamplingParams
 from scripts.cli.command_line import Parser, UsageError, check_outputs
+from scripts.cli.mesh import add_mesh, parse_mesh
 from scripts.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
@@ -37,6 +38,7 @@ examples:
   run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampled: the same tokens in any batch
   run_decode.py --speculate ngram:4 --verify                 drafts looked up in the text so far: the same tokens
   run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
+  run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary over two devices
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
@@ -79,6 +81,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UsageError(str(error)) from error
     options.implementation = _implementation(options.implementation)
     options.speculate = parse_speculate(options.speculate)
+    options.mesh = parse_mesh(options.mesh)
+    if options.mesh is not None and options.speculate is not None:
+        raise UsageError("--speculate: proposers run on one device, so not with --mesh")
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
@@ -198,6 +203,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         " step has the largest shape and prompts attend token by token",
     )
     add_speculate(group)
+    add_mesh(group)
 
 
 def _add_attention(group: argparse._ArgumentGroup) -> None:

@@ -34,6 +34,7 @@ class Report:
       implementation: implementation that each operation ran on.
       verification: result of verifying; None if it was not requested, or the run was interrupted.
       speculate: what proposed drafts; None for plain decoding.
+      mesh: number of devices along each axis that was named; None for one device.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Report:
     implementation: Mapping[str, str]
     verification: Verification | None
     speculate: str | None = None
+    mesh: Mapping[str, int] | None = None
 
     @property
     def title(self) -> str:
@@ -90,6 +92,8 @@ class Report:
             run["verified"] = self.verification.passed
         if self.speculate is not None:
             run |= {"speculate": self.speculate, "drafted": self.drafted, "accepted": self.accepted}
+        if self.mesh is not None:
+            run["mesh"] = dict(self.mesh)
         return {"requests": requests, "run": run}
 
     @property
@@ -157,6 +161,8 @@ class Report:
             "attention": _by_implementation(self.implementation),
             "device": ", ".join([device_name(), *(f"{name} {version}" for name, version in versions().items())]),
         }
+        if self.mesh is not None:
+            rows["mesh"] = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         if self.verification is not None:
             rows["verified"] = _verdict(self.verification)
         for name, value in rows.items():

@@ -1,30 +1,49 @@
-"""Compiles decode over contexts split over two cards; prints, for each kind of cache, what the cards exchange.
+"""Compiles decode over contexts split over two cards, and steps of models whose heads are; prints what the cards
+exchange in each.
 
 python -m tests.aot.several_cards  # in the environment of tests/aot/environment.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.config import ModelConfig
+from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
+from models.decoder.mesh import TENSOR, cache_partition, normal_mesh
+from models.engine.config import Bucket
+from models.engine.group_sizes import group_sizes
+from models.engine.packed_step import PackedStep
+from models.engine.runner import GPU_OPTIONS, run_step
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec, mla_decode, paged_decode, parallel
-from tests.aot import device
+from tests.aot import device, engine
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
 
 
-def mesh() -> Mesh:
+def mesh(axis: str) -> Mesh:
     """Two H200s."""
     described = topologies.get_topology_desc(platform="cuda", topology="1x1x2", target_config=device.H200)
-    return Mesh(np.array(described.devices), ("context",))
+    return Mesh(np.array(described.devices), (axis,))
+
+
+def collectives(text: str) -> list[str]:
+    """Collective operations of a compiled module, in the order of its text."""
+    if "mosaic_gpu" not in text:
+        raise ValueError("expected a kernel in the compiled call, found none")
+    found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\(", text)
+    return [name.removesuffix("-start") for name in found if not name.endswith("-done")]
 
 
 def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **options: Any) -> list[str]:
@@ -43,15 +62,62 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
     split = jax.tree.map(lambda x: shape(x, SPLIT), cache)
     specs = (WHOLE, SPLIT, WHOLE, WHOLE)
     run = jax.shard_map(decode, mesh=cards, in_specs=specs, out_specs=PartitionSpec(None, None, "context"))
-    text = str(jax.jit(run).lower(of_queries, split, *metadata).compile().as_text())
-    if "mosaic_gpu" not in text:
-        raise ValueError("expected a kernel in the compiled call, found none")
-    found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\(", text)
-    return [name.removesuffix("-start") for name in found if not name.endswith("-done")]
+    return collectives(str(jax.jit(run).lower(of_queries, split, *metadata).compile().as_text()))
+
+
+def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> list[str]:
+    """Collective operations of an engine's step whose heads are split over two cards."""
+    cards, settings, sizes = normal_mesh(mesh(TENSOR)), AttentionSettings(implementation="mosaic"), engine.SIZES
+    whole, model = (
+        nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
+    )
+    groups = group_sizes(
+        model.part,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_model_len=sizes.table_pages * sizes.page_size,
+        max_num_seqs=sizes.max_num_seqs,
+        step_tokens=sizes.prefill_buckets[-1],
+        recycling=True,
+    )
+    sizes = dataclasses.replace(sizes, groups=groups)
+    pages = sizes.layer_pages(config.num_hidden_layers)
+    caches = cache_partition(model.part, [model.cache_spec(n, sizes.page_size) for n in pages])
+
+    def shape(own: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        axes = [size * (2 if axis == TENSOR else 1) for size, axis in zip(own.shape, [*spec, *[None] * own.ndim])]
+        return jax.ShapeDtypeStruct(axes, own.dtype, sharding=NamedSharding(cards, spec))
+
+    leaves = zip(*(jax.tree.leaves(nnx.state(m)) for m in (whole, model)), strict=True)
+    specs = [PartitionSpec(TENSOR) if one.shape != own.shape else WHOLE for one, own in leaves]
+    run, _ = split_model(model)
+    weights = jax.tree.leaves(nnx.state(model))
+    arguments = (specs, caches, WHOLE, WHOLE)
+    own = (
+        weights,
+        jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
+        jax.ShapeDtypeStruct((sizes.max_num_seqs,), jnp.int32),
+        jax.ShapeDtypeStruct((PackedStep.size(sizes, bucket),), jnp.int32),
+    )
+
+    def step(*given: Any) -> Any:
+        return run_step(run, sizes, bucket, *given)
+
+    split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
+    return collectives(
+        str(jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments)).compile(GPU_OPTIONS).as_text())
+    )
+
+
+STEPS = {
+    "gpt-oss, windows of heads": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
+    "v2-lite": (engine.V2_LITE, engine.MIXED),
+}
+"""Models and buckets of steps; their layers are few."""
 
 
 def main() -> None:
-    cards, dtype = mesh(), jnp.bfloat16
+    cards, dtype = mesh("context"), jnp.bfloat16
     heads = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     latents = latent_cache_spec(num_pages=1024, page_size=64, latent_dim=512, rope_dim=64, dtype=dtype)
     kv, cache = jax.eval_shape(lambda: (PagedKV.allocate(heads), PagedLatent.allocate(latents)))
@@ -59,6 +125,7 @@ def main() -> None:
     found = {
         "heads": exchanges(cards, paged_decode, [q], kv),
         "latents": exchanges(cards, mla_decode, q_of_latents, cache, sm_scale=0.1),
+        **{name: dict(Counter(exchanges_of_step(*step))) for name, step in STEPS.items()},
     }
     print(json.dumps(found))
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.checkpoints import random_model
-from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, runner
+from models.decoder.caches import allocate_caches
+from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams
 from models.engine.runner import Runner, StepResult
 from models.engine.verify import verify
 from tests.models.engine_case import (
@@ -356,7 +357,7 @@ def test_a_device_that_fails_loses_no_token(monkeypatch):
         ample.step()
     before = ample.output(ids[0]).output_ids
     jax.tree.map(lambda pages: pages.delete(), ample._runner._caches)
-    monkeypatch.setattr(runner, "allocate_caches", failing_once(runner.allocate_caches))
+    monkeypatch.setattr("models.decoder.model.allocate_caches", failing_once(allocate_caches))
     for error in (RuntimeError, jax.errors.JaxRuntimeError):
         with pytest.raises(error, match=r"deleted|donated|RESOURCE_EXHAUSTED"):
             ample.step()

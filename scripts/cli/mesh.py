@@ -1,0 +1,46 @@
+"""The mesh that --mesh asks for."""
+
+from __future__ import annotations
+
+import argparse
+
+from jax.sharding import Mesh
+
+from models.decoder import make_mesh
+from scripts.cli.command_line import UsageError
+
+
+def add_mesh(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--mesh",
+        type=str,
+        metavar="AXIS=N[,AXIS=N...]",
+        help="run each step on several devices: tensor=N splits heads, hidden widths and vocabulary over N (default:"
+        " one device)",
+    )
+
+
+def parse_mesh(given: str | None) -> dict[str, int] | None:
+    """Reads a value of --mesh: the number of devices along each axis; None for one device.
+
+    Raises:
+      UsageError: another form, a size that is no positive integer, or an axis given twice.
+    """
+    if given is None:
+        return None
+    sizes: dict[str, int] = {}
+    for entry in given.split(","):
+        axis, equals, size = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise UsageError(f"--mesh: expected AXIS=N, separated by commas, got {entry!r}")
+        if not (size.isascii() and size.isdecimal() and len(size) <= 9 and int(size)):
+            raise UsageError(f"--mesh: expected a positive number of devices along {axis}, got {size!r}")
+        if axis in sizes:
+            raise UsageError(f"--mesh: expected each axis once, got {axis} again")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def mesh_of(sizes: dict[str, int] | None) -> Mesh | None:
+    """Makes the mesh; raises ValueError or NotImplementedError as `make_mesh`."""
+    return None if sizes is None else make_mesh(sizes)

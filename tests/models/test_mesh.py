@@ -1,0 +1,332 @@
+"""The engine on a mesh of several devices: tokens are those of one device, and no device holds or is sent more than its
+slices."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from models.checkpoints import files, load_model, random_model
+from models.config import GQA_PRESETS, HeadWindows, ModelConfig
+from models.decoder import MTP, Decoder, KVScales, make_mesh, mesh
+from models.engine import Decoded, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
+from models.engine.config import Bucket
+from models.engine.verify import verify
+from pallas_attn import FULL, PagedKV
+from tests.models import engine_case
+from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
+from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, NAMES, golden
+
+LATENT = dataclasses.replace(engine_case.CONFIG, num_attention_heads=4)
+HEADS = HeadWindows((FULL, 6), (0, 3))
+WINDOWED = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2, vocab_size=64, windows=(HEADS, 5))
+PARAMS = [GREEDY, DRAWN] * (len(PROMPTS) // 2)
+
+
+def devices_of(count: int) -> Mesh:
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} devices")
+    return make_mesh({"tensor": count})
+
+
+@functools.cache
+def model(config: ModelConfig, devices: int | None = None) -> Decoder:
+    return random_model(config, seed=3, mesh=None if devices is None else devices_of(devices))
+
+
+def make(config: ModelConfig, sizes: EngineConfig, devices: int) -> Engine:
+    """Makes an engine with one bucket of each kind, so that little is compiled."""
+    return Engine(model(config, devices), engine_case.padded(dataclasses.replace(sizes, mesh=devices_of(devices))))
+
+
+def expect_plain(config: ModelConfig, outputs: list[Any], **cache: Any) -> None:
+    """Expects the tokens of one forward on one device, without pages, chunks or a cache."""
+    decoded = [Decoded(p, o.output_ids, params) for p, o, params in zip(PROMPTS, outputs, PARAMS, strict=True)]
+    verification = verify(model(config), decoded, max_len=96, **cache)
+    assert verification.passed, verification
+    assert verification.equal == sum(len(output.output_ids) for output in outputs)
+
+
+# --- goldens
+
+SPLITTABLE = {2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "qwen3-yarn"}, 4: {"v2-greedy", "qwen3-window", "llama"}}
+"""Goldens whose heads so many devices divide."""
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("gpt-oss", 2),  # the one with biases, sinks, windows and experts
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
+        *(
+            pytest.param(name, devices, marks=pytest.mark.slow)
+            for devices, names in SPLITTABLE.items()
+            for name in sorted(names)
+            if (name, devices) != ("gpt-oss", 2)
+        ),
+    ],
+)
+def test_goldens(name: str, devices: int):
+    """Tokens and prompt logits are those of transformers."""
+    split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
+    sizes = EngineConfig(
+        num_pages=160,
+        page_size=4,
+        max_batched_tokens=32,
+        max_num_seqs=4,
+        max_model_len=min(320, split.config.max_position_embeddings),
+        decode_buckets=(4,),
+        prefill_buckets=(32,),
+        mesh=split.mesh,
+    )
+    engine = Engine(split, sizes, capture_logits=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    ids = [engine.add_request(prompt, params) for prompt in expected.prompts]
+    while engine.has_unfinished:
+        engine.step()
+    for i, wanted, margins, logits in zip(
+        ids, expected["tokens"], expected["margins"], expected["logits"], strict=True
+    ):
+        output, sure = engine.output(i), int(np.argmax(np.append(margins, 0) < MARGIN))
+        assert output.output_ids[:sure] == wanted[:sure].tolist()
+        computed = engine.prompt_logits(i)[output.cached_tokens :]
+        np.testing.assert_allclose(computed, logits[output.cached_tokens :], atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("v3", 2, "mesh: tensor: devices: expected a divisor of 3 query heads, got 2"),
+        ("qwen3", 4, "mesh: tensor: devices: expected a divisor of 6 query heads, got 4"),
+        ("gpt-oss", 3, "mesh: tensor: devices: expected a divisor or a multiple of 2 KV heads, got 3"),
+    ],
+)
+def test_heads_that_devices_do_not_divide_are_refused_before_a_weight_is_read(name, devices, message, monkeypatch):
+    monkeypatch.setattr(files.Checkpoint, "read", lambda *args: pytest.fail("a weight was read"))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_model(GOLDENS / name, mesh=devices_of(devices))
+
+
+# --- traffic
+
+SHORT = engine_case.ENGINES["short of pages"]
+
+
+@functools.cache
+def latent_engine() -> Engine:
+    return make(LATENT, SHORT, 2)
+
+
+def test_traffic_of_a_latent_model():
+    """Chunks, prefixes, preemptions, greedy and drawn, with experts, low-rank queries and a dense layer."""
+    engine = latent_engine()
+    outputs = engine.generate(PROMPTS, PARAMS)
+    expect_plain(LATENT, outputs)
+    assert engine.stats().preemptions > 0
+    again = engine.generate(PROMPTS, PARAMS)
+    assert [o.output_ids for o in again] == [o.output_ids for o in outputs]
+    assert sum(o.cached_tokens for o in again) > 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "cache"),
+    [
+        (2, {"cache_dtype": jnp.int8}),
+        pytest.param(4, {}, marks=pytest.mark.slow),  # each KV head on two devices
+        pytest.param(4, {"cache_dtype": jnp.float8_e4m3fn, "kv_scales": "head"}, marks=pytest.mark.slow),
+        pytest.param(2, {"cache_dtype": jnp.int8, "kv_scales": "channel"}, marks=pytest.mark.slow),
+    ],
+)
+def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
+    """Windows of heads and layers, sinks and biased experts; pages are recycled, and the same on all devices, although
+    a full head and a windowed one are on different ones."""
+    if "kv_scales" in cache:
+        rng, channels = np.random.default_rng(0), (WINDOWED.head_dim,) if cache["kv_scales"] == "channel" else ()
+        scales = (0.02 + 0.02 * rng.random((2, 2, *channels), np.float32) for _ in range(2))
+        cache = cache | {"kv_scales": KVScales(*scales)}
+    engine = make(
+        WINDOWED, EngineConfig(num_pages=30, page_size=2, max_batched_tokens=16, max_num_seqs=4, **cache), devices
+    )
+    outputs = engine.generate(PROMPTS, PARAMS)
+    expect_plain(WINDOWED, outputs, **cache)
+    assert engine.stats().preemptions > 0
+    assert [group.num_heads for group in engine.stats().groups] == [1, 1]
+    caches = engine._runner._caches
+    assert isinstance(caches[0], PagedKV)
+    assert (caches[0].k.addressable_data(0).shape[1], caches[0].k.shape[1]) == (1, devices)
+
+
+def test_recycled_pages_of_split_heads_are_what_any_device_sees():
+    """A device's head i keeps the pages that head i of any device sees."""
+    heads = HeadWindows((7, FULL, 6, 9), (2, 0, 3, 1))
+    config = dataclasses.replace(WINDOWED, num_key_value_heads=4, windows=(heads, 5))
+    split, five = mesh.device_part(config, devices_of(2)).windows or ()
+    assert isinstance(split, mesh.SplitHeadWindows)
+    assert (split.window, split.sink_tokens, five) == ((7, FULL), (3, 1), 5)
+    assert split.devices == (HeadWindows((7, FULL), (2, 0)), HeadWindows((6, 9), (3, 1)))
+
+
+def test_a_step_that_fails_loses_no_token():
+    engine = latent_engine()
+    ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
+    while not engine.output(ids[0]).output_ids:
+        engine.step()
+    before = engine.output(ids[0]).output_ids
+    jax.tree.map(lambda pages: pages.delete(), engine._runner._caches)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        engine.step()
+    assert engine.output(ids[0]).output_ids == before
+    assert engine.abort(ids[1])
+    while engine.has_unfinished:
+        engine.step()
+    wanted = engine.generate(PROMPTS, PARAMS)
+    assert [engine.output(ids[i]).output_ids for i in (0, 2)] == [wanted[i].output_ids for i in (0, 2)]
+
+
+def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(monkeypatch):
+    engine = latent_engine()
+    engine.warmup()
+    engine.generate(PROMPTS[:2], PARAMS[:2])  # numpy's and jax's own first times
+    sent, put = [], jax.device_put
+
+    def send(array: Any, *args: Any) -> Any:
+        sent.append(array.shape)
+        with jax.transfer_guard_host_to_device("allow"):
+            return put(array, *args)
+
+    before = engine.stats().num_steps
+    monkeypatch.setattr(jax, "device_put", send)
+    with compile_events() as events, jax.transfer_guard_host_to_device("disallow_explicit"):
+        engine.generate(PROMPTS, PARAMS)
+    assert len(sent) == engine.stats().num_steps - before > 0
+    assert events == []
+
+
+def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache():
+    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits."""
+    engine = latent_engine()
+    engine._runner.compile([bucket := Bucket(4, 0)])
+    text = engine._runner._compiled[bucket].as_text()
+    found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+|ragged-all-to-all)(?:-start)?\(", text)
+    assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1}
+    gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
+    assert [shape.split("{")[0] for shape in gathered] == [f"f32[4,{LATENT.vocab_size}]"]
+
+
+# --- weights
+
+
+def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
+    """Of 8 heads over 2 KV heads, a device has 2 and the KV head that they share with a neighbour's."""
+    read, right = [], files.StoredTensor.read
+
+    def recording(tensor: files.StoredTensor, part: files.Slices = ()) -> np.ndarray:
+        piece = right(tensor, part)
+        read.append((tensor.shape, piece.shape))
+        return piece
+
+    monkeypatch.setattr(files.StoredTensor, "read", recording)
+    split = load_model(GOLDENS / "llama", mesh=devices_of(4))
+    monkeypatch.undo()
+    layer, config = split.layers[0], split.config
+    assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # norms alone are read whole
+    own = [
+        (layer.self_attn.qkv_proj.weight, (config.hidden_size, (2 + 2) * config.head_dim)),
+        (layer.self_attn.o_proj.weight, (2 * config.head_dim, config.hidden_size)),
+        (layer.mlp.gate_up_proj.weight, (config.hidden_size, 2 * config.intermediate_size // 4)),
+        (split.embed_tokens, (config.vocab_size // 4, config.hidden_size)),
+    ]
+    for weight, shape in own:
+        assert [shard.data.shape for shard in weight[...].addressable_shards] == [shape] * 4
+    whole = load_model(GOLDENS / "llama").layers[0].self_attn.qkv_proj.weight[...]
+    q, k, v = np.split(np.asarray(whole), [8 * config.head_dim, 10 * config.head_dim], axis=1)
+    for device, shard in enumerate(layer.self_attn.qkv_proj.weight[...].addressable_shards):
+        first, kv = 2 * device * config.head_dim, device // 2 * config.head_dim
+        pieces = [q[:, first : first + 2 * config.head_dim], *(x[:, kv : kv + config.head_dim] for x in (k, v))]
+        np.testing.assert_array_equal(shard.data, np.concatenate(pieces, axis=1))
+
+
+@pytest.mark.parametrize(("name", "ending"), [("v3-fp8", "_proj.weight"), ("gpt-oss-mxfp4", "experts.gate_up_proj")])
+def test_parts_of_quantised_tensors_are_those_of_the_whole(name: str, ending: str, rng: np.random.Generator):
+    """Slices that begin and end within blocks, of every tensor."""
+    checkpoint = files.open_checkpoint(GOLDENS / name)
+    names = {tensor.removesuffix("_blocks").removesuffix("_scales") for tensor in checkpoint.tensors}
+    for tensor in sorted(n for n in names if n.endswith(ending)):
+        whole = checkpoint.read(tensor)
+        ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in whole.shape]
+        part = tuple(slice(int(start), int(stop)) for start, stop in ends)
+        np.testing.assert_array_equal(checkpoint.read(tensor, part), whole[part])
+
+
+# --- meshes, refusals
+
+
+def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
+    devices = np.array(jax.devices()[:2])
+    given = Mesh(devices.reshape(2, 1), ("tensor", "data"), axis_types=(AxisType.Explicit,) * 2)
+    normal = mesh.normal_mesh(given)
+    assert dict(normal.shape) == {"data": 1, "tensor": 2, "context": 1, "expert": 1}
+    assert normal == devices_of(2) == mesh.normal_mesh(normal)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"heads": 2}, ValueError, "mesh: expected axes among data, tensor, context, expert, got 'heads'"),
+        ({"tensor": 0}, ValueError, "mesh: expected at least 1 device along tensor, got 0"),
+        ({"tensor": 10**6}, ValueError, r"mesh: expected at most the \d+ devices that are here, got 1000000"),
+        ({"data": 2}, NotImplementedError, "mesh: the engine splits nothing over data yet"),
+        ({"context": 2}, NotImplementedError, "mesh: the engine splits nothing over context yet"),
+        ({"expert": 2, "tensor": 2}, NotImplementedError, "mesh: the engine splits nothing over expert yet"),
+    ],
+)
+def test_meshes_that_cannot_be_made(sizes, error, message):
+    with pytest.raises(error, match=message):
+        make_mesh(sizes)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_engines_refuse_other_meshes_and_proposers():
+    other: Any = "tensor=2"
+    with pytest.raises(ValueError, match=r"mesh: expected a jax.sharding.Mesh or None, got 'tensor=2'"):
+        EngineConfig(mesh=other)
+    with pytest.raises(ValueError, match="mesh: expected axes among data, tensor, context, expert, got 'x'"):
+        EngineConfig(mesh=jax.make_mesh((2,), ("x",)))
+    with pytest.raises(NotImplementedError, match="speculate: proposers run on one device"):
+        EngineConfig(mesh=devices_of(2), speculate=Speculation(NGramProposer()))
+    with pytest.raises(
+        ValueError, match=r"mesh: expected the one that the model was loaded for, one device; got data=1"
+    ):
+        Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
+    with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):
+        Engine(model(LATENT, 2), EngineConfig())
+    with pytest.raises(NotImplementedError, match="multi-token prediction: runs on one device"):
+        MTP(model(LATENT, 2), [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 66}, "mesh: tensor: expected a divisor of intermediate_size=66, got 4 devices"),
+        ({"moe_intermediate_size": 18}, "mesh: tensor: expected a divisor of moe_intermediate_size=18, got 4 devices"),
+    ],
+)
+def test_widths_that_devices_do_not_divide_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        random_model(dataclasses.replace(LATENT, **changes), mesh=devices_of(4))
+
+
+def test_a_vocabulary_that_devices_do_not_divide_is_whole_on_each():
+    config = dataclasses.replace(LATENT, vocab_size=63)
+    split = random_model(config, mesh=devices_of(2))
+    assert split.part.vocab_size == 63
+    assert split.embed_tokens[...].is_fully_replicated
