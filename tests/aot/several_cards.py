@@ -1,7 +1,7 @@
 """Compiles decode over contexts split over two cards, and steps of models whose heads are; prints what the cards
 exchange in each.
 
-python -m tests.aot.several_cards  # in the environment of tests/aot/environment.py
+python -m tests.aot.several_cards contexts  # or steps; in the environment of tests/aot/environment.py
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections import Counter
 from typing import Any
 
@@ -65,8 +66,8 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
     return collectives(str(jax.jit(run).lower(of_queries, split, *metadata).compile().as_text()))
 
 
-def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> list[str]:
-    """Collective operations of an engine's step whose heads are split over two cards."""
+def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> dict[str, int]:
+    """Number of each collective operation in an engine's step whose heads are split over two cards."""
     cards, settings, sizes = normal_mesh(mesh(TENSOR)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
@@ -85,7 +86,10 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> list[str]:
     caches = cache_partition(model.part, [model.cache_spec(n, sizes.page_size) for n in pages])
 
     def shape(own: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        axes = [size * (2 if axis == TENSOR else 1) for size, axis in zip(own.shape, [*spec, *[None] * own.ndim])]
+        axes = [
+            size * (2 if axis == TENSOR else 1)
+            for size, axis in zip(own.shape, [*spec, *[None] * own.ndim], strict=False)
+        ]
         return jax.ShapeDtypeStruct(axes, own.dtype, sharding=NamedSharding(cards, spec))
 
     leaves = zip(*(jax.tree.leaves(nnx.state(m)) for m in (whole, model)), strict=True)
@@ -104,31 +108,33 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> list[str]:
         return run_step(run, sizes, bucket, *given)
 
     split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
-    return collectives(
-        str(jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments)).compile(GPU_OPTIONS).as_text())
-    )
+    lowered = jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments))
+    return dict(Counter(collectives(str(lowered.compile(GPU_OPTIONS).as_text()))))
 
 
 STEPS = {
-    "gpt-oss, windows of heads": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
+    "gpt-oss": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
     "v2-lite": (engine.V2_LITE, engine.MIXED),
 }
 """Models and buckets of steps; their layers are few."""
 
 
-def main() -> None:
+def contexts() -> dict[str, list[str]]:
+    """Decode over contexts split over the cards, by what is cached."""
     cards, dtype = mesh("context"), jnp.bfloat16
     heads = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     latents = latent_cache_spec(num_pages=1024, page_size=64, latent_dim=512, rope_dim=64, dtype=dtype)
     kv, cache = jax.eval_shape(lambda: (PagedKV.allocate(heads), PagedLatent.allocate(latents)))
     q, *q_of_latents = (jax.ShapeDtypeStruct((64, 1, *dims), dtype) for dims in ((32, 128), (16, 512), (16, 64)))
-    found = {
+    return {
         "heads": exchanges(cards, paged_decode, [q], kv),
         "latents": exchanges(cards, mla_decode, q_of_latents, cache, sm_scale=0.1),
-        **{name: dict(Counter(exchanges_of_step(*step))) for name, step in STEPS.items()},
     }
-    print(json.dumps(found))
+
+
+def steps() -> dict[str, dict[str, int]]:
+    return {name: exchanges_of_step(*step) for name, step in STEPS.items()}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"contexts": contexts, "steps": steps}[sys.argv[1]]()))

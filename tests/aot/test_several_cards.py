@@ -1,26 +1,41 @@
-"""What two cards exchange when contexts are split over them: one exchange of heads, and no cache."""
+"""What two cards exchange: heads once, when contexts are split over them, and sums and logits, when heads are; no
+cache."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.aot import environment
+from tests.aot import engine, environment
 
 
-def test_compiled_kernels_gather_no_cache(tmp_path):
+def exchanged(what: str, kernels: Path) -> Any:
+    """Output of `several_cards`, which keeps the kernels it lowers in a folder."""
     if reason := environment.missing("cuda13"):
         pytest.skip(reason)
-    kept = {"PALLAS_ATTN_KERNEL_CACHE": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.aot.several_cards"],
-        env=environment.variables("cuda13") | kept,
+        [sys.executable, "-m", "tests.aot.several_cards", what],
+        env=environment.variables("cuda13") | {"PALLAS_ATTN_KERNEL_CACHE": str(kernels)},
         cwd=environment.ROOT,
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == {"heads": ["all-to-all"], "latents": ["all-to-all"]}
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_compiled_kernels_gather_no_cache(tmp_path):
+    assert exchanged("contexts", tmp_path) == {"heads": ["all-to-all"], "latents": ["all-to-all"]}
     assert len(list(tmp_path.iterdir())) == 4  # a planner and a decode kernel each, for both cards
+
+
+@pytest.mark.slow
+def test_steps_of_split_models_add_up_twice_a_layer(tmp_path):
+    """Beside that, the embedding is added up and the logits are gathered."""
+    sums = {"gpt-oss": 1 + 2 * engine.GPT_OSS.num_hidden_layers, "v2-lite": 1 + 2 * engine.V2_LITE.num_hidden_layers}
+    wanted = {name: {"all-reduce": count, "all-gather": 1} for name, count in sums.items()}
+    assert exchanged("steps", tmp_path) == wanted

@@ -237,7 +237,8 @@ def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
     monkeypatch.setattr(files.StoredTensor, "read", recording)
     split = load_model(GOLDENS / "llama", mesh=devices_of(4))
     monkeypatch.undo()
-    layer, config = split.layers[0], split.config
+    layer: Any = split.layers[0]
+    config: Any = split.config
     assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # norms alone are read whole
     own = [
         (layer.self_attn.qkv_proj.weight, (config.hidden_size, (2 + 2) * config.head_dim)),

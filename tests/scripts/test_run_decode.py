@@ -524,3 +524,15 @@ def test_help_teaches(capsys):
     assert "exit status:" in text
     assert all(f"  {status}  " in text for status in (0, 1, 2, 3, 130))
     assert "default: None" not in text
+
+
+def test_two_devices_decode_what_one_does(run_json):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    model = ROOT / "tests" / "goldens" / "llama"
+    sizes = [*SIZES, "--decode-buckets", "2", "--prefill-buckets", "16", "--max-tokens", "6"]
+    args = ["--model", model, "--prompt-ids", model / "prompts.json", *sizes, "--mesh", "tensor=2", "--verify"]
+    result = run_json(*args)
+    with np.load(model / "golden.npz") as golden:
+        assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in range(4)]
+    assert (result["run"]["mesh"], result["run"]["verified"]) == ({"tensor": 2}, True)
