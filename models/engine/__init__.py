@@ -7,6 +7,7 @@ and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (toke
 `draft_model` and `mtp` (proposers).
 """
 
+from models.engine.cached_pages import CachedPages as CachedPages
 from models.engine.config import EngineConfig as EngineConfig
 from models.engine.draft_model import DraftModelProposer as DraftModelProposer
 from models.engine.engine import Engine as Engine
