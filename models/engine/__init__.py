@@ -2,7 +2,8 @@
 
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
 `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
-and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again). Drafts:
+and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again),
+`cached_pages` (pages for another engine). Drafts:
 `proposer` (the interface), `speculative_step` (a step that verifies them), `draft_control` (how many), `ngram`,
 `draft_model` and `mtp` (proposers).
 """
