@@ -248,8 +248,10 @@ def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
     ]
     for weight, shape in own:
         assert [shard.data.shape for shard in weight[...].addressable_shards] == [shape] * 4
-    whole = load_model(GOLDENS / "llama").layers[0].self_attn.qkv_proj.weight[...]
-    q, k, v = np.split(np.asarray(whole), [8 * config.head_dim, 10 * config.head_dim], axis=1)
+    whole: Any = load_model(GOLDENS / "llama").layers[0]
+    q, k, v = np.split(
+        np.asarray(whole.self_attn.qkv_proj.weight[...]), [8 * config.head_dim, 10 * config.head_dim], axis=1
+    )
     for device, shard in enumerate(layer.self_attn.qkv_proj.weight[...].addressable_shards):
         first, kv = 2 * device * config.head_dim, device // 2 * config.head_dim
         pieces = [q[:, first : first + 2 * config.head_dim], *(x[:, kv : kv + config.head_dim] for x in (k, v))]
@@ -296,7 +298,7 @@ def test_meshes_that_cannot_be_made(sizes, error, message):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_engines_refuse_other_meshes_and_proposers():
+def test_engines_refuse_other_meshes_proposers_and_exports():
     other: Any = "tensor=2"
     with pytest.raises(ValueError, match=r"mesh: expected a jax.sharding.Mesh or None, got 'tensor=2'"):
         EngineConfig(mesh=other)
@@ -310,6 +312,8 @@ def test_engines_refuse_other_meshes_and_proposers():
         Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
     with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):
         Engine(model(LATENT, 2), EngineConfig())
+    with pytest.raises(NotImplementedError, match="mesh: pages of one device alone can be exported and imported"):
+        latent_engine().export_prefix_cache()
     with pytest.raises(NotImplementedError, match="multi-token prediction: runs on one device"):
         MTP(model(LATENT, 2), [])
 

@@ -85,6 +85,7 @@ class TestRefusals:
             (["--mesh", "data=2"], "mesh: the engine splits nothing over data yet, only heads over tensor"),
             (["--mesh", "tensor=3"], "mesh: tensor: devices: expected a divisor of 4 query heads, got 3"),
             (["--mesh", "tensor=2", "--speculate", "ngram"], "--speculate: proposers run on one device"),
+            (["--mesh", "tensor=2", "--prefix-cache", "x"], "--prefix-cache: not with --mesh"),
             (["--batch-invariant", "--mla", "expand"], "batch_invariant: expanded attention merges a chunk"),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (
