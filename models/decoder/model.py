@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
           float32 logits of the rows `metadata.logit_rows` names, and the caches.
 
         Raises:
-          ValueError: shapes that do not fit each other.
+          ValueError: shapes that do not fit each other, or a model on a mesh called outside `jax.shard_map`.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
         return self._logits(self.norm(x[metadata.logit_rows])), caches
@@ -128,6 +128,8 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
         """Embeds the tokens and applies all layers; the final norm is left to do."""
+        if self.mesh is not None and TENSOR not in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
         if tokens.shape != metadata.positions.shape:

@@ -24,6 +24,7 @@ from models.engine.verify import verify
 from pallas_attn import FULL, PagedKV
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
+from tests.models.step_case import Pages, step
 from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, NAMES, golden
 
 LATENT = dataclasses.replace(engine_case.CONFIG, num_attention_heads=4)
@@ -314,8 +315,11 @@ def test_engines_refuse_other_meshes_proposers_and_exports():
         Engine(model(LATENT, 2), EngineConfig())
     with pytest.raises(NotImplementedError, match="mesh: pages of one device alone can be exported and imported"):
         latent_engine().export_prefix_cache()
+    split, pages = model(LATENT, 2), Pages.scatter(1, 1)
+    with pytest.raises(ValueError, match="mesh: expected a call inside jax.shard_map over the model's mesh"):
+        split(jnp.zeros(1, jnp.int32), pages.allocate(split), step(pages, [(0, 0)]))
     with pytest.raises(NotImplementedError, match="multi-token prediction: runs on one device"):
-        MTP(model(LATENT, 2), [])
+        MTP(split, [])
 
 
 @pytest.mark.parametrize(

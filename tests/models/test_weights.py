@@ -159,7 +159,7 @@ def test_everything_wrong_is_named_before_a_tensor_is_read(directory: Path, monk
             ROUTER: np.ones((16, 32), np.int32),
         },
     )
-    monkeypatch.setattr(StoredTensor, "read", lambda self: pytest.fail("read a tensor"))
+    monkeypatch.setattr(StoredTensor, "read", lambda self, part: pytest.fail("read a tensor"))
     with pytest.raises(CheckpointError) as raised:
         weights.load_model(directory)
     message = str(raised.value)
@@ -231,7 +231,7 @@ def test_prediction_modules_load_as_saved_and_share_what_is_the_models(predictin
 def test_without_being_asked_for_prediction_modules_are_not_read(predicting: Path, monkeypatch):
     read, names = StoredTensor.read, []
     opened = {tensor: name for name, tensor in open_checkpoint(predicting).tensors.items()}
-    monkeypatch.setattr(StoredTensor, "read", lambda self: names.append(opened[self]) or read(self))
+    monkeypatch.setattr(StoredTensor, "read", lambda self, part: names.append(opened[self]) or read(self, part))
     plain = weights.load_model(predicting)
     assert set(names) == weights.checkpoint_shapes(PREDICTING).keys()
     names.clear()
