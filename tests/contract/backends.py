@@ -131,6 +131,7 @@ MOSAIC_SLOW = (
     r"test_mla_decode.py::test_(an_absent_page|a_query_of_nan).*many heads",
     r"test_mla_decode.py::test_a_plan_changes_no_meaning\[mosaic-many heads-fixed",
     r"test_ragged_attention.py::test_widths_and_heads\[mosaic-(MHA|GQA of [234])",
+    r"test_options\[mosaic-(a window (of (1|as)|longer)|the longest|a soft cap|scores of either)",
     r"test_ragged_attention.py::test_(any_lengths|scale_output|under_vmap|inside_a_scan)",
     r"test_bad_metadata.py::test_sums_of_.*\[mosaic-(padded with its|begins past 0\]|falls|past|below)",
     r"test_bad_metadata.py::test_garbage.*\[mosaic-(decode|decode, int8|latents, few.*|prefill|prefill of.*|write)\]",

@@ -93,7 +93,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, causal=True)
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
-    most_tiles = front.most_tiles(call.block_tables.shape[-1] * call.page_size)
+    most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
     splits = KvSplits.of(heads=front.num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
@@ -240,12 +240,6 @@ class PagedFrontEnd:
     def scale_groups(self) -> int:
         """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
         return self.scales if isinstance(self.scales, int) else 0
-
-    def most_tiles(self, most_keys: int) -> int:
-        """Most tiles that a block sees of a sequence that can have so many keys."""
-        if self.window is not None:
-            most_keys = min(most_keys, self.window + self.static.block_rows)
-        return -(-most_keys // self.static.tile_keys)
 
     def scratch_types(self) -> PrefillScratch:
         return PrefillScratch(
