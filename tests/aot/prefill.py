@@ -217,6 +217,7 @@ PREFILL: dict[str, Case] = {
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
+    "paged-prefill-full": paged(causal=False, features=("head-tables", "sinks"), soft_cap=50.0),
     "paged-prefill-d64-group8-window-sinks": paged(64, group=8, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
@@ -254,6 +255,12 @@ PREFILL_MORE: dict[str, Case] = {
     **{
         f"paged-prefill-d{head_dim}-few-all-features": paged(head_dim, **(ALL_FEATURES | FEW)) for head_dim in (64, 256)
     },
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-full": paged(head_dim, cache=CACHES.get(cache), causal=False)
+        for cache in ("bf16", "int8-head", "fp8-token")
+        for head_dim in (64, 128, 256)
+    },
+    "paged-prefill-full-few": paged(causal=False, **FEW),
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))

@@ -119,6 +119,7 @@ MOSAIC_SLOW = (
     r"test_(decode|prefill)\[mosaic-fp8 (per channel|in 1 group|per head)",
     r"test_decode\[mosaic-(tree of [23]|tree of 8, full|8 queries each)",
     r"test_prefill\[mosaic-(a single|no padding|more seq|a page at|one seq|chunks, windows about|chunks, scores)",
+    r"test_prefill\[mosaic-full, absent pages",
     r"test_paged_attention.py::test_(values_do_not|scan_with|chunks_give|agrees_with).*mosaic",
     r"test_paged_attention.py::test_an_absent_page_between.*paged_prefill-mosaic",
     r"test_values_of_one_shape\[mosaic-few heads-(one of maximum|large scores of)",

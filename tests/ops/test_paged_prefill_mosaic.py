@@ -98,6 +98,7 @@ CUT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), tokens=26),
     "an int window": replace(WIDE, window=150, q_lens=(3, 50), tokens=57),
+    "all keys for all queries": replace(WIDE, causal=False, kv_lens=(2, 200), q_lens=(3, 50), tokens=57),
 }
 
 
