@@ -28,7 +28,9 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
         oldest = jnp.maximum(num_visible[:, 0] - call.window, 0)
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
-        place = oldest[rows][:, None] + (j * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32))[None]
+        place = (j * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32))[None]
+        if call.window is not None:
+            place += oldest[rows][:, None]
         token = jnp.clip(cu_kv_lens[tiles.sequence[rows]][:, None] + place, 0, num_keys - 1)
         end = num_visible[rows][:, :, None]
         visible = place[:, None, :] < end
