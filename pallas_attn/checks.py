@@ -160,6 +160,13 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
     return converted
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False as a Python bool; raises ValueError for anything else, such as a traced one."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected True or False, known while tracing, got {_described(value)}")
+    return bool(value)
+
+
 def required_number(name: str, value: Any) -> float:
     """As `number`, and refuses None."""
     wanted = "a positive finite number"

@@ -506,6 +506,8 @@ BAD = {
     "a window of no int": ("window", {"window": 5.0}),
     "windows of heads": ("window", {"window": HeadWindow(LENS((2,)), LENS((2,)))}),
     "a window without causality": ("window", {"window": 5, "causal": False}),
+    "a number for causal": ("causal", {"causal": 1}),
+    "an array for causal": ("causal", {"causal": jnp.bool_(True)}),
     "a soft cap of 0": ("soft_cap", {"soft_cap": 0.0}),
     "sinks of other heads": ("sinks", {"sinks": ZEROS((2,))}),
     "sinks of rank 2": ("sinks", {"sinks": ZEROS((1, 4))}),

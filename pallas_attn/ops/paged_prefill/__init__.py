@@ -74,7 +74,7 @@ def paged_prefill(
         kv_lens,
         window=checks.window(window),
         sinks=sinks,
-        causal=causal,
+        causal=checks.flag("causal", causal),
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,

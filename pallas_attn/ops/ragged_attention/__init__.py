@@ -65,7 +65,7 @@ def ragged_attention(
         cu_q_lens,
         cu_kv_lens,
         sinks=sinks,
-        causal=causal,
+        causal=checks.flag("causal", causal),
         window=checks.window(window),
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
