@@ -102,10 +102,13 @@ CUT_CASES = {
 }
 
 
+CUT_IN_EVERY_RUN = ("windows, sink tokens and sinks", "an int window")
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[] if name == "windows, sink tokens and sinks" else pytest.mark.slow)
+        pytest.param(case, id=name, marks=[] if name in CUT_IN_EVERY_RUN else pytest.mark.slow)
         for name, case in CUT_CASES.items()
     ],
 )
