@@ -1,7 +1,8 @@
 """The decoder: weights and one step over packed tokens, in Flax NNX. This room imports `models.config` alone.
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
-tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
+tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (of sparse attention), `moe`
+(experts), `layers` and `rope`;
 `mtp` (prediction modules beside the decoder); then `explain` (the implementations that attention would run on) and
 `whole_sequence` (a sequence in one forward).
 """

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
-from models.decoder.caches import KVScales, cache_spec
+from models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
+from models.decoder.mla import latents_of
 from models.decoder.settings import AttentionSettings
-from pallas_attn import Explanation, PagedKV, PagedLatent, Rope, explain
+from pallas_attn import Explanation, PagedKV, Rope, explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,8 @@ def explain_attention(
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
     explained = {"write_latent": shapes.write_latent()}
+    if config.is_sparse:
+        explained |= shapes.sparse()
     if settings.mla != "expand":
         explained["mla_decode"] = shapes.mla_decode()
     if settings.mla != "absorb" and not settings.batch_invariant:
@@ -154,7 +157,8 @@ class _LatentShapes:
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
         spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
-        self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        cache = latent_cache(spec, lambda spec, kind: kind(**spec.arrays))
+        self._cache, self._index = latents_of(cache), cache.index if isinstance(cache, IndexedLatent) else None
         piece_tokens = settings.piece_tokens or sizes.prefill_tokens
         self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
 
@@ -180,6 +184,26 @@ class _LatentShapes:
             **q_lens,
             sm_scale=config.sm_scale,
         )
+
+    def sparse(self) -> dict[str, Explanation]:
+        """Operations of sparse attention, in whichever of decode rows and chunks has more tokens."""
+        config, sizes = self._config, self._sizes
+        tokens, heads = max(sizes.decode_tokens, sizes.prefill_tokens), config.num_attention_heads
+        top_k = self._settings.index_topk or config.index_topk
+        new = self._array(sizes.decode_tokens + sizes.prefill_tokens, config.index_head_dim)
+        q = self._array(tokens, config.index_n_heads, config.index_head_dim)
+        weights = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+        q_latent = self._array(tokens, heads, config.kv_lora_rank)
+        q_rope = self._array(tokens, heads, config.qk_rope_head_dim)
+        rows = sizes.decode_tokens if sizes.decode_tokens >= sizes.prefill_tokens else sizes.prefill_seqs
+        lengths = _ints(rows, sizes.table_pages), _ints(rows + 1), _ints(rows)
+        return {
+            "write_index_keys": self._explain("write_index_keys", self._index, new, _ints(new.shape[0])),
+            "index_top_k": self._explain("index_top_k", q, weights, self._index, *lengths, top_k=top_k),
+            "mla_sparse": self._explain(
+                "mla_sparse", q_latent, q_rope, self._cache, _ints(tokens, top_k), sm_scale=config.sm_scale
+            ),
+        }
 
     def gather_latent(self) -> Explanation:
         rows = self._sizes.prefill_seqs
