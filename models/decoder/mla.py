@@ -127,13 +127,13 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
     return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
-def is_sparse(part: Part, config: DeepSeekConfig, settings: AttentionSettings, page_size: int) -> bool:
-    """Whether tokens of the part have to choose what they attend to: their tables have room for more than they may.
+def is_sparse(config: DeepSeekConfig, settings: AttentionSettings, capacity: int) -> bool:
+    """Whether tokens have to choose what they attend to, of tables with room for `capacity` tokens.
 
-    Where batch_invariant is set tokens choose even if they choose all, because how wide tables are depends on others.
+    They need not where they may choose all. But if batch_invariant is set they do: how wide tables are depends on the
+    other requests.
     """
-    top_k = settings.index_topk or config.index_topk
-    return config.is_sparse and (settings.batch_invariant or part.block_tables.shape[1] * page_size > top_k)
+    return config.is_sparse and (settings.batch_invariant or capacity > (settings.index_topk or config.index_topk))
 
 
 def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], Int32[Array, "S"]]:
@@ -165,7 +165,7 @@ def plan_rows(
     latents = latents_of(cache)
 
     def planned(part: Part) -> Part:
-        if isinstance(part, Chunks) or is_sparse(part, config, settings, latents.page_size):
+        if isinstance(part, Chunks) or is_sparse(config, settings, part.block_tables.shape[1] * latents.page_size):
             return part
         rows, heads = part.kv_lens.shape[0], config.num_attention_heads
         q_latent, q_rope = (
@@ -253,7 +253,7 @@ class MLA(nnx.Module):
         self, q: Float[Array, "T Hi Di"], weights: Float32[Array, "T Hi"], index: PagedIndexKeys, part: Part
     ) -> Int32[Array, "T K"] | None:
         """Slots that each token of the part attends to; None where that is all of them."""
-        if not is_sparse(part, self.config, self.settings, index.page_size):
+        if not is_sparse(self.config, self.settings, part.block_tables.shape[1] * index.page_size):
             return None
         tables, cu_q_lens, kv_lens = packed_rows(part)
         positions = index_top_k(
