@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales
-from models.engine import Decoded, Engine, EngineConfig, RequestOutput, Verification
+from models.engine import CachedPages, Decoded, Engine, EngineConfig, RequestOutput, Verification
 from models.engine.verify import verify
 from scripts.cli.command_line import (
     FAILED,
@@ -209,6 +210,8 @@ def _engine(
     """
     with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None)
+    if options.prefix_cache is not None and os.path.lexists(options.prefix_cache):
+        _find_prefixes(engine, options.prefix_cache)
     for i, prompt in enumerate(prompts):
         with as_usage_error(ValueError, prefix=f"prompt {i}: "):
             engine.add_request(prompt, options.params, request_id=i)
@@ -220,6 +223,17 @@ def _engine(
     ):
         engine.warmup()
     return engine
+
+
+def _find_prefixes(engine: Engine, path: Path) -> None:
+    """Lets the engine begin with the pages of a file; raises UsageError if that cannot be."""
+    with (
+        as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
+        as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
+    ):
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        engine.import_pages(CachedPages.from_bytes(path.read_bytes()))
 
 
 def _drive(
@@ -276,6 +290,11 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
         with failures.kept(), writing("--dump-logits", options.dump_logits) as file:
             np.savez(file, allow_pickle=False, **logits)
+    if options.prefix_cache is not None:
+        with failures.kept(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
+            pages = engine.export_prefix_cache().to_bytes()
+            with writing("--prefix-cache", options.prefix_cache) as file:
+                file.write(pages)
     if options.plot is not None:
         with failures.kept(), writing("--plot", options.plot) as file:
             plot_run(file, report)

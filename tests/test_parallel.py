@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -105,8 +106,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize(("kind", "num_queries", "options"), CASES.values(), ids=CASES)
+def _named() -> list[Any]:
+    """Cases on each number of devices; in every run each case once, and those on one device, which compile least."""
+    turns = zip(itertools.cycle((2, 4)), CASES, strict=False)
+    in_every_run = {*turns, *((1, name) for name in ("f32", "latents, drafts"))}
+    return [
+        pytest.param(*case, n, id=f"{name}-{n}", marks=[] if (n, name) in in_every_run else pytest.mark.slow)
+        for name, case in CASES.items()
+        for n in (1, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "num_queries", "options", "devices"), _named())
 def test_decode_over_contexts(kind: str, num_queries: int, options: dict[str, Any], devices: int) -> None:
     rng = np.random.default_rng(devices)
     cache, tables = cache_of(kind, rng, devices), dealt_tables(rng, devices, HKV if kind == "head-wise" else 1)

@@ -9,6 +9,8 @@ tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `
 
 from models.decoder.caches import Caches as Caches
 from models.decoder.caches import KVScales as KVScales
+from models.decoder.caches import cache_arrays as cache_arrays
+from models.decoder.caches import with_arrays as with_arrays
 from models.decoder.explain import StepSizes as StepSizes
 from models.decoder.explain import explain_attention as explain_attention
 from models.decoder.model import Decoder as Decoder

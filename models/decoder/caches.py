@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,28 @@ def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> Lat
     index = {n.removeprefix(INDEX): array for n, array in spec.arrays.items() if n.startswith(INDEX)}
     latent = part({n: array for n, array in spec.arrays.items() if not n.startswith(INDEX)}, PagedLatent)
     return IndexedLatent(latent, part(index, PagedIndexKeys)) if index else latent
+
+
+def cache_arrays(cache: LayerCache) -> dict[str, jax.Array]:
+    """The arrays of a layer's cache, by their names in its `CacheSpec`."""
+    if isinstance(cache, IndexedLatent):
+        index = {f"{INDEX}{name}": array for name, array in _fields(cache.index).items()}
+        return _fields(cache.latent) | index
+    return _fields(cache)
+
+
+def _fields(cache: PagedLatent | PagedIndexKeys | PagedKV) -> dict[str, jax.Array]:
+    arrays = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCache:
+    """A layer's cache with other arrays, by names as `cache_arrays` gives them."""
+    if not isinstance(cache, IndexedLatent):
+        return dataclasses.replace(cache, **arrays)
+    index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
+    latent = {name: array for name, array in arrays.items() if not name.startswith(INDEX)}
+    return IndexedLatent(dataclasses.replace(cache.latent, **latent), dataclasses.replace(cache.index, **index))
 
 
 def allocate_latents(spec: CacheSpec) -> LatentCache:

@@ -2,11 +2,13 @@
 
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
 `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
-and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again). Drafts:
+and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again),
+`cached_pages` (pages for another engine). Drafts:
 `proposer` (the interface), `speculative_step` (a step that verifies them), `draft_control` (how many), `ngram`,
 `draft_model` and `mtp` (proposers).
 """
 
+from models.engine.cached_pages import CachedPages as CachedPages
 from models.engine.config import EngineConfig as EngineConfig
 from models.engine.draft_model import DraftModelProposer as DraftModelProposer
 from models.engine.engine import Engine as Engine

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, split_model
+from models.engine.cached_pages import CachedPages, CachedSequence, difference, numbered
 from models.engine.config import EngineConfig
 from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
@@ -27,7 +31,8 @@ from models.engine.request import NONFINITE, FinishReason, Request, SamplingPara
 from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
 from models.engine.step_plan import StepPlan
-from pallas_attn.cache import PrefixCache
+from pallas_attn import PAGE_NONE
+from pallas_attn.cache import Prefix, PrefixCache
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
 """Callback for every token as it arrives; the reason is None until the last one. A request that ends for want of finite
@@ -334,6 +339,52 @@ class Engine:
         tracked = self._find(request_id)
         return self._no_logits(tracked) if tracked.prompt_logits is None else tracked.prompt_logits
 
+    def export_pages(self, request_id: RequestId) -> CachedPages:
+        """Copies the full pages of a request's tokens, running or finished, as far as they are written and still there,
+        to the host: for `import_pages` of another engine, which then computes the rest of the request alone.
+
+        Raises:
+          ValueError: no such request, or the engine was made without a prefix cache.
+        """
+        cache, request = self._require_prefix_cache(), self._find(request_id).request
+        # Without a token after them, the tokens would be looked up but for the last.
+        return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
+
+    def export_prefix_cache(self) -> CachedPages:
+        """Copies all pages of the prefix cache to the host, such as to save them for the next start.
+
+        Raises:
+          ValueError: the engine was made without a prefix cache.
+        """
+        cache = self._require_prefix_cache()
+        return self._export((tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences())
+
+    def import_pages(self, pages: CachedPages) -> int:
+        """Adds pages from another engine of the same model and the same kind of cache to the prefix cache, where the
+        next requests find them. They take the place of free pages, as a request's do.
+
+        The number of pages, the sizes of steps and the implementations of the two engines may differ. Caches of
+        proposers are not part of it, so that drafts for such requests are worse at first.
+
+        Returns:
+          Tokens that requests for the sequences would find now: all of them if the free pages held them.
+
+        Raises:
+          ValueError: pages of another model or another kind of cache, or malformed ones; nothing is taken in. Or the
+            engine was made without a prefix cache.
+        """
+        cache = self._require_prefix_cache()
+        if (unlike := difference(pages.made_for, self._cache_format)) is not None:
+            raise ValueError(f"pages: expected those of an engine like this one, got {unlike}")
+        formats = [self._runner.row_format(group) for group in self._groups]
+        pages.check(self.config.page_size, self._vocab_size, formats)
+        for sequence in pages.sequences:
+            with self._changing():
+                known = [rows != PAGE_NONE for rows in sequence.rows]
+                self._write_pages(pages, sequence, cache.insert(sequence.tokens, known, sequence.salt))
+        hits = (cache.lookup([*sequence.tokens, 0], sequence.salt)[0].shape[1] for sequence in pages.sequences)
+        return sum(hits) * self.config.page_size
+
     def stats(self) -> EngineStats:
         """Returns totals since the engine was made, which are kept as it runs, and the records of the newest steps."""
         totals, scheduler = self._totals, self._scheduler
@@ -359,6 +410,33 @@ class Engine:
             compile_s=self._runner.compile_s,
             cache_bytes=self._runner.cache_bytes,
         )
+
+    def _require_prefix_cache(self) -> PrefixCache:
+        if self._prefix_cache is None:
+            raise ValueError("prefix_caching: expected True, pages are found by way of the prefix cache")
+        return self._prefix_cache
+
+    @functools.cached_property
+    def _cache_format(self) -> dict[str, Any]:
+        """What an engine must have in common with this one to take its pages."""
+        groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
+        return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
+
+    def _export(self, found: Iterable[tuple[Sequence[int], str, Prefix]]) -> CachedPages:
+        """Copies pages that were found for tokens under a salt."""
+        page_size = self.config.page_size
+        with self._changing():
+            taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
+            sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
+            contents = (self._runner.read_rows(group, rows) for group, rows in zip(self._groups, held, strict=True))
+            return CachedPages(self._cache_format, sequences, tuple(contents))
+
+    def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix) -> None:
+        """Writes pages of a sequence to the rows that they were given, where they were given any."""
+        for group, contents, theirs, own in zip(self._groups, pages.groups, sequence.rows, rows, strict=True):
+            given = own != PAGE_NONE
+            new = {name: array[theirs[given]] for name, array in contents.items()}
+            self._runner.write_rows(group, own[given], new)
 
     def _find(self, request_id: RequestId) -> _Tracked:
         if request_id not in self._tracked:

@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from jaxtyping import Array, Float, Int32
 
 from models.decoder import Caches, Decoder, split_model, with_settings
 from models.decoder.caches import allocate_caches
+from models.engine.cached_pages import RowFormat, digest_of, read_rows, write_rows
 from models.engine.config import Bucket, RunnerConfig
+from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
 from models.engine.sampler import sample
 from models.engine.speculative_step import (
@@ -89,7 +91,7 @@ class Runner:
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config = config
-        self._model_config = model.config
+        self._model_config, self._index_topk = model.config, model.settings.index_topk
         self._specs = [
             model.cache_spec(num_pages, config.page_size, config.cache_dtype, config.kv_scales)
             for num_pages in config.layer_pages(model.config.num_hidden_layers)
@@ -131,6 +133,50 @@ class Runner:
             else:
                 self._last_tokens = allocate_state(self._config.speculate.proposer, self._proposer_sizes)
         return self._last_tokens
+
+    def row_format(self, group: GroupSizes) -> RowFormat:
+        """What a row of a cache group has in it."""
+        paged = {
+            f"{layer}.{name}": (tuple(a.shape[2 if group.head_wise else 1 :]), np.dtype(a.dtype))
+            for layer in group.layers
+            for name, a in self._specs[layer].arrays.items()
+            if len(a.shape) > 2  # static scales have no pages
+        }
+        return RowFormat(group.num_heads, paged)
+
+    def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"]) -> dict[str, np.ndarray]:
+        """Copies rows of a cache group to the host, with what all launched steps write to them.
+
+        Returns:
+          [n, ...] by layer and array, as `row_format` has them.
+        """
+        self._allocate()
+        return read_rows(self._caches, group.layers, group.head_wise, rows)
+
+    def write_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]) -> None:
+        """Writes rows of a cache group, before anything that later steps do; contents as `read_rows` returns them.
+
+        If this raises, the caches may be gone: call `reset`.
+        """
+        self._allocate()
+        self._caches = write_rows(self._caches, group.layers, group.head_wise, rows, contents)
+
+    def cache_format(self) -> dict[str, Any]:
+        """What tells caches apart whose contents must not be exchanged, by name: shapes and dtypes of rows, static
+        scales, another number of keys that tokens choose, and a digest of a sample of every weight."""
+        scales = self._config.kv_scales
+        arrays = {
+            str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in spec.arrays.items()}
+            for layer, spec in enumerate(self._specs)
+        }
+        sample = jax.jit(lambda weights: [w.reshape(-1)[:: max(w.size // 256, 1)] for w in weights])(self._weights)
+        return {
+            "page_size": self._config.page_size,
+            "arrays": arrays,
+            "index_topk": self._index_topk,
+            "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
+            "weights": digest_of(jax.device_get(sample)),
+        }
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:

@@ -4,7 +4,7 @@ from pallas_attn.cache.errors import CacheError, InconsistentCache, OutOfPages, 
 from pallas_attn.cache.group_pools import GroupPools
 from pallas_attn.cache.head_page_pool import HeadPagePool
 from pallas_attn.cache.page_pool import PagePool
-from pallas_attn.cache.prefix_cache import PrefixCache
+from pallas_attn.cache.prefix_cache import Prefix, PrefixCache
 
 __all__ = [
     "CacheError",
@@ -14,5 +14,6 @@ __all__ = [
     "OutOfPages",
     "PageError",
     "PagePool",
+    "Prefix",
     "PrefixCache",
 ]

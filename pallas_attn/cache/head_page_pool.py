@@ -316,6 +316,26 @@ class HeadPagePool:
         self._num_pages[batch_slot] = self._oldest_query[batch_slot] = 0
         self._first_page[batch_slot] = self._sink_pages
 
+    def take(self, num_rows: int) -> list[int]:
+        """Takes rows for no sequence, with a reference to each that `drop` drops.
+
+        Raises:
+            OutOfPages: fewer are free.
+        """
+        return self._rows.allocate(num_rows)
+
+    def hold(self, rows: Sequence[int]) -> None:
+        """Adds a reference, which `drop` drops, to rows whose contents are known, free or not.
+
+        Raises:
+            PageError: a row is not of this pool.
+        """
+        self._rows.reclaim(rows)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Drops references of `take` and `hold`; the last row without any becomes the first to be handed out again."""
+        self._rows.release(rows)
+
     def swap(self, first: int, second: int) -> None:
         """Exchanges the sequences of two batch slots, with the rows of all their heads; either may be idle.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from pallas_attn.cache.errors import InconsistentCache, PageError
 from pallas_attn.cache.group_pools import GroupPools
@@ -120,9 +120,7 @@ class PrefixCache:
         rows = rows[: self._longest_hit(rows)]
         start, end = self._unseen_pages(len(rows) * self._page_size)
         pages = np.arange(len(rows))[:, None]
-        seen = np.where((start <= pages) & (pages < end), np.int32(PAGE_NONE), rows)
-        first_lanes = np.cumsum([pool.num_heads for pool in self._pools.pools])[:-1]
-        return tuple(np.split(seen.T, first_lanes))
+        return self._by_group(np.where((start <= pages) & (pages < end), np.int32(PAGE_NONE), rows))
 
     def match(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> int:
         """Lets the sequence of an idle batch slot begin with the prefix that `lookup` finds.
@@ -139,6 +137,11 @@ class PrefixCache:
         self._query_tokens += len(tokens)
         self._hit_tokens += num_hit
         return num_hit
+
+    def published(self, tokens: Sequence[int], salt: str = "") -> Prefix:
+        """Lists the rows of the published pages that `tokens` begin with, PAGE_NONE where one is gone."""
+        path = [node.rows for node in self._path([*tokens, 0], salt)]  # which leaves a token to compute
+        return self._by_group(np.array(path, np.int32).reshape(-1, len(self._groups)))
 
     def publish(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """Makes the full pages of a sequence matchable. Their K/V must have been written, or be certain to be written
@@ -158,7 +161,48 @@ class PrefixCache:
         """
         num_full = len(tokens) // self._page_size
         rows = self._rows_of(batch_slot, num_full)
-        parent = self._last_published(tokens, rows, salt)
+        self._register(tokens, salt, rows, self._last_published(tokens, rows, salt))
+
+    def insert(self, tokens: Sequence[int], known: Sequence[Bool[np.ndarray, "_ pages"]], salt: str = "") -> Prefix:
+        """Makes the full pages of a sequence that was computed elsewhere matchable, in free rows, as far as those go.
+
+        Args:
+            tokens: Token ids, whole pages of them.
+            known: For each group, the pages of each head whose K/V there is.
+            salt: As for `match`.
+
+        Returns:
+            The rows that these pages got, which are to be written before anything reads them; PAGE_NONE where a page is
+            not known, was there already, or found no free row.
+        """
+        pools, lanes = self._pools.pools, np.array(self._groups)
+        rows = np.concatenate(self.published(tokens, salt)).T
+        rows = np.pad(rows, ((0, len(tokens) // self._page_size - len(rows)), (0, 0)), constant_values=PAGE_NONE)
+        given = np.full_like(rows, PAGE_NONE)
+        held = [rows[:, lanes == group] for group in range(len(pools))]
+        for pool, own in zip(pools, held, strict=True):
+            pool.hold(own[own != PAGE_NONE].tolist())  # so that none of them is taken for the pages after it
+        try:
+            offered = np.concatenate(known).T
+            for page, lacking in enumerate(offered & (rows == PAGE_NONE)):
+                gone = (rows[page] == PAGE_NONE) & ~offered[page]
+                wanted = [lacking & (lanes == group) for group in range(len(pools))]
+                if any(start > page or page >= end for start, end in itertools.compress(self._unseen, gone)):
+                    break  # no prefix that goes on after this page can be a hit
+                if any(own.sum() > pool.num_free for pool, own in zip(pools, wanted, strict=True)):
+                    break
+                for pool, own in zip(pools, wanted, strict=True):
+                    given[page, own] = pool.take(int(own.sum()))
+            self._register(tokens, salt, np.where(given == PAGE_NONE, rows, given), None)
+        finally:
+            rows = np.where(given == PAGE_NONE, rows, given)
+            for group, pool in enumerate(pools):
+                own = rows[:, lanes == group]
+                pool.drop(own[own != PAGE_NONE].tolist())
+        return self._by_group(given)
+
+    def _register(self, tokens: Sequence[int], salt: str, rows: np.ndarray, parent: _Node | None) -> None:
+        """Publishes the rows [pages, lanes] of a sequence's pages that come after `parent`."""
         start = parent.depth if parent is not None else 0
         fresh: dict[bytes, _Node] = {}
         path: list[tuple[_Node, list[int]]] = []
@@ -180,6 +224,18 @@ class PrefixCache:
             self._fill(node, own)
         if path:
             self._prune(path[-1][0])
+
+    def sequences(self) -> list[tuple[list[int], str]]:
+        """Lists the tokens, and the salt, of every published page that no other follows, with those before it."""
+        found = []
+        for node in self._by_digest.values():
+            if node.children:
+                continue
+            path = [node]
+            while path[-1].parent is not None:
+                path.append(path[-1].parent)
+            found.append(([token for page in reversed(path) for token in array("q", page.tokens)], node.salt))
+        return found
 
     def clear(self) -> None:
         """Forgets every page, as when the contents of the cache are lost, whatever state an interrupted call has left.
@@ -217,6 +273,10 @@ class PrefixCache:
                 own = [row for lane, row in enumerate(node.rows) if self._groups[lane] == group]
                 if self._by_digest.get(node.digest) is not node or row not in own:
                     raise InconsistentCache(f"row {row} of group {group} belongs to a page that is gone")
+
+    def _by_group(self, rows: Int32[np.ndarray, "pages lanes"]) -> Prefix:
+        first_lanes = np.cumsum([pool.num_heads for pool in self._pools.pools])[:-1]
+        return tuple(np.split(rows.T, first_lanes))
 
     def _longest_hit(self, rows: Int32[np.ndarray, "pages lanes"]) -> int:
         """Length in pages of the longest hit among the first of these pages."""

@@ -187,6 +187,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="share the pages of equal prefixes (default: yes)",
     )
     group.add_argument(
+        "--prefix-cache",
+        type=Path,
+        metavar="FILE",
+        help="begin with the pages of equal prefixes that FILE has, if there is one, and write it at the end",
+    )
+    group.add_argument(
         "--recycling",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -258,7 +264,10 @@ def _implementation(given: str) -> tuple[str, ...] | None:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    check_outputs({"--json": options.json, "--dump-logits": options.dump_logits, "--plot": options.plot})
+    outputs = {"--json": options.json, "--dump-logits": options.dump_logits, "--plot": options.plot}
+    check_outputs(outputs | {"--prefix-cache": options.prefix_cache})
+    if options.prefix_cache is not None and not options.prefix_caching:
+        raise UsageError("--prefix-cache: not with --no-prefix-caching")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if options.profile is not None:

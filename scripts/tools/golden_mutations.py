@@ -492,9 +492,10 @@ def latent_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrained
             "choice_of_the_last_token": share_last_choice,
         }
     if config.model_type != "deepseek_v2":
+        if config.topk_group < config.n_group:
+            table["group_score_is_the_best"] = partial(change_routing, best_in_group=1)
+            table["masked_groups_score_zero"] = partial(change_routing, masked_score=0.0)
         table |= {
-            "group_score_is_the_best": partial(change_routing, best_in_group=1),
-            "masked_groups_score_zero": partial(change_routing, masked_score=0.0),
             "bias_dropped": drop_bias,
             "bias_in_weights": partial(change_routing, biased_weights=True),
             "topk_not_normalised": partial(change_routing, normalise=False),

@@ -49,7 +49,15 @@ SLOW = (
     | {f"paged-decode-fp8-{kind}" for kind in ("head-d128-n8", "token-d64-n8", "token-d256-n8")}
     | {f"paged-decode-{kind}" for kind in ("bf16-d64-group-of-4", "bf16-d256-group-of-4", "one-sequence", "vmap")}
     | {"write-kv-bf16-interleaved", "write-kv-int8-by-64", "write-kv-vmap", "mla-swap-ab-256-32-n16"}
-    | {"ragged-64-64", "ragged-vmap", "paged-prefill-p16", "paged-prefill-p128", "paged-prefill-group2"}
+    | {"ragged-64-64", "ragged-256-256", "ragged-vmap", "ragged-export"}
+    | {f"paged-prefill-{kind}" for kind in ("p16", "p128", "group1", "group2", "group16", "window", "d64", "d256")}
+    | {f"paged-prefill-{kind}" for kind in ("d64-group8-window-sinks", "fp8-head-d64", "fp8-head-d256-but-cap")}
+    | {f"paged-decode-{kind}" for kind in ("bf16-d128-n64", "f16-d128-n8", "bf16-d128-group-of-4", "fixed-plan")}
+    | {f"paged-decode-int8-head-{kind}" for kind in ("d128-n8", "d128-n32", "d64-n8@nvidia_h200")}
+    | {f"paged-decode-fp8-token-{kind}" for kind in ("d128-n8", "d128-n32", "d256-n16")}
+    | {f"{kind}-large-pool" for kind in ("write-kv", "write-latent", "gather-latent")}
+    | {"mla-decode-layers", "mla-decode-one-sequence", "mla-prefill-narrow", "plan-decode-1", "plan-decode-fixed-1024"}
+    | {"biased-experts-64-tokens", "xla-paged-decode-int8", "xla-mla-prefill", "write-kv-bf16", "write-kv-fp8-by-1"}
 )
 """Cases of the slow run: more of a kind, or of a kind of which the ordinary run has one that asks for more."""
 

@@ -130,7 +130,9 @@ class Traffic:
         assert self.engine.stats().used_pages == 0
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "short of pages" else pytest.mark.slow) for name in ENGINES]
+)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=arrivals)
 def test_any_traffic_gives_the_tokens_of_a_plain_run(name, traffic):

@@ -71,7 +71,9 @@ def plain() -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, outputs))
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "short of pages" else pytest.mark.slow) for name in ENGINES]
+)
 def test_tokens_are_those_of_a_plain_run_whatever_the_cache_does(name):
     under_test = engine(name)
     for _ in range(2):  # the second time with prefixes to be found
@@ -86,7 +88,7 @@ def test_tokens_are_those_of_a_plain_run_whatever_the_cache_does(name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_requests_that_come_and_go_get_their_own_tokens(name, seed):
     draw, under_test = random.Random(seed), engine(name)
     arrived: dict[int | str, int] = {}

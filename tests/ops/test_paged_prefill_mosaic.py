@@ -78,7 +78,14 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
 
 
-@pytest.mark.parametrize(("group", "packing"), [(2, (1, 1)), (2, (2, 2)), (7, (7, 8)), (10, (5, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("group", "packing"),
+    [
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, (1, 1)), (2, (2, 2)))),
+        *((7, (7, 8)), (10, (5, 8))),
+    ],
+    ids=str,
+)
 def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
     """One head, one for each consumer, seven of eight places, and half of a group."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
@@ -97,7 +104,7 @@ CUT_CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "an int window" else [])
+        pytest.param(case, id=name, marks=[] if name == "windows, sink tokens and sinks" else pytest.mark.slow)
         for name, case in CUT_CASES.items()
     ],
 )
@@ -142,13 +149,16 @@ QUANTISED = {
 }
 
 
-def named(cases: dict[str, tuple[PagedCase, Variant]], slow: str) -> list[Any]:
-    return [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name == slow else []) for name, case in cases.items()
-    ]
+IN_EVERY_RUN = ("int8 per channel, wide heads, an int window", "fp8 per group of pages of two tiles")
 
 
-@pytest.mark.parametrize(("case", "variant"), named(QUANTISED, slow="int8 per group, several pages a tile"))
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
+        for name, case in QUANTISED.items()
+    ],
+)
 def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
     check(case, variant)
 

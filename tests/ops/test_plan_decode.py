@@ -474,10 +474,13 @@ def test_a_plan_for_another_implementation_is_refused_where_it_would_be_followed
         "block_tables": jnp.zeros((1, 4), jnp.int32),
         "kv_lens": jnp.ones((1,), jnp.int32),
     }
+
+    def follow(made_for: str, implementation: str) -> None:
+        plan = functools.partial(harness.plan_for, step, implementation=made_for)
+        jax.eval_shape(lambda: paged_decode(**step, plan=plan(), implementation=implementation))
+
     with plgpu.force_gpu_interpret_mode():
-        plans = [harness.plan_for(step, implementation=name) for name in ("mosaic", "xla")]
-        call = functools.partial(paged_decode, **step)
-        jax.eval_shape(lambda: call(plan=plans[0], implementation="mosaic"))
-        jax.eval_shape(lambda: call(plan=plans[0], implementation="xla"))
+        follow("mosaic", "mosaic")
+        follow("mosaic", "xla")
         with pytest.raises(ValueError, match="^plan: was made for implementation 'xla', this call runs 'mosaic_sm90'"):
-            jax.eval_shape(lambda: call(plan=plans[1], implementation="mosaic"))
+            follow("xla", "mosaic")

@@ -46,10 +46,10 @@ def check(mode: str, num_programs: int, **given: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "windows", "drafts"),
     [
-        ("balanced", False, False),
-        ("fixed", True, True),
+        pytest.param("balanced", False, False, marks=pytest.mark.slow),
         pytest.param("balanced", True, True, marks=pytest.mark.slow),
         pytest.param("fixed", False, False, marks=pytest.mark.slow),
+        ("fixed", True, True),
     ],
 )
 def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
 
 @pytest.mark.parametrize(
     ("idle", "num_programs"),
-    [(0, 49), (2, 12), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 49), (0, 12)))],
+    [(2, 12), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((0, 49), (2, 49), (0, 12)))],
 )
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows are so alike that none is cut: fewer of them than programs, and several for each program."""
@@ -82,7 +82,7 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
         check("balanced", num_programs, **given)
 
 
-@pytest.mark.parametrize(("spare", "snake_order"), [(0, True), (3, False)])
+@pytest.mark.parametrize(("spare", "snake_order"), [pytest.param(0, True, marks=pytest.mark.slow), (3, False)])
 def test_interpreted_with_programs_for_each_row(
     spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,8 +252,7 @@ OF_QWEN3: list[tuple[str, Spoil, str]] = [
 
 
 @pytest.fixture(autouse=True)
-def _tight_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints_tokenizer, "SECONDS", 1)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints_tokenizer, "MEMORY", 2**30)
 
 
@@ -280,7 +279,11 @@ def make_model(tmp_path: Path) -> Callable[[str], Path]:
         for name, spoil, words in table
     ],
 )
-def test_a_hostile_model_is_refused_in_one_line(make_model, refused, golden: str, spoil: Spoil, words: str) -> None:
+def test_a_hostile_model_is_refused_in_one_line(
+    make_model, refused, monkeypatch: pytest.MonkeyPatch, golden: str, spoil: Spoil, words: str
+) -> None:
+    if "more than 1 s" in words:  # the others may take longer where the machine is busy
+        monkeypatch.setattr(checkpoints_tokenizer, "SECONDS", 1)
     directory = make_model(golden)
     spoil(directory)
     line = refused("--model", directory, "--prompt", f"w1 {'a' * 40}b")

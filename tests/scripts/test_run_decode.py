@@ -14,7 +14,7 @@ import pytest
 
 from models.checkpoints.weights import save_random_checkpoint
 from models.config import PRESETS
-from models.engine import Engine
+from models.engine import CachedPages, Engine
 from models.engine.runner import Runner
 from scripts import run_decode
 from tests.models.test_engine_faults import Fault
@@ -160,6 +160,28 @@ def test_without_chunks_and_cache_the_tokens_are_the_same(run_json, write_ids, g
     assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in (0, 1, 1)]
     assert result["run"]["prefix_hit_rate"] == 0
     assert [request["cached_tokens"] for request in result["requests"]] == [0, 0, 0]
+
+
+def test_prefixes_are_found_in_the_file_of_the_last_run(run_json, write_ids, golden, tmp_path):
+    file, ids = tmp_path / "prefixes", write_ids(PROMPTS[:2])
+    first = run_json(*SMALL, *ids, "--prefix-cache", file)
+    second = run_json(*SMALL, *ids, "--prefix-cache", file)
+    assert outputs(first) == outputs(second) == [golden[f"tokens_{i}"][:6].tolist() for i in (0, 1)]
+    assert second["run"]["prefix_hit_rate"] > first["run"]["prefix_hit_rate"]
+
+
+def test_a_file_without_prefixes_of_this_model_is_refused(refused, write_ids, tmp_path):
+    file, run = tmp_path / "prefixes", [*SMALL, *write_ids(PROMPTS[:2]), "--prefix-cache", tmp_path / "prefixes"]
+    file.write_bytes(CachedPages({"page_size": 3}, (), ()).to_bytes())
+    assert f"--prefix-cache: {file}: pages: expected those of an engine like this one, got page_size of 3" in refused(
+        *run
+    )
+    file.write_bytes(b"rubbish")
+    assert f"--prefix-cache: {file}: data: no cached pages in these 7 bytes" in refused(*run)
+    file.unlink()
+    os.mkfifo(file)
+    assert f"--prefix-cache: {file}: not a regular file" in refused(*run)
+    assert "--prefix-cache: not with --no-prefix-caching" in refused(*run, "--no-prefix-caching")
 
 
 def test_a_draw_depends_on_seed_and_position_only(run_json, write_ids):

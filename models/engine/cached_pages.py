@@ -1,0 +1,280 @@
+"""Pages that leave one engine's cache for another's: to a second engine, or to a file and back after a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jaxtyping import Int32
+
+from models.decoder import Caches, cache_arrays, with_arrays
+from pallas_attn import PAGE_NONE
+
+FORMAT = 1
+"""Version of the bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedSequence:
+    """Leading full pages of a token sequence.
+
+    Attributes:
+      tokens: token ids, whole pages of them.
+      salt: of the request that computed them.
+      rows: for each cache group int32 [heads, pages], which of the group's rows a page is; PAGE_NONE where no token
+        after the sequence sees it.
+    """
+
+    tokens: tuple[int, ...]
+    salt: str
+    rows: tuple[Int32[np.ndarray, "heads pages"], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """What a row of a cache group consists of.
+
+    Attributes:
+      num_heads: rows of a page.
+      arrays: shape and dtype of its share of every layer's arrays, by layer and array.
+    """
+
+    num_heads: int
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedPages:
+    """Contents of pages, and the sequences that they spell.
+
+    Attributes:
+      made_for: what an engine must have in common with the one they are from: sizes and dtypes of its caches, windows,
+        static scales, weights. JSON, by name.
+      sequences: those that the pages belong to. They may share pages.
+      groups: for each cache group the contents of its rows: by layer and array, [rows, ...].
+    """
+
+    made_for: Mapping[str, Any]
+    sequences: tuple[CachedSequence, ...]
+    groups: tuple[Mapping[str, np.ndarray], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the contents."""
+        return sum(array.nbytes for group in self.groups for array in group.values())
+
+    def to_bytes(self) -> bytes:
+        """Encodes them as a safetensors file that ends in nothing but numbers, with a digest."""
+        tokens = [np.array(sequence.tokens, np.int64) for sequence in self.sequences]
+        tensors: dict[str, np.ndarray] = {"tokens": np.concatenate([np.zeros(0, np.int64), *tokens])}
+        for i, sequence in enumerate(self.sequences):
+            tensors |= {f"rows.{i}.{group}": rows for group, rows in enumerate(sequence.rows)}
+        dtypes = {}
+        for i, group in enumerate(self.groups):
+            for name, array in group.items():
+                tensors[f"pages.{i}.{name}"] = np.ascontiguousarray(array).view(np.uint8)
+                dtypes[f"{i}.{name}"] = array.dtype.name
+        about = {
+            "format": FORMAT,
+            "made_for": self.made_for,
+            "sequences": [[len(sequence.tokens), sequence.salt] for sequence in self.sequences],
+            "groups": len(self.groups),
+            "dtypes": dtypes,
+        }
+        tensors["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        tensors["digest"] = np.frombuffer(_digest(tensors).encode(), np.uint8)
+        return safetensors.numpy.save(tensors)
+
+    def check(self, page_size: int, vocab_size: int, groups: Sequence[RowFormat]) -> None:
+        """Checks that they are what `made_for` says: whole pages of sequences, and rows of these formats.
+
+        Raises:
+          ValueError: they are not.
+        """
+        if len(self.groups) != len(groups):
+            raise ValueError(f"pages: expected {len(groups)} cache groups, got {len(self.groups)}")
+        for number, (of_group, contents) in enumerate(zip(groups, self.groups, strict=True)):
+            got = {name: (array.shape[1:], array.dtype) for name, array in contents.items()}
+            if got != of_group.arrays or len({len(array) for array in contents.values()}) != 1:
+                raise ValueError(f"pages: contents of group {number} have other shapes or dtypes than the cache's rows")
+        for sequence in self.sequences:
+            num_pages, rest = divmod(len(sequence.tokens), page_size)
+            if rest or [rows.shape for rows in sequence.rows] != [(group.num_heads, num_pages) for group in groups]:
+                raise ValueError(f"pages: a sequence of {len(sequence.tokens)} tokens has not just its whole pages")
+            if not all(0 <= token < vocab_size for token in sequence.tokens):
+                raise ValueError(f"pages: expected token ids from 0 to {vocab_size - 1}, a sequence has others")
+            for rows, contents in zip(sequence.rows, self.groups, strict=True):
+                most = len(next(iter(contents.values())))
+                if rows.dtype != np.int32 or (rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most):
+                    raise ValueError(f"pages: expected rows from {PAGE_NONE} to {most - 1}, a sequence has others")
+
+    @staticmethod
+    def from_bytes(data: bytes) -> CachedPages:
+        """Decodes what `to_bytes` made.
+
+        Raises:
+          ValueError: other bytes, of another version, or damaged ones.
+        """
+        try:
+            tensors = safetensors.numpy.load(data)
+            digest, about = tensors.pop("digest").tobytes().decode(), json.loads(tensors["about"].tobytes())
+            if about["format"] != FORMAT:
+                raise ValueError(f"format {about['format']!r}, expected {FORMAT}")
+            if digest != _digest(tensors):
+                raise ValueError("damaged, the digest is another")
+            return _decoded(about, tensors)
+        except (
+            safetensors.SafetensorError,
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            reason = str(error)[:200] or type(error).__name__
+            raise ValueError(f"data: no cached pages in these {len(data)} bytes: {reason}") from error
+
+
+def _decoded(about: Any, tensors: Mapping[str, np.ndarray]) -> CachedPages:
+    ends = np.cumsum([0, *(length for length, _ in about["sequences"])])
+    sequences = tuple(
+        CachedSequence(
+            tuple(tensors["tokens"][ends[i] : ends[i + 1]].tolist()),
+            str(salt),
+            tuple(tensors[f"rows.{i}.{group}"] for group in range(about["groups"])),
+        )
+        for i, (_, salt) in enumerate(about["sequences"])
+    )
+    groups: list[dict[str, np.ndarray]] = [{} for _ in range(about["groups"])]
+    for name, dtype in about["dtypes"].items():
+        group, _, array = name.partition(".")
+        groups[int(group)][array] = tensors[f"pages.{name}"].view(jnp.dtype(dtype))
+    return CachedPages(dict(about["made_for"]), sequences, tuple(groups))
+
+
+def numbered(
+    sequences: Sequence[CachedSequence], num_groups: int
+) -> tuple[tuple[CachedSequence, ...], tuple[Int32[np.ndarray, "n"], ...]]:
+    """Numbers the rows of an engine's pools that sequences hold.
+
+    Returns:
+      The sequences with the numbers in place of the pools' rows; and for each group the pool's row of each number.
+    """
+    none = np.zeros((0,), np.int32)
+    held = [
+        np.unique(np.concatenate([none, *(s.rows[group].ravel() for s in sequences)])) for group in range(num_groups)
+    ]
+    held = [rows[rows != PAGE_NONE] for rows in held]
+
+    def number(own: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.where(own == PAGE_NONE, PAGE_NONE, np.searchsorted(rows, own)).astype(np.int32)
+
+    renumbered = (
+        dataclasses.replace(s, rows=tuple(number(own, rows) for own, rows in zip(s.rows, held, strict=True)))
+        for s in sequences
+    )
+    return tuple(renumbered), tuple(held)
+
+
+def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Says in one line what of two `made_for` is unlike first; None if nothing is."""
+    for name in dict.fromkeys([*wanted, *made_for]):
+        if made_for.get(name) != wanted.get(name):
+            return f"{name} of {made_for.get(name)}, this engine's is {wanted.get(name)}"
+    return None
+
+
+def digest_of(arrays: Iterable[np.ndarray]) -> str:
+    """Digest of dtypes, shapes and contents."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> str:
+    names = np.frombuffer("\n".join(sorted(tensors)).encode(), np.uint8)
+    return digest_of([names, *(tensors[name] for name in sorted(tensors))])
+
+
+# --- rows on their way from the device and to it
+
+
+ROWS_AT_ONCE = 128
+"""Rows that one call copies, so that any number of them compiles once."""
+
+
+def read_rows(
+    caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"]
+) -> dict[str, np.ndarray]:
+    """Copies rows of these layers to the host: [n, ...] by layer and array."""
+    arrays = _paged(caches, layers)
+    parts = [_gather(arrays, part, head_wise) for part in _in_parts(rows, 0)]  # all start before one is read
+    read = [jax.device_get(part) for part in parts] or [
+        {name: np.zeros((0, *a.shape[2 if head_wise else 1 :]), a.dtype) for name, a in arrays.items()}
+    ]
+    return {name: np.concatenate([part[name] for part in read])[: len(rows)] for name in arrays}
+
+
+def write_rows(
+    caches: Caches,
+    layers: Sequence[int],
+    head_wise: bool,
+    rows: Int32[np.ndarray, "n"],
+    contents: Mapping[str, np.ndarray],
+) -> Caches:
+    """Writes rows of these layers in place; contents as `read_rows` returns them."""
+    arrays = _paged(caches, layers)
+    for start, part in zip(range(0, len(rows), ROWS_AT_ONCE), _in_parts(rows, np.iinfo(np.int32).max), strict=True):
+        new = {name: _padded(contents[name][start : start + ROWS_AT_ONCE]) for name in arrays}
+        arrays = _scatter(arrays, part, new, head_wise)
+    written = list(caches)
+    for layer in layers:
+        fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
+        written[layer] = with_arrays(written[layer], fields)
+    return tuple(written)
+
+
+def _paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
+    """The arrays of layers that have pages, by layer and name; static scales have none."""
+    arrays = {f"{layer}.{name}": a for layer in layers for name, a in cache_arrays(caches[layer]).items()}
+    return {name: array for name, array in arrays.items() if array.ndim > 2}
+
+
+def _in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
+    padded = np.pad(rows, (0, -len(rows) % ROWS_AT_ONCE), constant_values=padding)
+    return list(padded.reshape(-1, ROWS_AT_ONCE))
+
+
+def _padded(contents: np.ndarray) -> np.ndarray:
+    return np.pad(contents, [(0, ROWS_AT_ONCE - len(contents))] + [(0, 0)] * (contents.ndim - 1))
+
+
+def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
+    """An array with a page, or with a page of one head, in each row."""
+    return array.reshape(-1, *array.shape[2:]) if head_wise else array
+
+
+@functools.partial(jax.jit, static_argnames="head_wise")
+def _gather(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
+    return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnames="head_wise", donate_argnums=0)
+def _scatter(
+    arrays: dict[str, jax.Array], rows: jax.Array, contents: dict[str, jax.Array], head_wise: bool
+) -> dict[str, jax.Array]:
+    def written(array: jax.Array, new: jax.Array) -> jax.Array:
+        return _rows_of(array, head_wise).at[rows].set(new, mode="drop").reshape(array.shape)
+
+    return {name: written(array, contents[name]) for name, array in arrays.items()}

@@ -1,0 +1,296 @@
+"""Pages that go from one engine's cache to another's: tokens stay, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.checkpoints import random_model
+from models.config import GQA_PRESETS, HeadWindows
+from models.decoder import Decoder
+from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from pallas_attn import FULL
+from tests.models import engine_case
+from tests.models.engine_case import PROMPTS
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=11)
+HEADS = HeadWindows((FULL, 6), (0, 3))
+QWEN3 = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64, windows=(HEADS, 5))
+LATENT = dataclasses.replace(engine_case.CONFIG, kv_lora_rank=128)
+
+SPARSE = dataclasses.replace(
+    engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
+)
+
+MODELS = {"latents": engine_case.CONFIG, "sparse": SPARSE, "wide latents": LATENT, "windows": QWEN3}
+KINDS = {
+    "latents": ("latents", None),
+    "latents in 8 bits": ("wide latents", jnp.float8_e4m3fn),
+    "latents and index keys": ("sparse", None),
+    "windows of heads": ("windows", None),
+    "windows of heads, int8": ("windows", jnp.int8),
+}
+SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4, max_model_len=96)
+
+
+@functools.cache
+def model(name: str, seed: int = 3) -> Decoder:
+    return random_model(MODELS[name], seed=seed)
+
+
+def make(kind: str, *, seed: int = 3, **changes: Any) -> Engine:
+    name, dtype = KINDS[kind]
+    config = dataclasses.replace(SIZES, cache_dtype=dtype, **changes)
+    buckets = {"decode_buckets": (config.max_num_seqs,), "prefill_buckets": (config.max_batched_tokens,)}
+    return Engine(model(name, seed), dataclasses.replace(config, **buckets))
+
+
+def check(engine: Engine) -> None:
+    engine._pools.check()
+    assert engine._prefix_cache is not None
+    engine._prefix_cache.check()
+    assert engine.stats().used_pages == 0
+
+
+def hit(engine: Engine, tokens: Sequence[int]) -> int:
+    """Pages that a prompt would find."""
+    assert engine._prefix_cache is not None
+    return engine._prefix_cache.lookup(tokens)[0].shape[1]
+
+
+def passed_on(pages: CachedPages) -> CachedPages:
+    """What arrives on the other side of a file or a socket."""
+    return CachedPages.from_bytes(pages.to_bytes())
+
+
+@functools.cache
+def computed(kind: str) -> tuple[Engine, tuple[tuple[int, ...], ...]]:
+    """An engine that has computed all prompts, and its tokens."""
+    engine = make(kind)
+    return engine, tuple(tuple(output.output_ids) for output in engine.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_engine_continues_with_the_pages_of_the_first(kind: str) -> None:
+    """One of other sizes; only the tokens after a prompt's last full page are computed again."""
+    first, second = make(kind), make(kind, num_pages=64, max_num_seqs=2, max_batched_tokens=8)
+    _, tokens = computed(kind)
+    request = first.add_request(PROMPTS[4], SamplingParams(max_tokens=1))
+    while first.has_unfinished:
+        first.step()
+    pages = passed_on(first.export_pages(request))
+    assert second.import_pages(pages) == len(PROMPTS[4]) // 4 * 4
+    check(second)
+    [output] = second.generate([PROMPTS[4]], PARAMS)
+    assert tuple(output.output_ids) == tokens[4]
+    assert output.cached_tokens == (len(PROMPTS[4]) - 1) // 4 * 4
+    check(second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
+    first, tokens = computed(kind)
+    second = make(kind)
+    assert second.import_pages(passed_on(first.export_prefix_cache())) > 0
+    check(second)
+    for prompt, output in zip(PROMPTS, tokens, strict=True):
+        sequence = [*prompt, *output]
+        assert [hit(second, sequence[:n]) for n in range(len(sequence))] == [
+            hit(first, sequence[:n]) for n in range(len(sequence))
+        ]
+    outputs = second.generate(PROMPTS, PARAMS)
+    assert tuple(tuple(output.output_ids) for output in outputs) == tokens
+    assert sum(output.cached_tokens for output in outputs) > 0
+    check(second)
+
+
+def test_pages_arrive_while_every_slot_is_taken() -> None:
+    """They are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
+    first, tokens = computed("windows of heads")
+    second = make("windows of heads", max_num_seqs=2)
+    ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]
+    for _ in range(3):
+        second.step()
+    assert second.import_pages(passed_on(first.export_prefix_cache())) > 0
+    while second.has_unfinished:
+        second.step()
+    assert [tuple(second.output(i).output_ids) for i in ids] == [tokens[i] for i in (0, 3, 4)]
+    assert second.output(ids[2]).cached_tokens > 0
+    check(second)
+
+
+def test_pages_of_a_running_request_are_those_that_are_written() -> None:
+    first, second = make("latents"), make("latents")
+    request = first.add_request(PROMPTS[4], PARAMS)
+    first.step()  # 16 of 50 tokens
+    second.import_pages(passed_on(first.export_pages(request)))
+    while first.has_unfinished:
+        first.step()
+    [output] = second.generate([PROMPTS[4]], PARAMS)
+    assert output.cached_tokens == 16
+    assert output.output_ids == first.output(request).output_ids
+    check(second)
+
+
+def test_a_salt_stays_with_its_pages() -> None:
+    first, second = make("latents"), make("latents")
+    request = first.add_request(PROMPTS[4], PARAMS, salt="one's own")
+    while first.has_unfinished:
+        first.step()
+    second.import_pages(passed_on(first.export_pages(request)))
+    ids = [second.add_request(PROMPTS[4], PARAMS, salt=salt) for salt in ("", "one's own")]
+    while second.has_unfinished:
+        second.step()
+    assert [second.output(i).cached_tokens for i in ids] == [0, 48]
+
+
+def test_of_more_than_the_pages_hold_a_part_stays() -> None:
+    first, tokens = computed("latents")
+    pages = passed_on(first.export_prefix_cache())
+    second = make("latents", num_pages=20)
+    taken = second.import_pages(pages)
+    assert 0 < taken < sum(len(sequence.tokens) for sequence in pages.sequences)
+    check(second)
+    [output] = second.generate([PROMPTS[1]], PARAMS)
+    assert tuple(output.output_ids) == tokens[1]
+    check(second)
+
+
+def test_nothing_is_exported_of_what_is_not_there() -> None:
+    engine = make("latents")
+    request = engine.add_request(PROMPTS[4], PARAMS)
+    pages = passed_on(engine.export_pages(request))
+    assert (pages.sequences, pages.num_bytes) == ((), 0)
+    assert make("latents").import_pages(pages) == 0
+    with pytest.raises(ValueError, match="request_id: no request 'another'"):
+        engine.export_pages("another")
+
+
+def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, tokens = computed("windows of heads")
+    second = make("windows of heads")
+    ids = [second.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    second.step()
+    write, calls = second._runner.write_rows, []
+
+    def fails(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        write(*arguments)
+
+    monkeypatch.setattr(second._runner, "write_rows", fails)
+    with pytest.raises(MemoryError):
+        second.import_pages(first.export_prefix_cache())
+    while second.has_unfinished:
+        second.step()
+    assert tuple(tuple(second.output(i).output_ids) for i in ids) == tokens
+    check(second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("latents", {"seed": 4}, "pages: expected those of an engine like this one, got weights of "),
+        ("latents", {"page_size": 8}, "got page_size of 4, this engine's is 8"),
+        ("latents", {"cache_dtype": "float16"}, "got arrays of .*float32.*, this engine's is .*float16"),
+        ("windows of heads", {"recycling": False}, "got groups of "),
+        ("latents", {"prefix_caching": False}, "prefix_caching: expected True"),
+    ],
+    ids=["other weights", "other pages", "other dtype", "other windows", "no prefix cache"],
+)
+def test_pages_of_other_engines_are_refused(kind: str, changes: dict[str, Any], match: str) -> None:
+    pages = computed(kind)[0].export_prefix_cache()
+    name, dtype = KINDS[kind]
+    with_dtype: dict[str, Any] = {"cache_dtype": dtype} | changes
+    seed = with_dtype.pop("seed", 3)
+    other = Engine(model(name, seed), dataclasses.replace(SIZES, **with_dtype))
+    with pytest.raises(ValueError, match=match):
+        other.import_pages(pages)
+
+
+def _without(pages: CachedPages, **changes: Any) -> CachedPages:
+    return dataclasses.replace(pages, sequences=(dataclasses.replace(pages.sequences[0], **changes),))
+
+
+MALFORMED = {
+    "a group more": (lambda p: dataclasses.replace(p, groups=(*p.groups, {})), "expected 1 cache groups, got 2"),
+    "other dtypes": (
+        lambda p: dataclasses.replace(p, groups=({k: a.astype(np.float64) for k, a in p.groups[0].items()},)),
+        "contents of group 0 have other shapes or dtypes",
+    ),
+    "part of a page": (lambda p: _without(p, tokens=p.sequences[0].tokens[:-1]), "has not just its whole pages"),
+    "a token of another vocabulary": (
+        lambda p: _without(p, tokens=(64, *p.sequences[0].tokens[1:])),
+        "expected token ids from 0 to 63",
+    ),
+    "a row that is not there": (lambda p: _without(p, rows=(p.sequences[0].rows[0] + 999,)), "expected rows from -1"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_pages_are_refused(spoil, match: str) -> None:
+    engine = make("latents")
+    with pytest.raises(ValueError, match=match):
+        engine.import_pages(spoil(computed("latents")[0].export_prefix_cache()))
+    [output] = engine.generate([PROMPTS[1]], PARAMS)
+    assert tuple(output.output_ids) == computed("latents")[1][1]
+    check(engine)
+
+
+def test_rows_that_did_not_come_are_not_found() -> None:
+    engine, pages = make("latents"), computed("latents")[0].export_prefix_cache()
+    longest = max(pages.sequences, key=lambda sequence: len(sequence.tokens))
+    rows = longest.rows[0].copy()
+    rows[0, 2] = -1
+    assert engine.import_pages(dataclasses.replace(pages, sequences=(dataclasses.replace(longest, rows=(rows,)),))) == 8
+    check(engine)
+
+
+@functools.cache
+def _bytes() -> bytes:
+    return computed("latents")[0].export_prefix_cache().to_bytes()
+
+
+def _with_about(**changes: Any) -> bytes:
+    tensors = safetensors.numpy.load(_bytes())
+    about = json.loads(tensors["about"].tobytes()) | changes
+    return safetensors.numpy.save(tensors | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (lambda: b"", "no cached pages in these 0 bytes"),
+        (lambda: b"\xff" * 100, "no cached pages in these 100 bytes"),
+        (lambda: safetensors.numpy.save({"a": np.zeros(3)}), "digest"),
+        (lambda: _with_about(format=2), "format 2, expected 1"),
+        (lambda: _with_about(sequences=[]), "damaged, the digest is another"),
+        (lambda: _bytes()[:-1] + bytes([_bytes()[-1] ^ 1]), "damaged, the digest is another"),
+    ],
+    ids=["nothing", "rubbish", "other tensors", "another version", "other sequences", "a bit"],
+)
+def test_other_bytes_are_refused(data, match: str) -> None:
+    with pytest.raises(ValueError, match=f"^data: .*{match}"):
+        CachedPages.from_bytes(data())
+
+
+@given(position=st.integers(0), value=st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_any_damage_is_noticed(position: int, value: int) -> None:
+    data = bytearray(_bytes())
+    data[position % len(data)] ^= value
+    with pytest.raises(ValueError, match="^data: no cached pages"):
+        CachedPages.from_bytes(bytes(data))
