@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-SPARSE = ("v32",)
+SPARSE = ("v32", "glm-dsa")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
@@ -34,6 +34,7 @@ SPARSE_MUTATIONS = {
     "choice_of_the_last_token",
 }
 MUTATIONS = {
+    "glm-dsa": SPARSE_MUTATIONS | {"bias_dropped", "bias_in_weights", "topk_not_normalised"},
     "v32": YARN_MUTATIONS | V3_MUTATIONS | SPARSE_MUTATIONS | {"rotary_mscale_dropped"},
     "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
     "v2-group": {"groups_ignored", "group_score_is_the_sum_of_two", "topk_normalised"},

@@ -8,13 +8,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import load_model, random_model, random_mtp, save_random_checkpoint
+from models.checkpoints import load_model, random_model, random_mtp
 from models.config import DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder, with_settings
 from models.decoder.mla import Rows, packed_rows
-from models.decoder.rope import halves_order
 from models.engine import Decoded, Engine, EngineConfig, MTPProposer, PlainRun, SamplingParams, Speculation
 from models.engine.verify import TOLERANCE
 from tests.models import engine_case
@@ -75,26 +73,6 @@ def test_many_keys_make_a_dense_model() -> None:
     few = logits(sparse)
     np.testing.assert_allclose(few[: CONFIG.index_topk], dense[: CONFIG.index_topk], atol=1e-4)
     assert np.abs(few - dense)[CONFIG.index_topk :].max() > 0.1
-
-
-def test_glm_has_its_rotary_columns_in_pairs(tmp_path: Path) -> None:
-    """The model of V3.2 whose checkpoint has the rotary columns of its indexers in another order."""
-    config = dataclasses.replace(CONFIG, model_type="glm_moe_dsa")
-    save_random_checkpoint(tmp_path, config, seed=5)
-    glm = logits(load_model(tmp_path, settings=REFERENCE))
-    rotary, heads, width = config.qk_rope_head_dim, config.index_n_heads, config.index_head_dim
-    order = np.concatenate([halves_order(rotary), np.arange(rotary, width)])
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("indexer.wk.weight", "k_norm.weight", "k_norm.bias")):
-            tensors[name] = tensor[order]
-        elif name.endswith("indexer.wq_b.weight"):
-            tensors[name] = tensor.reshape(heads, width, -1)[:, order].reshape(tensor.shape)
-    save_random_checkpoint(tmp_path, CONFIG, seed=5)
-    before = logits(load_model(tmp_path, settings=REFERENCE))
-    save_file(tensors, tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(logits(load_model(tmp_path, settings=REFERENCE)), glm)
-    assert np.abs(before - glm).max() > 0.1
 
 
 def test_tokens_of_decode_rows_end_their_own_sequences() -> None:
