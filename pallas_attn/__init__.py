@@ -6,6 +6,8 @@ from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill as paged_prefill
 from pallas_attn.ops.ragged_attention import ragged_attention as ragged_attention
+from pallas_attn.portable.merge import lse_from_base2 as lse_from_base2
+from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
 
 # Sparse attention: which keys a token attends to, and attention to those.

@@ -161,6 +161,13 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
     return converted
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False as a Python bool; raises ValueError for anything else, such as a traced one."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected True or False, known while tracing, got {_described(value)}")
+    return bool(value)
+
+
 def required_number(name: str, value: Any) -> float:
     """As `number`, and refuses None."""
     wanted = "a positive finite number"
@@ -330,8 +337,27 @@ def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
         dims.check("window.sink_tokens", window.sink_tokens, "Hkv", INT)
     elif isinstance(window, bool) or not isinstance(window, int | None):
         raise ValueError(f"window: expected None, an int of at least 1 or a HeadWindow, got {_described(window)}")
-    elif window is not None and not 1 <= window < 2**31:
+    else:
+        check_int_window(window)
+
+
+def check_int_window(window: int | None) -> None:
+    """Checks a window that is the same for all heads."""
+    if isinstance(window, bool) or not isinstance(window, int | None):
+        raise ValueError(f"window: expected None or an int of at least 1 for all heads, got {_described(window)}")
+    if window is not None and not 1 <= window < 2**31:
         raise ValueError(f"window: expected an int from 1 to 2**31 - 1, or None to hide nothing, got {window}")
+
+
+def check_causal_window(window: int | HeadWindow | None, *, causal: bool) -> None:
+    """Raises ValueError for a window without causality: where all queries see all keys, none has a place among them
+    that a window could end at.
+    """
+    if window is not None and not causal:
+        raise ValueError(
+            "window: expected None with causal=False, where a query has no place among the keys for a window to end "
+            f"at, got {_described(window)}"
+        )
 
 
 def check_positive(name: str, value: float | None) -> None:

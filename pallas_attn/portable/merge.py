@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -16,7 +18,8 @@ def merge_states(
 
     Args:
       outs: n partial outputs, each normalised over its own keys and computed without sinks.
-      lses: float32, their log-sum-exp of scores; -inf, or +inf as others mark it, where a part had no visible key.
+      lses: float32, their log-sum-exp of scores, a natural logarithm (`lse_from_base2` converts others); -inf, or +inf
+        as others mark it, where a part had no visible key.
       sinks: learned sink logits of the query heads, the last axis of a row; they enter here, exactly once.
 
     Returns:
@@ -53,6 +56,45 @@ def merge_states(
     out = jnp.sum(weighted, axis=0) / jnp.where(seen, total, 1.0)[..., None]
     lse = jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
     return apply_sinks(out, lse, sinks).astype(outs.dtype), lse
+
+
+def lse_from_base2(lse: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Converts log-sum-exps to the natural logarithms of all operations here from base 2, which FlashInfer returns.
+
+    Args:
+      lse: float32; infinite ones, which mark rows without a visible key, stay as they are.
+
+    Raises:
+      ValueError: another dtype.
+
+    Example:
+      >>> lse = pallas_attn.lse_from_base2(jnp.array([3.0]))  # of scores whose exponentials sum up to 2**3
+      >>> round(float(jnp.exp(lse[0])), 3)
+      8.0
+    """
+    return _scaled("lse_from_base2", lse, math.log(2))
+
+
+def lse_to_base2(lse: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Converts log-sum-exps from natural logarithms to base 2, as FlashInfer merges them.
+
+    Args:
+      lse: float32; infinite ones stay as they are.
+
+    Raises:
+      ValueError: another dtype.
+
+    Example:
+      >>> lse = pallas_attn.lse_to_base2(jnp.log(jnp.array([8.0])))
+      >>> round(float(lse[0]), 3)
+      3.0
+    """
+    return _scaled("lse_to_base2", lse, math.log2(math.e))
+
+
+def _scaled(op: str, lse: Float[Array, "*rows"], factor: float) -> Float[Array, "*rows"]:
+    checks.check_dtype("lse", lse, checks.F32)
+    return refuse_gradients(op, lse) * factor
 
 
 def apply_sinks(

@@ -56,6 +56,7 @@ def ragged(
     tokens: int = TOKENS,
     sizes: FlashConfig | None = None,
     splits: int = 0,
+    sinks: bool = False,
     **static: Any,
 ) -> Case:
     """A call of `ragged_attention` with these sizes, or those for a card without measurements.
@@ -70,6 +71,8 @@ def ragged(
         "cu_q_lens": ints(SEQUENCES + 1),
         "cu_kv_lens": ints(SEQUENCES + 1),
     }
+    if sinks:
+        arguments["sinks"] = shape(q_heads, dtype=jnp.float32)
 
     def call(**arguments: Any) -> Any:
         with looking_up(sizes):
@@ -171,11 +174,14 @@ def exported(case: Case) -> Case:
     return replace(case, function=call)
 
 
+RAGGED_OPTIONS: dict[str, Any] = {"window": 1024, "soft_cap": 50.0, "sinks": True}
 VARIED: dict[str, dict[str, Any]] = {
     "few": {"tokens": 96, "splits": 33},
     "f16": {"dtype": jnp.float16},
     "full": {"causal": False},
     "f32-out": {"out_dtype": jnp.float32},
+    "all-options": RAGGED_OPTIONS,
+    "few-all-options": {"tokens": 96, "splits": 33, **RAGGED_OPTIONS},
 }
 CACHES: dict[str, tuple[Any, Any]] = {
     "int8-head": (jnp.int8, "head"),
@@ -202,6 +208,7 @@ PREFILL: dict[str, Case] = {
         192, 128, 16, 16, dtype=jnp.float16, causal=False, out_dtype=jnp.float32, tokens=70_000
     ),
     "ragged-192-128-few": ragged(192, 128, 16, 16, **FEW),
+    "ragged-64-64-all-options": ragged(64, 64, **RAGGED_OPTIONS),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
@@ -210,6 +217,7 @@ PREFILL: dict[str, Case] = {
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
+    "paged-prefill-full": paged(causal=False, features=("head-tables", "sinks"), soft_cap=50.0),
     "paged-prefill-d64-group8-window-sinks": paged(64, group=8, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
@@ -247,6 +255,12 @@ PREFILL_MORE: dict[str, Case] = {
     **{
         f"paged-prefill-d{head_dim}-few-all-features": paged(head_dim, **(ALL_FEATURES | FEW)) for head_dim in (64, 256)
     },
+    **{
+        f"paged-prefill-{cache}-d{head_dim}-full": paged(head_dim, cache=CACHES.get(cache), causal=False)
+        for cache in ("bf16", "int8-head", "fp8-token")
+        for head_dim in (64, 128, 256)
+    },
+    "paged-prefill-full-few": paged(causal=False, **FEW),
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))

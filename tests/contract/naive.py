@@ -5,15 +5,26 @@ It shares no code and no idea of masks with the library, so it can judge `refere
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float) -> tuple[np.ndarray, np.ndarray]:
+def attend(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    sm_scale: float,
+    *,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """One query over K keys, all of which it sees.
 
     Args:
       q: [Hq, Dk].
       k, v: [K, Hkv, Dk] and [K, Hkv, Dv]; head h of the query reads KV head h // (Hq / Hkv).
+      sinks: [Hq], scores of one key more, whose value is 0 and which the LSE leaves out.
 
     Returns:
       Output [Hq, Dv] and LSE [Hq], float64; 0 and -inf if K is 0.
@@ -23,17 +34,24 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float) -> tupl
     group = q.shape[0] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("hd,khd->hk", q.astype(np.float64), k) * sm_scale
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
     highest = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - highest)
     total = weights.sum(axis=1, keepdims=True)
-    return np.einsum("hk,khd->hd", weights / total, v), (highest + np.log(total))[:, 0]
+    lse = (highest + np.log(total))[:, 0]
+    kept = np.ones_like(lse) if sinks is None else np.exp(lse - np.logaddexp(lse, sinks))
+    return kept[:, None] * np.einsum("hk,khd->hd", weights / total, v), lse
 
 
 def attend_all(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, sm_scale: float
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, sm_scale: float, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """T queries [T, Hq, Dk] over U keys [U, Hkv, Dk], query t over those where visible[t], bool [T, U]."""
-    rows = [attend(q[t], k[visible[t]], v[visible[t]], sm_scale) for t in range(q.shape[0])]
+    """T queries [T, Hq, Dk] over U keys [U, Hkv, Dk], query t over those where visible[t], bool [T, U].
+
+    Args:
+      **options: as `attend` takes them.
+    """
+    rows = [attend(q[t], k[visible[t]], v[visible[t]], sm_scale, **options) for t in range(q.shape[0])]
     if not rows:
         return np.zeros((0, q.shape[1], v.shape[-1])), np.zeros((0, q.shape[1]))
     out, lse = zip(*rows, strict=True)

@@ -33,6 +33,7 @@ class PagedCase:
       head_wise: rank-3 tables, whose rows come from any head's pages.
       absent_pages: some pages are missing in the middle of what a query would see.
       sinks: which learned sinks: of ordinary size, all +40, all -inf, or some of each.
+      causal: False for a prefill whose queries see all keys.
       tree: a draft mask that is neither causal nor always shows the first column.
       exact: integer inputs whose dot products are exact and reach +5e5 in some rows, -5e5 in others.
     """
@@ -55,6 +56,7 @@ class PagedCase:
     head_wise: bool = False
     absent_pages: bool = False
     sinks: Literal["ordinary", "large", "-inf", "mixed"] | None = None
+    causal: bool = True
     tree: bool = False
     exact: bool = False
     soft_cap: float | None = None
@@ -73,6 +75,7 @@ class PagedCase:
     def static(self) -> dict[str, Any]:
         """The arguments of the call that are no arrays."""
         static = {"window": self.window, "soft_cap": self.soft_cap, "sm_scale": self.sm_scale}
+        static |= {} if self.causal else {"causal": False}
         return {name: value for name, value in static.items() if value is not None}
 
 
@@ -233,7 +236,7 @@ def _visible(case: PagedCase, mask: np.ndarray | None, absent: np.ndarray) -> np
             for i in range(q_len):
                 position = kv_len - q_len + i
                 column = t - (kv_len - q_len)
-                shown = t <= position
+                shown = (t <= position) | (not case.causal)
                 if mask is not None:
                     shown = (column < 0) | mask[b, i, np.clip(column, 0, mask.shape[-1] - 1)]
                 in_window = (t < sink_tokens) | (t > position - window)

@@ -190,6 +190,14 @@ PREFILL = SHARED | {
         head_windows=None, sinks=None, soft_cap=5.0, window=150,
     ),
     "chunks, int8 per token": replace(CHUNK, cache_dtype="int8", scales=PS, head_windows=((FULL, 0), (60, 5))),
+    # Queries of all blocks see all tiles, where there are fewer keys than queries, too.
+    "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
+    "full, more queries than keys": packed(
+        (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, sinks=None
+    ),
+    "full, absent pages of any head's rows, int8 per token": replace(
+        CHUNK, causal=False, head_windows=None, head_wise=True, absent_pages=True, cache_dtype="int8", scales=PS
+    ),
     "a single sequence": packed((61,), (21,), head_windows=None, window=10, sinks="ordinary"),
     "no padding": packed((30, 64), (30, 1), tokens=31, head_windows=None, soft_cap=4.0),
     "a single token": packed((64,), (1,), tokens=1, head_windows=((5, 1), (FULL, 0))),

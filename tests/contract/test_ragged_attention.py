@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import ragged_attention
+from pallas_attn import HeadWindow, ragged_attention
+from pallas_attn.ops.ragged_attention import xla
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend
 from tests.ops import harness
@@ -36,6 +38,7 @@ class RaggedCase:
       tokens, keys: T and U; what the sequences leave of them is padding.
       dtype: None for the backend's own, see `Backend.dtype`.
       exact: integer inputs whose dot products are exact and near +5e5 in some sequences, near -5e5 in others.
+      sinks: learned sinks, some of ordinary size, some +40, some -inf.
     """
 
     q_lens: tuple[int, ...]
@@ -49,6 +52,15 @@ class RaggedCase:
     causal: bool = True
     dtype: str | None = None
     exact: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The arguments of the call that are no arrays."""
+        static = {"causal": self.causal, "window": self.window, "soft_cap": self.soft_cap}
+        return {name: value for name, value in static.items() if value is not None}
 
     @property
     def value_scale(self) -> float:
@@ -66,6 +78,7 @@ class Inputs:
     k: np.ndarray
     v: np.ndarray
     visible: np.ndarray
+    sinks: np.ndarray | None
 
     @staticmethod
     def draw(case: RaggedCase, rng: np.random.Generator) -> Inputs:
@@ -74,7 +87,8 @@ class Inputs:
         for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
             for i in range(q_len):
                 seen = max(0, kv_len - (q_len - 1 - i)) if case.causal else kv_len
-                visible[q_start + i, kv_start : kv_start + seen] = True
+                oldest = 0 if case.window is None else max(0, seen - case.window)
+                visible[q_start + i, kv_start + oldest : kv_start + seen] = True
             q_start, kv_start = q_start + q_len, kv_start + kv_len
         assert q_start <= case.tokens
         assert kv_start <= case.keys
@@ -83,7 +97,10 @@ class Inputs:
         v = rng.standard_normal((case.keys, case.kv_heads, case.value_dim)) * case.value_scale
         if case.exact:
             q, k = _exact(case, rng)
-        return Inputs(case, rng, q.astype(case.dtype), k.astype(case.dtype), v.astype(case.dtype), visible)
+        ordinary = rng.standard_normal(case.q_heads)
+        of_each_kind = [ordinary, np.full_like(ordinary, 40), np.full_like(ordinary, -np.inf)]
+        sinks = np.choose(np.arange(case.q_heads) % 3, of_each_kind).astype(np.float32) if case.sinks else None
+        return Inputs(case, rng, q.astype(case.dtype), k.astype(case.dtype), v.astype(case.dtype), visible, sinks)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Array arguments; padding, and keys no query sees, are poison or 0."""
@@ -95,10 +112,12 @@ class Inputs:
             "v": fill(self.rng, self.v, unseen),
             "cu_q_lens": np.cumsum((0, *self.case.q_lens), dtype=np.int32),
             "cu_kv_lens": np.cumsum((0, *self.case.kv_lens), dtype=np.int32),
+            "sinks": self.sinks,
         }
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        return naive.attend_all(self.q, self.k, self.v, self.visible, self.case.key_dim**-0.5)
+        options = {"soft_cap": self.case.soft_cap, "sinks": self.sinks}
+        return naive.attend_all(self.q, self.k, self.v, self.visible, self.case.key_dim**-0.5, **options)
 
 
 def _exact(case: RaggedCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +134,7 @@ def _exact(case: RaggedCase, rng: np.random.Generator) -> tuple[np.ndarray, np.n
     return q, k
 
 
-def attend(backend: Backend, causal: bool, **static: Any) -> harness.Jitted:
+def attend(backend: Backend, causal: bool = True, **static: Any) -> harness.Jitted:
     return backends.compiled(ragged_attention, backend, causal=causal, **static)
 
 
@@ -124,7 +143,7 @@ def draw(backend: Backend, case: RaggedCase, rng: np.random.Generator | None = N
 
 
 def run(backend: Backend, case: RaggedCase, arguments: dict[str, Any], **static: Any) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = attend(backend, case.causal, return_lse=True, **static)(**arguments)
+    out, lse = attend(backend, return_lse=True, **case.static, **static)(**arguments)
     return np.asarray(out), np.asarray(lse)
 
 
@@ -161,6 +180,7 @@ LONG_LENGTHS = {
     "single queries": ((1, 1, 1, 1), (1, 63, 64, 65)),
 }
 BASE = RaggedCase(*LENGTHS["new tokens of a cached prefix"])
+FEW = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19)
 
 
 @both_masks
@@ -214,8 +234,39 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
 @every_backend
 def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
-    few = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19, key_dim=key_dim, value_dim=value_dim)
+    few = replace(FEW, key_dim=key_dim, value_dim=value_dim)
     check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
+
+
+WINDOWED = replace(LONG, window=70, soft_cap=5.0, sinks=True, q_heads=3)
+OPTIONS = {
+    "a window of 1": replace(BASE, window=1),
+    "a window of several tiles, soft cap, sinks": WINDOWED,
+    "the same window, all in one": replace(WINDOWED, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243)),
+    "a window longer than any sequence, sinks": replace(BASE, window=30, sinks=True),
+    "a window of as many keys as there are": replace(BASE, window=BASE.keys),
+    "the longest window": replace(BASE, window=2**31 - 1),
+    "a window, more queries than keys": replace(BASE, q_lens=(9, 4, 12, 7), kv_lens=(2, 3, 11, 1), window=2),
+    "a soft cap, DeepSeek's widths": replace(BASE, key_dim=192, value_dim=128, soft_cap=3.0),
+    "full, soft cap, sinks": replace(FEW, q_heads=3, kv_heads=1, causal=False, soft_cap=3.0, sinks=True),
+    "scores of either sign to 5e5, a window": replace(BASE, exact=True, window=6),
+    "large soft cap": replace(BASE, soft_cap=5000.0),
+}
+
+
+@backends.every_case("ragged_attention", OPTIONS)
+def test_options(backend: Backend, name: str) -> None:
+    check(backend, OPTIONS[name])
+
+
+@backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")
+def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
+    """As many tiles of 16 keys are walked as the windows of four queries reach into, however long the sequence is."""
+    case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
+    inputs = draw(backend, case)
+    with mock.patch.object(xla, "attend_rows", wraps=xla.attend_rows) as walk, backend.variant.settings():
+        ragged_attention(**jax.tree.map(jnp.asarray, inputs.arguments()), **case.static, implementation="xla")
+    assert 0 < walk.call_args.args[1].max() <= 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -451,6 +502,16 @@ BAD = {
     "float cu_kv_lens": ("cu_kv_lens", {"cu_kv_lens": ZEROS((3,))}),
     "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
     "infinite sm_scale": ("sm_scale", {"sm_scale": float("inf")}),
+    "a window of 0": ("window", {"window": 0}),
+    "a window of no int": ("window", {"window": 5.0}),
+    "windows of heads": ("window", {"window": HeadWindow(LENS((2,)), LENS((2,)))}),
+    "a window without causality": ("window", {"window": 5, "causal": False}),
+    "a number for causal": ("causal", {"causal": 1}),
+    "an array for causal": ("causal", {"causal": jnp.bool_(True)}),
+    "a soft cap of 0": ("soft_cap", {"soft_cap": 0.0}),
+    "sinks of other heads": ("sinks", {"sinks": ZEROS((2,))}),
+    "sinks of rank 2": ("sinks", {"sinks": ZEROS((1, 4))}),
+    "half-precision sinks": ("sinks", {"sinks": ZEROS((4,)).astype(jnp.bfloat16)}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_attn import merge_states
+from pallas_attn import lse_from_base2, lse_to_base2, merge_states, ragged_attention
 from tests.contract import naive
 from tests.ops.harness import F32_LSE, F32_OUT, HALF_OUT, Tolerance, assert_close, assert_same_bits, fresh_rng
 
@@ -177,6 +178,43 @@ def test_half_precision_parts_are_merged_in_float32() -> None:
     want = (outs.astype(jnp.bfloat16).astype(np.float64) * weights).sum(0)
     assert_close("output", out, want, HALF_OUT)
     assert_close("LSE", lse, unsplit(q, k, v)[1], F32_LSE)
+
+
+def test_pieces_of_packed_sequences() -> None:
+    """Each sequence's new tokens, and the prefixes that two of three have, are what ragged attention over both is."""
+    rng = fresh_rng()
+    q_lens, prefix_lens = (3, 4, 2), (5, 0, 2)
+    q, k, v = (rng.standard_normal((n, heads, 8), np.float32) for n, heads in ((9, 4), (16, 2), (16, 2)))
+    cu_q_lens, cu_prefix_lens = (np.cumsum((0, *lens), dtype=np.int32) for lens in (q_lens, prefix_lens))
+    is_prefix = np.concatenate([np.arange(p + n) < p for p, n in zip(prefix_lens, q_lens, strict=True)])
+    sinks = jnp.asarray([0.5, -np.inf, 2.0, -1.0], jnp.float32)
+
+    def attend(keys: np.ndarray, cu_kv_lens: np.ndarray, **options: Any) -> Any:
+        arrays = (jnp.asarray(x) for x in (q, k[keys], v[keys], cu_q_lens, cu_kv_lens))
+        return ragged_attention(*arrays, return_lse=True, **options)
+
+    own = attend(~is_prefix, cu_q_lens)
+    prefix = attend(is_prefix, cu_prefix_lens, causal=False)
+    assert np.isneginf(prefix[1][3:7]).all(), "of a sequence without a prefix"
+    out, lse = MERGE(*(jnp.stack(parts) for parts in zip(own, prefix, strict=True)), sinks)
+    want_out, want_lse = attend(np.ones(16, bool), cu_q_lens + cu_prefix_lens, sinks=sinks)
+    assert_close("output", out, want_out, F32_OUT)
+    assert_close("LSE", lse, want_lse, F32_LSE)
+
+
+def test_lses_of_base_2_convert_both_ways() -> None:
+    """Weights of parts are powers of 2 in base 2, as FlashInfer's merge takes them; what marks empty rows stays."""
+    outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % 2, 2)
+    lses[0, 0], lses[1, 1] = -np.inf, np.inf
+    base2 = np.asarray(lse_to_base2(jnp.asarray(lses)))
+    out, lse = MERGE(outs, lse_from_base2(jnp.asarray(base2)))
+    weights = np.where(np.isinf(base2), 0, np.exp2(base2.astype(np.float64)))
+    assert_close("output", out, (outs * weights[..., None]).sum(0) / weights.sum(0)[..., None], F32_OUT)
+    assert_close("LSE", lse_to_base2(lse), np.log2(weights.sum(0)), F32_LSE)
+    np.testing.assert_array_equal(base2[[0, 1], [0, 1]], lses[[0, 1], [0, 1]])
+    for convert in (lse_from_base2, lse_to_base2):
+        with pytest.raises(ValueError, match=r"^lse: expected dtype float32, got bfloat16"):
+            convert(jnp.zeros(3, jnp.bfloat16))
 
 
 def test_rows_may_have_any_axes() -> None:

@@ -130,6 +130,13 @@ ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
     ("prefix sums", {"cu_q_lens": ints(B)}, r"cu_q_lens: expected shape \[S\+1=4\], got \[3\]"),
     ("prefix sums' rank", {"cu_q_lens": ints(B + 1, 1)}, "cu_q_lens: expected shape"),
     ("prefix sums' dtype", {"cu_q_lens": of(B + 1)}, "cu_q_lens: expected dtype int32, got float32"),
+    ("an array for causal", {"causal": jnp.bool_(False)}, r"causal: expected True or False, known while tracing, got"),
+    ("no causality", {"causal": False, "window": 5}, "window: expected None with causal=False, .* got 5"),
+    (
+        "no causality of heads",
+        {"causal": False, "window": HeadWindow(ints(HKV), ints(HKV))},
+        "window: expected None with causal=False, .* got HeadWindow",
+    ),
 ]
 
 

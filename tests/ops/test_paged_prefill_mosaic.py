@@ -98,13 +98,17 @@ CUT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), tokens=26),
     "an int window": replace(WIDE, window=150, q_lens=(3, 50), tokens=57),
+    "all keys for all queries": replace(WIDE, causal=False, kv_lens=(2, 200), q_lens=(3, 50), tokens=57),
 }
+
+
+CUT_IN_EVERY_RUN = ("windows, sink tokens and sinks", "an int window")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[] if name == "windows, sink tokens and sinks" else pytest.mark.slow)
+        pytest.param(case, id=name, marks=[] if name in CUT_IN_EVERY_RUN else pytest.mark.slow)
         for name, case in CUT_CASES.items()
     ],
 )

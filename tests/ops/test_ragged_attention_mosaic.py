@@ -8,6 +8,7 @@ a compilation.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,10 @@ import pytest
 
 from pallas_attn import ragged_attention
 from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.sm90.flash.kernel import FlashStatic
+from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, QueryBlock
 from pallas_attn.mosaic.sm90.flash.split import RowState, merge_splits
+from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedFrontEnd, RaggedInputs
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -48,7 +52,7 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def call(variant: Variant, case: RaggedCase, arrays: dict[str, Any], **static: Any) -> Any:
-    return harness.compiled(ragged_attention, variant, causal=case.causal, return_lse=True, **static)(**arrays)
+    return harness.compiled(ragged_attention, variant, return_lse=True, **case.static, **static)(**arrays)
 
 
 def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
@@ -69,6 +73,37 @@ def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int
     with harness.keys_cut(multiprocessors) as parts:
         check(case, variant)
     assert parts[0].most > 1
+
+
+def test_windows_caps_and_sinks_where_keys_are_cut() -> None:
+    """Sinks enter after the splits, of which some see nothing of their tiles."""
+    variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
+    case = replace(BASE, q_lens=(5, 18), kv_lens=(3, 190), tokens=24, keys=200, window=100, soft_cap=5.0, sinks=True)
+    with harness.keys_cut(2) as parts:
+        check(case, variant)
+    assert parts[0].most > 1
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
+    """A sequence of 100 queries at rows 13 to 113, and of 3,000 keys from 77 on; blocks of 64 rows."""
+    static = FlashStatic(64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0)
+    for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
+        front = RaggedFrontEnd(static, 113, 1, 1, causal=True, window=window)
+        rows = np.arange(max(start, 13), min(start + 64, 113))
+        newest = 77 + 3000 - 113 + rows
+        end_tile = (newest[-1] - 72) // 64 + 1
+        block = QueryBlock(*(jnp.int32(x) for x in (0, start, 13, 113, 77, 3077, end_tile)))
+        walked: list[int] = []
+        for split in range(splits):
+            work = (
+                FlashWorkTile(block, 0) if splits == 1 else FlashWorkTile(block, 0, jnp.int32(split), jnp.int32(splits))
+            )
+            tile = front.tile(RaggedInputs(*[None] * 6), None, work)
+            assert tile.kv_tiles >= 1
+            walked += range(int(tile.first_tile), int(tile.first_tile + tile.kv_tiles))
+        oldest = max(77, newest[0] - window + 1)
+        assert [tile for tile in walked if tile < end_tile] == list(range((oldest - 72) // 64, end_tile))
 
 
 def test_scores_near_5e5_where_keys_are_cut() -> None:

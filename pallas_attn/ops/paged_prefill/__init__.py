@@ -17,6 +17,7 @@ def paged_prefill(
     cu_q_lens: Int32[Array, "S_plus_1"],
     kv_lens: Int32[Array, "S"],
     *,
+    causal: bool = True,
     sm_scale: float | None = None,
     window: int | HeadWindow | None = None,
     sinks: Float[Array, "Hq"] | None = None,
@@ -25,10 +26,11 @@ def paged_prefill(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    """Causal attention of each sequence's new tokens over its pages.
+    """Attention of each sequence's new tokens over its pages.
 
     Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, the last of the kv_lens[s] it holds. Each sees keys up to
-    its own position that its head's window shows. The new tokens' keys must already be in the pages.
+    its own position that its head's window shows or, with `causal=False`, all kv_lens[s]. The new tokens' keys must
+    already be in the pages.
 
     Args:
       q: packed queries in bfloat16, float16 or float32; rows before cu_q_lens[0] and after its largest are padding.
@@ -37,8 +39,10 @@ def paged_prefill(
         are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, the new ones included.
+      causal: False for queries that see every key of their sequence, whatever their number, as in encoders and cross
+        attention.
       sm_scale: multiplies the scores; None for D**-0.5.
-      window: None, the number of newest keys every head sees, or a `HeadWindow`.
+      window: None, the number of newest keys every head sees, or a `HeadWindow`; either needs `causal`.
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.
@@ -70,6 +74,7 @@ def paged_prefill(
         kv_lens,
         window=checks.window(window),
         sinks=sinks,
+        causal=checks.flag("causal", causal),
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,

@@ -28,6 +28,7 @@ class PagedPrefillCall:
     kv_lens: Int32[Array, "S"]
     window: int | HeadWindow | None
     sinks: Float[Array, "Hq"] | None
+    causal: bool = dataclasses.field(metadata={"static": True})
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
@@ -90,6 +91,7 @@ class PagedPrefillCall:
         dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)
         checks.check_window(self.window, dims["Hkv"])
+        checks.check_causal_window(self.window, causal=self.causal)
         if self.sinks is not None:
             dims.check("sinks", self.sinks, "Hq", checks.F32)
         checks.check_positive("sm_scale", self.sm_scale)

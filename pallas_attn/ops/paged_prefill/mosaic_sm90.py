@@ -90,10 +90,10 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     _refuse(call)
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, len(terms), score_scale=call.scale / query_scale)
-    blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, causal=True)
+    blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, call.causal)
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
-    most_tiles = front.most_tiles(call.block_tables.shape[-1] * call.page_size)
+    most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
     splits = KvSplits.of(heads=front.num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
@@ -149,6 +149,7 @@ class PagedFrontEnd:
       block_heads: heads of a group that share a block.
       head_stride: consumers with the same heads are so many apart; those between have the same queries of other heads.
       group: query heads of a KV head.
+      causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
       window: window of all heads, if there is no `HeadWindow`.
       cache_dtype: dtype of keys and values.
       tokens_per_smem_row: tokens beside one another in a row of the pools.
@@ -162,6 +163,7 @@ class PagedFrontEnd:
     group: int
     num_kv_heads: int
     page_size: int
+    causal: bool
     window: int | None
     cache_dtype: Any
     scales: ScaleLayout
@@ -216,6 +218,7 @@ class PagedFrontEnd:
             group=call.group,
             num_kv_heads=call.num_kv_heads,
             page_size=page_size,
+            causal=call.causal,
             window=call.window if isinstance(call.window, int) else None,
             cache_dtype=kv.k.dtype,
             scales=scales,
@@ -241,12 +244,6 @@ class PagedFrontEnd:
         """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
         return self.scales if isinstance(self.scales, int) else 0
 
-    def most_tiles(self, most_keys: int) -> int:
-        """Most tiles that a block sees of a sequence that can have so many keys."""
-        if self.window is not None:
-            most_keys = min(most_keys, self.window + self.static.block_rows)
-        return -(-most_keys // self.static.tile_keys)
-
     def scratch_types(self) -> PrefillScratch:
         return PrefillScratch(
             plgpu.SMEM((self.static.stages + 1, 2), jnp.int32),
@@ -265,8 +262,9 @@ class PagedTile(NamedTuple):
     """The `FrontTile` of keys and values in pages: what the rows of a block see of one KV head.
 
     Attributes:
-      position_offset: position of a query minus its row.
-      first, end: positions of the block's first query, or 0, and of one past its last.
+      position_offset: position of a query minus its row, if causal.
+      first, end: positions of the block's first query, or 0, and of one past its last. Without causality all queries
+        are taken to be at the sequence's last position, which sees all keys.
       window, sink_tokens: of the head; a window of None hides nothing.
       walk: the tiles with a key that some row sees, in place of pages.
       first_tile, kv_tiles: this work tile's part of the walk.
@@ -293,6 +291,8 @@ class PagedTile(NamedTuple):
         offset = block.end_key - block.end_row
         first = jnp.maximum(jnp.maximum(block.start, block.first_row) + offset, 0)
         end = jnp.maximum(jnp.minimum(block.start + front.block_queries, block.end_row) + offset, 0)
+        if not front.causal:
+            first, end = jnp.maximum(block.end_key - 1, 0), block.end_key
         window, sink_tokens = front.window, jnp.int32(0)
         if x.window is not None:
             window, sink_tokens = x.window.window[kv_head], x.window.sink_tokens[kv_head]
@@ -342,6 +342,10 @@ class PagedTile(NamedTuple):
         """[64]: the query that each row of a consumer is of."""
         row = tiles.token_iota(QUERIES)
         return self.first_query(number) + (row & (self.consumer_queries - 1))
+
+    def position(self, query: jax.Array) -> jax.Array:
+        """[64]: the position of each query."""
+        return query + self.position_offset if self.front.causal else ROWS.filled(self.block.end_key - 1, QUERIES)
 
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
         """[64]: row of the output for each row of a consumer, or -1."""
@@ -542,7 +546,7 @@ class PagedTile(NamedTuple):
         if staged is not None:
             scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
         query = self.queries(consumer.number)
-        position, row = query + self.position_offset, self.output_row(query, consumer.number)
+        position, row = self.position(query), self.output_row(query, consumer.number)
         if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.
             position, row = lax.optimization_barrier((position, row))
         mask = functools.partial(self.mask, position, kv_tile)

@@ -15,6 +15,8 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), call.num_sequences - 1)
     position = (kv_lens - cu_q_lens[1:])[sequence] + token  # the last new token is the last the sequence holds
+    if not call.causal:
+        position = kv_lens[sequence] - 1  # which sees all keys
     real = (token >= cu_q_lens[0]) & (token < cu_q_lens[-1]) & (position >= 0)
     k, v, exists = (x[sequence] for x in oracle.gather_kv(call.kv, call.block_tables))  # [T, Hkv, K, ...]
     key = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]

@@ -20,6 +20,8 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     queries = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
     num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[queries.sequence][:, None]
     position = num_cached + queries.index
+    if not call.causal:  # all see what the query at the last position sees
+        position = jnp.broadcast_to(call.kv_lens[queries.sequence][:, None] - 1, queries.index.shape)
     real = queries.real & (position >= 0)
     # A tile's queries are neighbours, so its first and last position bound what it sees.
     position = jnp.where(real, position, 0)

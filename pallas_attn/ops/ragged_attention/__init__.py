@@ -19,6 +19,9 @@ def ragged_attention(
     *,
     causal: bool = True,
     sm_scale: float | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -33,13 +36,16 @@ def ragged_attention(
         0 at the end, counts as the largest before it.
       causal: aligned bottom-right: the last query sees all keys, the one before it all but one, and so on.
       sm_scale: multiplies the scores; None for Dk**-0.5.
+      window: how many of the keys that causality shows it a query sees, the last ones; None for all. Needs `causal`.
+      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.
       out_dtype: of the output; None for q's.
       implementation: None, a name, or names to try in order.
 
     Returns:
       The output, exactly 0 for padding rows and queries that see no key; with `return_lse` also the float32
-      natural-log LSE of the scaled, masked scores, -inf for those.
+      natural-log LSE of the scaled, capped, masked scores without the learned sinks, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -52,8 +58,19 @@ def ragged_attention(
       (5, 2, 4)
     """
     cu_q_lens, cu_kv_lens = checks.int32(cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens)
-    sm_scale = checks.number("sm_scale", sm_scale)
-    call = RaggedAttentionCall(q, k, v, cu_q_lens, cu_kv_lens, causal=causal, sm_scale=sm_scale, out_dtype=out_dtype)
+    call = RaggedAttentionCall(
+        q,
+        k,
+        v,
+        cu_q_lens,
+        cu_kv_lens,
+        sinks=sinks,
+        causal=checks.flag("causal", causal),
+        window=checks.window(window),
+        sm_scale=checks.number("sm_scale", sm_scale),
+        soft_cap=checks.number("soft_cap", soft_cap),
+        out_dtype=out_dtype,
+    )
     call.validate()
     has_keys = call.num_tokens and call.num_keys and call.num_sequences
     out, lse = dispatch.run(call, implementation) if has_keys else call.without_keys()

@@ -25,8 +25,11 @@ class RaggedAttentionCall:
     v: Float[Array, "U Hkv Dv"]
     cu_q_lens: Int32[Array, "S_plus_1"]
     cu_kv_lens: Int32[Array, "S_plus_1"]
+    sinks: Float[Array, "Hq"] | None
     causal: bool = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
 
     @property
@@ -73,9 +76,11 @@ class RaggedAttentionCall:
         return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
 
     def bounded(self) -> RaggedAttentionCall:
-        """The call as implementations take it: lengths held to what there is room for."""
+        """The call as implementations take it: lengths held to what there is room for, no window that hides nothing."""
+        hides = self.window is not None and self.window < self.num_keys
         return dataclasses.replace(
             self,
+            window=self.window if hides else None,
             cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
             cu_kv_lens=checks.bound_sums(self.cu_kv_lens, self.num_keys),
         )
@@ -91,5 +96,10 @@ class RaggedAttentionCall:
         if self.cu_q_lens.ndim != 1 or not self.cu_q_lens.shape[0]:
             raise ValueError(f"cu_q_lens: expected shape [S+1], got {list(self.cu_q_lens.shape)}")
         checks.Dims(S=self.num_sequences).check("cu_kv_lens", self.cu_kv_lens, "S+1", checks.INT)
+        checks.check_int_window(self.window)
+        checks.check_causal_window(self.window, causal=self.causal)
+        if self.sinks is not None:
+            dims.check("sinks", self.sinks, "Hq", checks.F32)
         checks.check_positive("sm_scale", self.sm_scale)
+        checks.check_positive("soft_cap", self.soft_cap)
         checks.output_dtype(self.out_dtype, self.q.dtype)

@@ -54,6 +54,7 @@ class RaggedInputs(NamedTuple):
     Attributes:
       q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
       blocks, counts: of the `WorkList`.
+      sinks: [Hq] or None.
     """
 
     q: Any
@@ -61,6 +62,7 @@ class RaggedInputs(NamedTuple):
     v: Any
     blocks: Any
     counts: Any
+    sinks: Any
 
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
@@ -69,20 +71,28 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     queries = num_tokens // call.num_sequences
     settings = config.mosaic_config(config.RaggedAttentionKey(key_dim, value_dim, long=queries >= config.LONG))
     static = FlashStatic(
-        key_dim, value_dim, settings.tile_keys, settings.stages, settings.consumers, copies=1, score_scale=call.scale
+        key_dim,
+        value_dim,
+        settings.tile_keys,
+        settings.stages,
+        settings.consumers,
+        copies=1,
+        score_scale=call.scale,
+        soft_cap=call.soft_cap,
     )
     blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
-    most_tiles = -(-num_keys // static.tile_keys)
+    most_tiles = static.most_tiles(num_keys, call.window)
     splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     q = pad_rows(call.q, QUERIES)
     k, v = (pad_rows(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = (k[:, 0].size + v[:, 0].size) * k.dtype.itemsize
     l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal)
-    inputs, shape = RaggedInputs(q, k, v, work.blocks, work.counts), (num_tokens, num_heads)
-    return flash_attention(front, inputs, work, splits, shape=shape, sinks=None, out_dtype=call.output_dtype)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
+    shape = num_tokens, num_heads
+    return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
 
 
 def _refuse(call: RaggedAttentionCall) -> None:
@@ -92,6 +102,7 @@ def _refuse(call: RaggedAttentionCall) -> None:
     if (call.q.shape[2], call.v.shape[2]) not in HEADS:
         widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
+    refusals.require_soft_cap(call.soft_cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +114,7 @@ class RaggedFrontEnd:
     num_heads: int
     l2_head_group: int
     causal: bool
+    window: int | None
 
     kernel_name = "ragged_attention"
     compiler_params = plgpu.CompilerParams(approx_math=True)
@@ -111,21 +123,34 @@ class RaggedFrontEnd:
         """There is none of its own."""
 
     def tile(self, x: RaggedInputs, scratch: None, work: FlashWorkTile) -> RaggedTile:
-        return RaggedTile(self, x, work, *work.kv_range(work.block.kv_tiles))
+        return RaggedTile.of(self, x, work)
 
 
 class RaggedTile(NamedTuple):
     """The `FrontTile` of packed keys and values.
 
     Attributes:
+      oldest_key: first key of the sequence that some row of the block sees.
       first_tile, kv_tiles: its tiles of keys, counted from where copies of the sequence's first key begin.
     """
 
     front: RaggedFrontEnd
     x: RaggedInputs
     work: FlashWorkTile
+    oldest_key: Any
     first_tile: Any
     kv_tiles: Any
+
+    @staticmethod
+    def of(front: RaggedFrontEnd, x: RaggedInputs, work: FlashWorkTile) -> RaggedTile:
+        block = work.block
+        if front.window is None:
+            return RaggedTile(front, x, work, block.first_key, *work.kv_range(block.kv_tiles))
+        newest = jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row  # that the first row sees
+        oldest = jnp.maximum(newest + 1 - front.window, block.first_key)
+        hidden_tiles = lax.div(oldest - align_down(block.first_key), jnp.int32(front.static.tile_keys))
+        first_tile, kv_tiles = work.kv_range(block.kv_tiles - hidden_tiles)
+        return RaggedTile(front, x, work, oldest, hidden_tiles + first_tile, kv_tiles)
 
     @property
     def static(self) -> FlashStatic:
@@ -153,7 +178,7 @@ class RaggedTile(NamedTuple):
 
         def values(i: Any) -> None:
             start = rows(i)
-            low = jnp.maximum(start_key + i * static.tile_keys, block.first_key)
+            low = jnp.maximum(start_key + i * static.tile_keys, self.oldest_key)
             source = x.v.at[pl.ds(start, static.tile_keys), kv_head]
             producer.load_values(
                 kv_tile + i,
@@ -189,16 +214,21 @@ class RaggedTile(NamedTuple):
         ours = (row >= jnp.maximum(start, self.block.first_row)) & (row < self.block.end_row)
         num_heads = self.front.num_heads
         row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
-        store_rows(result, row, state)
+        store_rows(result, row, state, self.sinks())
+
+    def sinks(self) -> jax.Array | None:
+        """[64]: learned logit of the head, for each row."""
+        return None if self.x.sinks is None else ROWS.filled(self.x.sinks[self.work.head], QUERIES)
 
     def mask(self, first: Any, diagonal: Any, i: Any, s: jax.Array) -> jax.Array:
-        """Masks keys of neighbouring sequences in the scores of the i-th tile, and keys that causal rows do not see.
+        """Masks keys of neighbouring sequences in the scores of the i-th tile, and keys that causal rows do not see,
+        or that a window hides.
 
         Args:
           first: the first of 64 rows.
           diagonal: a causal row sees the keys before number row + diagonal.
         """
-        tile_keys, causal = self.static.tile_keys, self.front.causal
+        tile_keys, causal, window = self.static.tile_keys, self.front.causal, self.front.window
         nominal = align_down(self.block.first_key) + (self.first_tile + i) * tile_keys
         start = jnp.minimum(nominal, self.x.k.shape[0] - tile_keys)
         low = jnp.maximum(nominal, self.block.first_key)
@@ -208,7 +238,13 @@ class RaggedTile(NamedTuple):
             # Causal rows of the next sequence see too much. They are not written.
             high = ROWS.filled((first + diagonal if causal else end) - start, QUERIES)
             high = high + tiles.token_iota(QUERIES) if causal else high
-            return wgmma.hide(s, wgmma.Limits(ROWS.filled(low - start, QUERIES), high))
+            in_window = ROWS.filled(low - start, QUERIES)
+            if window is not None:
+                oldest = ROWS.filled(first + diagonal - window - start, QUERIES) + tiles.token_iota(QUERIES)
+                in_window = jnp.maximum(in_window, oldest)
+            return wgmma.hide(s, wgmma.Limits(in_window, high))
 
         sees_all = (low == start) & (start + tile_keys <= end)
+        if window is not None:
+            sees_all &= first + QUERIES - 1 + diagonal - window <= start
         return lax.cond(sees_all, lambda s: s, hide, s)

@@ -21,7 +21,10 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     if call.causal:
         from_end_of_query = cu_q_lens[1:].at[sequence_of_query].get(mode="clip") - query
         from_end_of_key = cu_kv_lens[1:].at[sequence_of_key].get(mode="clip") - key
-        visible &= from_end_of_key[None] >= from_end_of_query[:, None]
+        before_diagonal = from_end_of_key[None] - from_end_of_query[:, None]
+        visible &= before_diagonal >= 0
+        if call.window is not None:
+            visible &= before_diagonal < call.window
     k, v = (x.swapaxes(0, 1)[None] for x in (call.k, call.v))
 
     def attend(
@@ -29,7 +32,15 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
         """One query alone, so that NaN among what others see leaves no trace in it."""
         q, visible = query
-        out, lse = oracle.attention(q[None, None], k, v, visible[None, None, None], sm_scale=call.scale)
+        out, lse = oracle.attention(
+            q[None, None],
+            k,
+            v,
+            visible[None, None, None],
+            sm_scale=call.scale,
+            soft_cap=call.soft_cap,
+            sinks=call.sinks,
+        )
         return out[0, 0], lse[0, 0]
 
     out, lse = lax.map(attend, (q, visible))

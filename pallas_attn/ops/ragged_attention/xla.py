@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
+from pallas_attn.portable.merge import apply_sinks
 from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
 from pallas_attn.portable.page_tiles import HeadRows
 
@@ -21,24 +22,35 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     newer = jnp.diff(call.cu_q_lens)[tiles.sequence][:, None] - 1 - tiles.index
     hidden = newer if call.causal else jnp.zeros_like(newer)
     num_visible = jnp.where(tiles.real, jnp.maximum(num_kv[tiles.sequence][:, None] - hidden, 0), 0)
+    # A tile's queries are neighbours, so the first one sees the oldest key.
+    oldest = jnp.zeros_like(num_visible[:, 0])
+    if call.window is not None:
+        oldest = jnp.maximum(num_visible[:, 0] - call.window, 0)
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         place = (j * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32))[None]
+        if call.window is not None:
+            place += oldest[rows][:, None]
         token = jnp.clip(cu_kv_lens[tiles.sequence[rows]][:, None] + place, 0, num_keys - 1)
-        visible = (place[:, None, :] < num_visible[rows][:, :, None])[:, None]  # [W, 1, M, K]
+        end = num_visible[rows][:, :, None]
+        visible = place[:, None, :] < end
+        if call.window is not None:
+            visible &= place[:, None, :] >= end - call.window
+        visible = visible[:, None]  # [W, 1, M, K]
         visible = jnp.repeat(visible, call.num_q_heads // num_kv_heads, axis=2)
         return call.k[token].swapaxes(1, 2), call.v[token].swapaxes(1, 2), visible
 
     head_rows = HeadRows(heads=num_kv_heads, rows_per_sequence=1)
     out, lse = attend_rows(
         head_rows.split(call.q[tiles.token], num_kv_heads),
-        -(-jnp.max(num_visible, axis=1) // tile_tokens),
+        -(-(jnp.max(num_visible, axis=1) - oldest) // tile_tokens),
         load_tile,
         sources=call,
         value_dim=call.value_dim,
         sm_scale=call.scale,
-        soft_cap=None,
+        soft_cap=call.soft_cap,
         group_rows=settings.group_rows,
     )
     out, lse = (head_rows.join(x, settings.tile_queries) for x in (out, lse))
-    return tiles.unpack(out, num_tokens, 0.0).astype(call.output_dtype), tiles.unpack(lse, num_tokens, -jnp.inf)
+    out, lse = tiles.unpack(out, num_tokens, 0.0), tiles.unpack(lse, num_tokens, -jnp.inf)
+    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse

@@ -114,6 +114,12 @@ class FlashStatic:
     def warpgroups(self) -> int:
         return self.consumers + 1
 
+    def most_tiles(self, most_keys: int, window: int | None) -> int:
+        """Most tiles that a block sees of a sequence that can have so many keys."""
+        if window is not None:
+            most_keys = min(most_keys, window + self.block_rows)
+        return -(-most_keys // self.tile_keys)
+
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer's thread, and of one of the producer."""
