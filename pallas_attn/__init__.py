@@ -10,8 +10,15 @@ from pallas_attn.portable.merge import lse_from_base2 as lse_from_base2
 from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
 
+# Sparse attention: which keys a token attends to, and attention to those.
+from pallas_attn.ops.index_scores import index_scores as index_scores
+from pallas_attn.ops.index_top_k import index_top_k as index_top_k
+from pallas_attn.ops.mla_sparse import mla_sparse as mla_sparse
+from pallas_attn.ops.select_top_k import select_top_k as select_top_k
+
 # Writing caches, and reading latents back.
 from pallas_attn.ops.gather_latent import gather_latent as gather_latent
+from pallas_attn.ops.write_index_keys import write_index_keys as write_index_keys
 from pallas_attn.ops.write_kv import write_kv as write_kv
 from pallas_attn.ops.write_latent import write_latent as write_latent
 
@@ -21,6 +28,7 @@ from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
 from pallas_attn.portable.metadata import is_prefill as is_prefill
 from pallas_attn.portable.metadata import slot_mapping as slot_mapping
 from pallas_attn.portable.metadata import token_positions as token_positions
+from pallas_attn.portable.metadata import token_slots as token_slots
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
 
 # Caches, what describes a call, and their shapes.
@@ -29,10 +37,12 @@ from pallas_attn.types import PAGE_NONE as PAGE_NONE
 from pallas_attn.types import CacheSpec as CacheSpec
 from pallas_attn.types import DecodePlan as DecodePlan
 from pallas_attn.types import HeadWindow as HeadWindow
+from pallas_attn.types import PagedIndexKeys as PagedIndexKeys
 from pallas_attn.types import PagedKV as PagedKV
 from pallas_attn.types import PagedLatent as PagedLatent
 from pallas_attn.types import PlanKey as PlanKey
 from pallas_attn.types import Rope as Rope
+from pallas_attn.types import index_cache_spec as index_cache_spec
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec
 

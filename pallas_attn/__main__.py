@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import PagedKV, PagedLatent, __version__, device, dispatch, explain
+from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, device, dispatch, explain
 from pallas_attn.explain import CANDIDATES_OF
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "numpy")
@@ -22,6 +22,7 @@ VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE)
 
 SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
 LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128
+INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 
 def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -43,6 +44,11 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     latent_new, slots = floats(TOKENS, LATENT_DIM + ROPE_DIM), ints(TOKENS)
     up_projection = floats(Q_HEADS, NOPE_DIM, LATENT_DIM)
     expanded = floats(TOKENS, Q_HEADS, NOPE_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM), latent_new, cache
+    index = PagedIndexKeys(floats(SEQUENCES * PAGES, PAGE_SIZE, INDEX_DIM))
+    weights = jax.ShapeDtypeStruct((TOKENS, INDEX_HEADS), jnp.float32)
+    indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
+    absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)
+    scores = jax.ShapeDtypeStruct((TOKENS, PAGES * PAGE_SIZE), jnp.float32)
     return {
         "paged_decode": ((decoded, kv, tables, lens), {}),
         "paged_prefill": ((packed, kv, tables, offsets, lens), {}),
@@ -53,6 +59,11 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "write_kv": ((kv, packed_kv, packed_kv, slots), {}),
         "write_latent": ((cache, latent_new, slots), {}),
         "gather_latent": ((cache, latent_new, tables, offsets, lens), {"length": 2 * TOKENS}),
+        "index_scores": (indexed, {}),
+        "select_top_k": ((scores,), {"top_k": TOP_K}),
+        "index_top_k": (indexed, {"top_k": TOP_K}),
+        "mla_sparse": ((*absorbed, cache, ints(TOKENS, TOP_K)), {"sm_scale": 0.1}),
+        "write_index_keys": ((index, floats(TOKENS, INDEX_DIM), slots), {}),
     }
 
 

@@ -24,6 +24,7 @@ from pallas_attn.types import (
     ROPE_DTYPES,
     DecodePlan,
     HeadWindow,
+    PagedIndexKeys,
     PagedKV,
     PagedLatent,
     PlanKey,
@@ -283,6 +284,30 @@ def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *
     """
     dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
     dims.check(name, latents, f"T {cache.width}", dtypes)
+
+
+def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
+    """Checks a cache of index keys, binding N, ps and Di."""
+    check_class("index", index, PagedIndexKeys)
+    dims.check("index.keys", index.keys, "N ps Di", (*PLAIN, LATENT_8BIT))
+    dtype = jnp.dtype(index.keys.dtype)
+    if dtype == LATENT_8BIT and index.scale is None:
+        raise ValueError(f"index.scale: a {dtype.name} cache needs one, got None")
+    if dtype != LATENT_8BIT and index.scale is not None:
+        raise ValueError(f"index.scale: expected None with {dtype.name} keys, got {_described(index.scale)}")
+    if index.scale is not None:
+        dims.check("index.scale", index.scale, "N ps 1", F32)
+
+
+def check_indexed(q: Any, weights: Any, index: PagedIndexKeys, block_tables: Any, cu_q_lens: Any, kv_lens: Any) -> None:
+    """Checks index queries and their weights against a cache of index keys, tables and lengths."""
+    dims = Dims()
+    dims.check("q", q, "T Hi Di", PLAIN)
+    dims.check("weights", weights, "T Hi", F32)
+    check_index_keys(index, dims)
+    dims.check("block_tables", block_tables, "S P", INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", INT)
+    dims.check("kv_lens", kv_lens, "S", INT)
 
 
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:

@@ -56,6 +56,11 @@ MODULES: dict[str, Modules] = {
     "write_kv": {**_ON_SM90, **_ANYWHERE},
     "write_latent": {**_ON_SM90, **_ANYWHERE},
     "gather_latent": {**_ON_SM90, **_ANYWHERE},
+    "index_scores": _ANYWHERE,
+    "select_top_k": _ANYWHERE,
+    "index_top_k": _ANYWHERE,
+    "mla_sparse": _ANYWHERE,
+    "write_index_keys": _ANYWHERE,
 }
 """By operation, which modules implement it."""
 

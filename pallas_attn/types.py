@@ -210,6 +210,32 @@ def latent_cache_spec(
     return CacheSpec(num_pages, page_size, arrays)
 
 
+def index_cache_spec(*, num_pages: int, page_size: int, index_dim: int, dtype: jax.typing.DTypeLike) -> CacheSpec:
+    """Shapes and dtypes of a `PagedIndexKeys`.
+
+    Args:
+      index_dim: Di, columns of an index key.
+      dtype: bfloat16, float16 or float32; or float8_e4m3fn, with a float32 scale for each token.
+
+    Raises:
+      ValueError: a size below 1, or another dtype.
+
+    Example:
+      >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=64, index_dim=128, dtype=jnp.float8_e4m3fn)
+      >>> spec.arrays["scale"].shape, spec.bytes_per_page  # 132 bytes a token
+      ((8, 64, 1), 8448)
+    """
+    _positive(num_pages=num_pages, page_size=page_size, index_dim=index_dim)
+    dtype = jnp.dtype(dtype)
+    if dtype not in (*PLAIN_DTYPES, LATENT_8BIT):
+        wanted = [d.name for d in (*PLAIN_DTYPES, LATENT_8BIT)]
+        raise ValueError(f"dtype must be one of {wanted} for index keys, got {dtype.name}")
+    arrays = {"keys": jax.ShapeDtypeStruct((num_pages, page_size, index_dim), dtype)}
+    if dtype == LATENT_8BIT:
+        arrays["scale"] = jax.ShapeDtypeStruct((num_pages, page_size, 1), jnp.dtype(jnp.float32))
+    return CacheSpec(num_pages, page_size, arrays)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
@@ -285,6 +311,36 @@ class PagedLatent:
     def is_quantised(self) -> bool:
         """Whether latents are stored in 8 bits, with scales."""
         return self.scale is not None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedIndexKeys:
+    """The paged index keys of one layer of sparse attention, which all its index heads share.
+
+    They lie in the same pages and slots as the layer's latents, in arrays of their own.
+
+    Attributes:
+      keys: [N, ps, Di] in bfloat16, float16, float32 or float8_e4m3fn.
+      scale: [N, ps, 1] in float32 for float8_e4m3fn keys, else None: a stored key times its scale is the key meant.
+
+    Example:
+      >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=16, index_dim=128, dtype=jnp.bfloat16)
+      >>> pallas_attn.PagedIndexKeys.allocate(spec).keys.shape
+      (8, 16, 128)
+    """
+
+    keys: Float[Array, "N ps Di"]
+    scale: Float[Array, "N ps 1"] | None = None
+
+    @staticmethod
+    def allocate(spec: CacheSpec) -> PagedIndexKeys:
+        """Zeroed keys and unit scales, as `index_cache_spec` lays them down."""
+        return PagedIndexKeys(**_allocate(spec))
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
 
 
 @jax.tree_util.register_dataclass
@@ -435,7 +491,14 @@ def _from_json(text: bytes) -> tuple[Any, ...]:
     return tuple(PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text))
 
 
-for _type in (PagedKV, PagedLatent, HeadWindow, DecodePlan, Rope):  # so that calls that take them can be exported
+for _type in (
+    PagedKV,
+    PagedLatent,
+    PagedIndexKeys,
+    HeadWindow,
+    DecodePlan,
+    Rope,
+):  # so that calls that take them can be exported
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"pallas_attn.{_type.__name__}",

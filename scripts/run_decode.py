@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = announce_module(options, read_config(options))
+        if options.index_topk is not None and not config.is_sparse:
+            raise UsageError(f"--index-topk: a {config.model_type} attends to all keys")
         tokenizer = None if options.model is None else load_tokenizer(options.model)
         prompts = _prompts(options, config, tokenizer)
         mesh = mesh_of(options.mesh)
@@ -201,7 +203,10 @@ def _buckets(size: int) -> tuple[int, ...] | None:
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:
     return AttentionSettings(
-        mla=options.mla, implementation=options.implementation, batch_invariant=options.batch_invariant
+        mla=options.mla,
+        implementation=options.implementation,
+        index_topk=options.index_topk,
+        batch_invariant=options.batch_invariant,
     )
 
 

@@ -25,7 +25,15 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from models.checkpoints.files import MTP_COPIES, CheckpointError, Slices, open_checkpoint
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig, Windows, require_mtp, with_windows
+from models.config import (
+    INDEX_ROPE_INTERLEAVE,
+    DeepSeekConfig,
+    GQAConfig,
+    ModelConfig,
+    Windows,
+    require_mtp,
+    with_windows,
+)
 from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
 from models.decoder.mesh import TENSOR, place, slices_of_device
 from models.decoder.rope import halves_order
@@ -171,7 +179,31 @@ def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
         sources["o_proj.bias"] = _bias(f"{name}.o_proj", width, added_once=True)
         if config.q_lora_rank is not None:
             sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
+    if config.is_sparse:
+        sources |= _under("indexer", _indexer(config, f"{name}.indexer"))
     return sources
+
+
+def _indexer(config: DeepSeekConfig, name: str) -> dict[str, Source]:
+    """Sources of an indexer, whose rotary columns are the first ones of queries and keys."""
+    heads, width, rotary = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+
+    def key_order() -> np.ndarray:
+        first = halves_order(rotary) if INDEX_ROPE_INTERLEAVE[config.model_type] else np.arange(rotary)
+        return np.concatenate([first, np.arange(rotary, width)])
+
+    def query_order() -> np.ndarray:
+        return (np.arange(heads)[:, None] * width + key_order()[None, :]).reshape(-1)
+
+    return {
+        "wq_b.weight": _linear(f"{name}.wq_b", heads * width, config.q_lora_rank or 0, query_order),
+        "wk.weight": _linear(f"{name}.wk", width, config.hidden_size, key_order),
+        "k_norm.weight": Source({f"{name}.k_norm.weight": (width,)}, lambda t: _ordered(next(t), key_order)),
+        "k_norm.bias": _bias(f"{name}.k_norm", width, key_order),
+        "weights_proj.weight": dataclasses.replace(
+            _linear(f"{name}.weights_proj", heads, config.hidden_size), in_f32=True
+        ),
+    }
 
 
 def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:

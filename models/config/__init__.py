@@ -6,6 +6,7 @@ which layers share a cache group), `gqa` and `deepseek` (the two configurations)
 family), `presets` (models by name).
 """
 
+from models.config.deepseek import INDEX_ROPE_INTERLEAVE as INDEX_ROPE_INTERLEAVE
 from models.config.deepseek import DeepSeekConfig as DeepSeekConfig
 from models.config.families import ModelConfig as ModelConfig
 from models.config.families import read_config as read_config

@@ -1,4 +1,4 @@
-"""Configuration of DeepSeek-V2 and V3 models, from and to config.json."""
+"""Configuration of DeepSeek-V2, V3 and V3.2 models and GLM-5, from and to config.json."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from models.config.rope import YarnConfig, read_rope, rope_entry
 
 @dataclasses.dataclass(frozen=True)
 class DeepSeekConfig:
-    """A model of the DeepSeek-V2 or V3 family. Fields have the names and meanings of Hugging Face's config.json.
+    """A model of the DeepSeek-V2, V3 or V3.2 family. Fields have the names and meanings of Hugging Face's config.json.
 
-    The two families differ in how experts are chosen, and here only in the fields for it. Layers before
-    `first_k_dense_replace` are dense, the others mixtures of experts.
+    V2 and V3 differ in how experts are chosen, and here only in the fields for it. V3.2 and GLM-5 are V3 with an
+    indexer in every layer. Layers before `first_k_dense_replace` are dense, the others mixtures of experts.
 
     Attributes:
       q_lora_rank: rank of the query projection, None where it is full.
@@ -35,6 +35,8 @@ class DeepSeekConfig:
         does not weigh.
       scoring_func: how router logits become scores.
       norm_topk_prob: whether the chosen weights are made to sum to 1 before they are scaled.
+      index_topk: keys that each token attends to; 0 for all, without an indexer.
+      index_n_heads, index_head_dim: heads of the indexer, and width of its queries and keys.
       rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
       yarn: None for plain rotary embedding.
       eos_token_ids: ids that end a sequence.
@@ -43,7 +45,7 @@ class DeepSeekConfig:
       num_nextn_predict_layers: multi-token prediction modules that a checkpoint may hold past the last layer.
     """
 
-    model_type: Literal["deepseek_v2", "deepseek_v3"]
+    model_type: Literal["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -65,6 +67,9 @@ class DeepSeekConfig:
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    index_topk: int = 0
+    index_n_heads: int = 0
+    index_head_dim: int = 0
     rope_theta: float = 10000.0
     rope_interleave: bool = True
     yarn: YarnConfig | None = None
@@ -91,8 +96,19 @@ class DeepSeekConfig:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: expected an even number, got {self.qk_rope_head_dim}")
         check_scalars(self.rope_theta, self.rms_norm_eps)
+        if self.is_sparse:
+            self._check_indexer()
         if self.num_moe_layers:
             self._check_experts()
+
+    def _check_indexer(self) -> None:
+        at_least(1, {name: getattr(self, name) for name in INDEXER})
+        if self.q_lora_rank is None:
+            raise ValueError(f"q_lora_rank: a {self.model_type} needs one, index queries are made of what it leaves")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim: expected at least qk_rope_head_dim={self.qk_rope_head_dim}, got {self.index_head_dim}"
+            )
 
     def _check_experts(self) -> None:
         names = "moe_intermediate_size n_routed_experts num_experts_per_tok"
@@ -130,6 +146,11 @@ class DeepSeekConfig:
     def latent_width(self) -> int:
         """L + R, the columns that the cache holds per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether tokens choose which keys they attend to."""
+        return self.model_type in INDEX_ROPE_INTERLEAVE
 
     @property
     def rotary_dim(self) -> int:
@@ -172,7 +193,8 @@ class DeepSeekConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
-        entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        left_out = () if self.is_sparse else INDEXER
+        entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         yarn, fp8_block, eos = entries.pop("yarn"), entries.pop("fp8_block"), entries.pop("eos_token_ids")
         entries["architectures"] = [_ARCHITECTURES[self.model_type]]
         entries["hidden_act"] = "silu"
@@ -185,13 +207,26 @@ class DeepSeekConfig:
         return entries
 
 
-_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+_ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
 
 # How each family may choose experts; the first value is the default of config.json.
 ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    "deepseek_v32": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    "glm_moe_dsa": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
+
+INDEX_ROPE_INTERLEAVE = {"deepseek_v32": False, "glm_moe_dsa": True}
+"""Families with an indexer, and whether a checkpoint's rotary columns of index queries are interleaved pairs."""
+
+INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
+"""Entries of an indexer."""
 
 # Entries without which two readers of one config.json could build two models. The nullable ones may be null, but must
 # be present.
@@ -217,6 +252,10 @@ def _from_hf(config: Json) -> DeepSeekConfig:
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
     else:
         entries.setdefault("num_nextn_predict_layers", 1)
+    if model_type in INDEX_ROPE_INTERLEAVE:
+        entries["rope_interleave"] = True  # its models have no other, whatever this entry says
+    else:
+        entries |= dict.fromkeys(INDEXER, 0)
     theta, yarn = read_rope(config, ("default", "yarn"))
     special: dict[str, Any] = {
         "model_type": model_type,
@@ -226,7 +265,10 @@ def _from_hf(config: Json) -> DeepSeekConfig:
         "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
         "fp8_block": fp8_block(config),
     }
-    return DeepSeekConfig(**{**entries, **routing, **special})
+    model = DeepSeekConfig(**{**entries, **routing, **special})
+    if model.is_sparse:
+        _check_layers(config, model)
+    return model
 
 
 def _routing(config: Json, name: str) -> str:
@@ -242,8 +284,10 @@ def _routing(config: Json, name: str) -> str:
 def _require(config: Json, topk_method: str) -> None:
     names = [f.name for f in dataclasses.fields(DeepSeekConfig) if f.type == "int" and f.default is dataclasses.MISSING]
     names += [*_EXPLICIT, *(_GROUPS if topk_method != "greedy" else ())]
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] != "deepseek_v2":
         names.append("norm_topk_prob")
+    if config["model_type"] in INDEX_ROPE_INTERLEAVE:
+        names += INDEXER
     missing = [n for n in names if config.get(n) is None] + [n for n in _NULLABLE if n not in config]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
@@ -262,3 +306,36 @@ def _refuse_unsupported(config: Json) -> None:
             f"num_key_value_heads {shown(config['num_key_value_heads'])}: latent attention expands to as many as"
             f" num_attention_heads={heads}"
         )
+
+
+def _check_layers(config: Json, model: DeepSeekConfig) -> None:
+    """Raises NotImplementedError or ValueError where the lists of layers that transformers 5 writes say anything else
+    than the rest of the configuration.
+    """
+    dense = min(model.first_k_dense_replace, model.num_hidden_layers)
+    kinds = {
+        "layer_types": [("indexed_attention", "deepseek_sparse_attention")] * model.num_hidden_layers,
+        "mlp_layer_types": [("dense",)] * dense + [("sparse",)] * model.num_moe_layers,
+        "indexer_types": [("full",)] * model.num_hidden_layers,
+    }
+    for name, wanted in kinds.items():
+        given = config.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, list) or len(given) != len(wanted):
+            raise ValueError(f"{name}: expected one for each of {len(wanted)} layers, got {shown(given)}")
+        for i, (kind, known) in enumerate(zip(given, wanted, strict=True)):
+            if kind not in known:
+                raise NotImplementedError(f"{name} {shown(kind)} of layer {i}: expected {known[0]}")
+    if config.get("indexer_types") is None:
+        pattern, period = config.get("index_topk_pattern"), config.get("index_topk_freq", 1)
+        if period not in (None, 1) or (pattern is not None and not _is_full(pattern)):
+            raise NotImplementedError(
+                f"index_topk_freq {shown(period)}, index_topk_pattern {shown(pattern)}: layers that share the choice of"
+                " an earlier one are not supported"
+            )
+
+
+def _is_full(pattern: Any) -> bool:
+    """Whether a pattern of indexers, a string or a list, gives every layer one of its own."""
+    return isinstance(pattern, str | list) and all(kind in ("F", "full") for kind in pattern)

@@ -22,6 +22,8 @@ LARGEST = {
     **dict.fromkeys(("hidden_size", "kv_lora_rank", "q_lora_rank"), 1_000_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10_000),
+    **dict.fromkeys(("index_n_heads", "index_head_dim"), 10_000),
+    "index_topk": 10_000_000,
 }
 """Largest values of sizes that loops run over, or tables are made of, before a weight has been seen: ten times those of
 published models, or more."""

@@ -144,6 +144,11 @@ class GQAConfig:
         return self.model_type == "gpt_oss"
 
     @property
+    def is_sparse(self) -> bool:
+        """False: every token attends to all keys its windows show."""
+        return False
+
+    @property
     def rotary_dim(self) -> int:
         """Number of rotated columns of a query or key: all D."""
         return self.head_dim

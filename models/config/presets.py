@@ -59,6 +59,23 @@ PRESETS = {
         routed_scaling_factor=2.5,
         yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
     ),
+    "v32-tiny": _tiny(
+        model_type="deepseek_v32",
+        q_lora_rank=64,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        index_topk=48,
+        index_n_heads=8,
+        index_head_dim=32,
+        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "v2-lite-tiny": _tiny(
         model_type="deepseek_v2",
         q_lora_rank=None,
@@ -105,8 +122,8 @@ PRESETS = {
         dtype="bfloat16",
     ),
 }
-"""Name to configuration: `v3-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m` for benchmarks on a CPU
-with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
+"""Name to configuration: `v3-tiny`, `v32-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m` for
+benchmarks on a CPU with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
 """
 
 GQA_PRESETS = {

@@ -1,13 +1,16 @@
 """The decoder: weights and one step over packed tokens, in Flax NNX. This room imports `models.config` alone.
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
-tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `moe` (experts), `layers` and `rope`;
-`mesh` (how a model is split over devices); `mtp` (prediction modules beside the decoder); then `explain` (the
-implementations that attention would run on) and `whole_sequence` (a sequence in one forward).
+tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (of sparse attention), `moe`
+(experts), `layers` and `rope`; `mesh` (how a model is split over devices); `mtp` (prediction modules beside the
+decoder); then `explain` (the implementations that attention would run on) and `whole_sequence` (a sequence in one
+forward).
 """
 
 from models.decoder.caches import Caches as Caches
 from models.decoder.caches import KVScales as KVScales
+from models.decoder.caches import cache_arrays as cache_arrays
+from models.decoder.caches import with_arrays as with_arrays
 from models.decoder.explain import StepSizes as StepSizes
 from models.decoder.explain import explain_attention as explain_attention
 from models.decoder.mesh import device_part as device_part

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig
-from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from pallas_attn import (
+    CacheSpec,
+    PagedIndexKeys,
+    PagedKV,
+    PagedLatent,
+    index_cache_spec,
+    kv_cache_spec,
+    latent_cache_spec,
+)
 
-type LayerCache = PagedLatent | PagedKV
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedLatent:
+    """The paged cache of one layer of sparse attention: latents, and index keys in the same pages and slots."""
+
+    latent: PagedLatent
+    index: PagedIndexKeys
+
+
+type LatentCache = PagedLatent | IndexedLatent
+"""The paged cache of one layer of MLA."""
+
+type LayerCache = LatentCache | PagedKV
 """The paged cache of one layer: latents of MLA, keys and values of GQA."""
 
 type Caches = tuple[LayerCache, ...]
 """Caches of every layer."""
+
+INDEX = "index_"
+"""What names of index keys' arrays in a `CacheSpec` begin with."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes of keys and values that are stored with scales."""
@@ -58,6 +84,8 @@ def cache_spec(
 ) -> CacheSpec:
     """Shapes of one layer's cache.
 
+    Arrays of index keys are named index_keys and index_scale.
+
     Args:
       config: the model.
       num_pages, page_size: of the pool.
@@ -72,12 +100,13 @@ def cache_spec(
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
             raise ValueError("kv_scales: expected none, quantised latents get a scale each as they are written")
-        return latent_cache_spec(
-            num_pages=num_pages,
-            page_size=page_size,
-            latent_dim=config.kv_lora_rank,
-            rope_dim=config.qk_rope_head_dim,
-            dtype=dtype,
+        pool = {"num_pages": num_pages, "page_size": page_size}
+        spec = latent_cache_spec(**pool, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim, dtype=dtype)
+        if not config.is_sparse:
+            return spec
+        index = index_cache_spec(**pool, index_dim=config.index_head_dim, dtype=dtype)
+        return CacheSpec(
+            num_pages, page_size, spec.arrays | {f"{INDEX}{n}": array for n, array in index.arrays.items()}
         )
     if scales is not None:
         wanted = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)[: scales.k.ndim]
@@ -96,6 +125,44 @@ def cache_spec(
     )
 
 
+def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> LatentCache:
+    """The cache of one layer of MLA whose parts `make` makes, of their specs and classes."""
+
+    def part(arrays: dict[str, Any], kind: type) -> Any:
+        return make(dataclasses.replace(spec, arrays=arrays), kind)
+
+    index = {n.removeprefix(INDEX): array for n, array in spec.arrays.items() if n.startswith(INDEX)}
+    latent = part({n: array for n, array in spec.arrays.items() if not n.startswith(INDEX)}, PagedLatent)
+    return IndexedLatent(latent, part(index, PagedIndexKeys)) if index else latent
+
+
+def cache_arrays(cache: LayerCache) -> dict[str, jax.Array]:
+    """The arrays of a layer's cache, by their names in its `CacheSpec`."""
+    if isinstance(cache, IndexedLatent):
+        index = {f"{INDEX}{name}": array for name, array in _fields(cache.index).items()}
+        return _fields(cache.latent) | index
+    return _fields(cache)
+
+
+def _fields(cache: PagedLatent | PagedIndexKeys | PagedKV) -> dict[str, jax.Array]:
+    arrays = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCache:
+    """A layer's cache with other arrays, by names as `cache_arrays` gives them."""
+    if not isinstance(cache, IndexedLatent):
+        return dataclasses.replace(cache, **arrays)
+    index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
+    latent = {name: array for name, array in arrays.items() if not name.startswith(INDEX)}
+    return IndexedLatent(dataclasses.replace(cache.latent, **latent), dataclasses.replace(cache.index, **index))
+
+
+def allocate_latents(spec: CacheSpec) -> LatentCache:
+    """Allocates an empty cache of one layer of MLA."""
+    return latent_cache(spec, lambda spec, kind: kind.allocate(spec))
+
+
 def allocate_caches(
     config: ModelConfig,
     specs: Sequence[CacheSpec],
@@ -111,7 +178,7 @@ def allocate_caches(
       own_heads: takes a layer's scales to those of the heads in these caches.
     """
     if isinstance(config, DeepSeekConfig):
-        return tuple(PagedLatent.allocate(spec) for spec in specs)
+        return tuple(map(allocate_latents, specs))
     caches = [PagedKV.allocate(spec) for spec in specs]
     if scales is None:
         return tuple(caches)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
-from models.decoder.caches import KVScales, cache_spec
+from models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
+from models.decoder.mla import is_sparse, latents_of
 from models.decoder.settings import AttentionSettings
-from pallas_attn import Explanation, HeadWindow, PagedKV, PagedLatent, Rope, explain
+from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,12 @@ def explain_attention(
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
     explained = {"write_latent": shapes.write_latent()}
+    if config.is_sparse:
+        explained["write_index_keys"] = shapes.write_index_keys()
+    if shapes.chooses_keys:
+        explained |= shapes.sparse()
+        if settings.batch_invariant:  # tokens choose though they may choose all
+            return explained
     if settings.mla != "expand":
         explained["mla_decode"] = shapes.mla_decode()
     if settings.mla != "absorb" and not settings.batch_invariant:
@@ -155,7 +162,8 @@ class _LatentShapes:
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
         spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
-        self._cache = PagedLatent(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+        cache = latent_cache(spec, lambda spec, kind: kind(**spec.arrays))
+        self._cache, self._index = latents_of(cache), cache.index if isinstance(cache, IndexedLatent) else None
         piece_tokens = settings.piece_tokens or sizes.prefill_tokens
         self._piece_tokens = -(-piece_tokens // sizes.page_size) * sizes.page_size
 
@@ -181,6 +189,35 @@ class _LatentShapes:
             **q_lens,
             sm_scale=config.sm_scale,
         )
+
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether tokens attend to keys that they choose in steps whose tables are as wide as they get."""
+        capacity = self._sizes.table_pages * self._sizes.page_size
+        return is_sparse(self._config, self._settings, capacity)
+
+    def write_index_keys(self) -> Explanation:
+        tokens = self._sizes.decode_tokens + self._sizes.prefill_tokens
+        keys = self._array(tokens, self._config.index_head_dim)
+        return self._explain("write_index_keys", self._index, keys, _ints(tokens))
+
+    def sparse(self) -> dict[str, Explanation]:
+        """Explains attention to chosen keys, in whichever of decode rows and chunks has more tokens."""
+        config, sizes = self._config, self._sizes
+        tokens, heads = max(sizes.decode_tokens, sizes.prefill_tokens), config.num_attention_heads
+        top_k = self._settings.index_topk or config.index_topk
+        q = self._array(tokens, config.index_n_heads, config.index_head_dim)
+        weights = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+        q_latent = self._array(tokens, heads, config.kv_lora_rank)
+        q_rope = self._array(tokens, heads, config.qk_rope_head_dim)
+        rows = sizes.decode_tokens if sizes.decode_tokens >= sizes.prefill_tokens else sizes.prefill_seqs
+        lengths = _ints(rows, sizes.table_pages), _ints(rows + 1), _ints(rows)
+        return {
+            "index_top_k": self._explain("index_top_k", q, weights, self._index, *lengths, top_k=top_k),
+            "mla_sparse": self._explain(
+                "mla_sparse", q_latent, q_rope, self._cache, _ints(tokens, top_k), sm_scale=config.sm_scale
+            ),
+        }
 
     def gather_latent(self) -> Explanation:
         rows = self._sizes.prefill_seqs

@@ -47,6 +47,22 @@ class RMSNorm(nnx.Module):
         return self.weight[...][None, :] * scaled.astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation · weight + bias (Ba et al., arXiv:1607.06450), computed in float32."""
+
+    def __init__(self, width: int, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+        self.bias = nnx.Param(jnp.zeros(width, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        scaled = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        weight, bias = (part[...].astype(jnp.float32)[None, :] for part in (self.weight, self.bias))
+        return (scaled * weight + bias).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """x @ weight + bias. The weight is [in, out], the transpose of a checkpoint's: the faster one for a few rows."""
 

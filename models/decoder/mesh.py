@@ -28,7 +28,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
-from pallas_attn import CacheSpec, HeadWindow, PagedKV, PagedLatent, parallel
+from models.decoder.caches import allocate_latents
+from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
 
 TENSOR = "tensor"
 """The axis over which heads and hidden widths are split."""
@@ -209,8 +210,8 @@ def place(values: Callable[[int], np.ndarray], mesh: Mesh, *, split: bool) -> ja
 def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
     """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
     if isinstance(config, DeepSeekConfig):
-        latents = [jax.eval_shape(functools.partial(PagedLatent.allocate, spec)) for spec in specs]
-        return tuple(map(parallel.latent_partition, latents))
+        latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
+        return tuple(jax.tree.map(lambda _: PartitionSpec(), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
     return tuple(parallel.kv_partition(kv, heads=TENSOR) for kv in caches)
 

@@ -17,19 +17,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig
+from models.decoder.caches import IndexedLatent, LatentCache
+from models.decoder.indexer import Indexer
 from models.decoder.layers import Linear, RMSNorm
 from models.decoder.rope import CosSin, rotate
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 from pallas_attn import (
     DecodePlan,
+    PagedIndexKeys,
     PagedLatent,
+    index_top_k,
     mla_decode,
     mla_prefill,
+    mla_sparse,
     plan_decode,
+    token_slots,
+    write_index_keys,
     write_latent,
 )
 
@@ -120,10 +127,33 @@ def _prefill_rows(metadata: StepMetadata) -> Rows:
     return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
+def is_sparse(config: DeepSeekConfig, settings: AttentionSettings, capacity: int) -> bool:
+    """Whether tokens have to choose what they attend to, of tables with room for `capacity` tokens.
+
+    They need not where they may choose all. But if batch_invariant is set they do: how wide tables are depends on the
+    other requests.
+    """
+    return config.is_sparse and (settings.batch_invariant or capacity > (settings.index_topk or config.index_topk))
+
+
+def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], Int32[Array, "S"]]:
+    """Block tables, prefix sums and lengths of a part as packed tokens: every token of decode rows is a sequence of its
+    own, which ends with it.
+    """
+    if isinstance(part, Chunks):
+        return part.block_tables, part.cu_q_lens, part.kv_lens
+    query = jnp.arange(part.queries, dtype=jnp.int32)[None]
+    q_lens = jnp.full_like(part.kv_lens, part.queries) if part.q_lens is None else part.q_lens
+    ends = part.kv_lens[:, None] - q_lens[:, None] + query + 1
+    kv_lens = jnp.where((query < q_lens[:, None]) & (part.kv_lens[:, None] > 0), ends, 0).reshape(-1)
+    tables = jnp.repeat(part.block_tables, part.queries, axis=0)
+    return tables, jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32), kv_lens
+
+
 def plan_rows(
-    parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: PagedLatent, dtype: DTypeLike
+    parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: LatentCache, dtype: DTypeLike
 ) -> list[Part]:
-    """Plans the absorbed parts, once for all layers.
+    """Plans the absorbed parts that attend to all their keys, once for all layers.
 
     Args:
       parts: of a step.
@@ -132,8 +162,10 @@ def plan_rows(
       dtype: of the queries.
     """
 
+    latents = latents_of(cache)
+
     def planned(part: Part) -> Part:
-        if isinstance(part, Chunks):
+        if isinstance(part, Chunks) or is_sparse(config, settings, part.block_tables.shape[1] * latents.page_size):
             return part
         rows, heads = part.kv_lens.shape[0], config.num_attention_heads
         q_latent, q_rope = (
@@ -142,7 +174,7 @@ def plan_rows(
         )
         plan = plan_decode(
             (q_latent, q_rope),
-            cache,
+            latents,
             part.block_tables,
             part.kv_lens,
             q_lens=part.q_lens,
@@ -154,8 +186,13 @@ def plan_rows(
     return [planned(part) for part in parts]
 
 
+def latents_of(cache: LatentCache) -> PagedLatent:
+    """The latents of a layer's cache."""
+    return cache.latent if isinstance(cache, IndexedLatent) else cache
+
+
 class MLA(nnx.Module):
-    """Latent attention of one layer."""
+    """Latent attention of one layer, with an indexer where it is sparse."""
 
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike):
         self.config, self.settings = config, settings
@@ -172,35 +209,69 @@ class MLA(nnx.Module):
         self.w_uk = nnx.Param(jnp.zeros((heads, config.qk_nope_head_dim, rank), dtype))
         self.w_uv = nnx.Param(jnp.zeros((heads, config.v_head_dim, rank), dtype))
         self.o_proj = Linear(heads * config.v_head_dim, config.hidden_size, dtype, config.attention_bias)
+        if config.is_sparse and settings.mla == "expand":
+            raise NotImplementedError(
+                f"mla: a {config.model_type} attends to the latents that tokens choose; mla auto or absorb does"
+            )
+        self.indexer = Indexer(config, dtype) if config.is_sparse else None
 
     def __call__(
         self,
         x: Float[Array, "T D"],
         rope: CosSin,
-        cache: PagedLatent,
+        cache: LatentCache,
         slots: Int32[Array, "T"],
         parts: list[Part],
-    ) -> tuple[Float[Array, "T D"], PagedLatent]:
+    ) -> tuple[Float[Array, "T D"], LatentCache]:
         """Attention output of every token, and the cache with the step's latents in it."""
-        q_nope, q_rope = self._queries(x, rope)
-        latent = self._latent(x, rope)
-        if not cache.is_quantised:
-            latent = latent.astype(cache.pages.dtype)
-        cache = write_latent(cache, latent, slots, implementation=self.settings.implementation)
+        residual = None if self.config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        q_nope, q_rope = self._queries(self.q_proj(x) if residual is None else self.q_b_proj(residual), rope)
+        latent, latents = self._latent(x, rope), latents_of(cache)
+        if not latents.is_quantised:
+            latent = latent.astype(latents.pages.dtype)
+        latents = write_latent(latents, latent, slots, implementation=self.settings.implementation)
+        chosen = [None] * len(parts)
+        if isinstance(cache, IndexedLatent) and self.indexer is not None and residual is not None:
+            keys = self.indexer.keys(x, rope)
+            index = write_index_keys(cache.index, keys, slots, implementation=self.settings.implementation)
+            written: LatentCache = IndexedLatent(latents, index)
+            queries, weights = self.indexer.queries(residual, x, rope)
+            chosen = [self._choose(queries[part.tokens], weights[part.tokens], index, part) for part in parts]
+        else:
+            written = latents
         outputs = [
-            self._absorbed(q_nope[part.tokens], q_rope[part.tokens], cache, part)
+            self._sparse(q_nope[part.tokens], q_rope[part.tokens], latents, slots_of_keys)
+            if slots_of_keys is not None
+            else self._absorbed(q_nope[part.tokens], q_rope[part.tokens], latents, part)
             if isinstance(part, Rows)
-            else self._expanded(q_nope[part.tokens], q_rope[part.tokens], latent[part.tokens], cache, part)
-            for part in parts
+            else self._expanded(q_nope[part.tokens], q_rope[part.tokens], latent[part.tokens], latents, part)
+            for part, slots_of_keys in zip(parts, chosen, strict=True)
         ]
-        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), cache
+        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written
+
+    def _choose(
+        self, q: Float[Array, "T Hi Di"], weights: Float32[Array, "T Hi"], index: PagedIndexKeys, part: Part
+    ) -> Int32[Array, "T K"] | None:
+        """Slots that each token of the part attends to; None where that is all of them."""
+        if not is_sparse(self.config, self.settings, part.block_tables.shape[1] * index.page_size):
+            return None
+        tables, cu_q_lens, kv_lens = packed_rows(part)
+        positions = index_top_k(
+            q,
+            weights,
+            index,
+            tables,
+            cu_q_lens,
+            kv_lens,
+            top_k=self.settings.index_topk or self.config.index_topk,
+            implementation=self.settings.implementation,
+        )
+        return token_slots(positions, tables, cu_q_lens, page_size=index.page_size)
 
     def _queries(
-        self, x: Float[Array, "T D"], rope: CosSin
+        self, q: Float[Array, "T Hq_times_D"], rope: CosSin
     ) -> tuple[Float[Array, "T Hq nope"], Float[Array, "T Hq R"]]:
-        full_rank = self.config.q_lora_rank is None
-        q = self.q_proj(x) if full_rank else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(x.shape[0], self.config.num_attention_heads, self.config.qk_head_dim)
+        q = q.reshape(q.shape[0], self.config.num_attention_heads, self.config.qk_head_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rotate(q_rope, *rope)
 
@@ -227,6 +298,23 @@ class MLA(nnx.Module):
         )
         out = out.reshape(-1, *out.shape[2:])  # pyrefly: ignore[missing-attribute]
         return _per_head(out, self.w_uv[...].swapaxes(1, 2))
+
+    def _sparse(
+        self,
+        q_nope: Float[Array, "T Hq nope"],
+        q_rope: Float[Array, "T Hq R"],
+        cache: PagedLatent,
+        slots: Int32[Array, "T K"],
+    ) -> Float[Array, "T Hq v"]:
+        out = mla_sparse(
+            _per_head(q_nope, self.w_uk[...]),
+            q_rope,
+            cache,
+            slots,
+            sm_scale=self.config.sm_scale,
+            implementation=self.settings.implementation,
+        )
+        return _per_head(out, self.w_uv[...].swapaxes(1, 2))  # pyrefly: ignore[bad-argument-type]
 
     def _expanded(
         self,

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
-from models.decoder.caches import Caches, KVScales, LayerCache, allocate_caches, cache_spec
+from models.decoder.caches import Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
 from models.decoder.mesh import TENSOR, device_part, normal_mesh, own_kv_heads
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
         match self.part, caches[0]:
-            case DeepSeekConfig() as config, PagedLatent() as cache:
+            case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
                 return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)]
             case GQAConfig() as config, PagedKV() as cache:

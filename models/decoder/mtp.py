@@ -23,16 +23,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, require_mtp
-from models.decoder.caches import cache_spec
+from models.decoder.caches import LatentCache, allocate_latents, cache_spec
 from models.decoder.layers import Linear, RMSNorm
 from models.decoder.mla import plan_rows, step_parts
 from models.decoder.model import Decoder, DecoderLayer, layer_function, vocabulary_logits
 from models.decoder.rope import rope_table
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
-from pallas_attn import PagedLatent
 
-type MTPCaches = tuple[PagedLatent, ...]
+type MTPCaches = tuple[LatentCache, ...]
 """Caches of every module."""
 
 
@@ -122,4 +121,4 @@ class MTP(nnx.Module):
     def allocate_caches(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> MTPCaches:
         """Allocates an empty cache for each module, like those of the decoder's layers."""
         spec = cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype)
-        return tuple(PagedLatent.allocate(spec) for _ in self.depths)
+        return tuple(allocate_latents(spec) for _ in self.depths)

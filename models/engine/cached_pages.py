@@ -16,7 +16,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from models.decoder import Caches
+from models.decoder import Caches, cache_arrays, with_arrays
 from pallas_attn import PAGE_NONE
 
 FORMAT = 1
@@ -241,15 +241,14 @@ def write_rows(
     written = list(caches)
     for layer in layers:
         fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
-        written[layer] = dataclasses.replace(written[layer], **fields)
+        written[layer] = with_arrays(written[layer], fields)
     return tuple(written)
 
 
 def _paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
     """The arrays of layers that have pages, by layer and name; static scales have none."""
-    fields = ((layer, field.name) for layer in layers for field in dataclasses.fields(caches[layer]))
-    arrays = {f"{layer}.{name}": getattr(caches[layer], name) for layer, name in fields}
-    return {name: array for name, array in arrays.items() if array is not None and array.ndim > 2}
+    arrays = {f"{layer}.{name}": a for layer in layers for name, a in cache_arrays(caches[layer]).items()}
+    return {name: array for name, array in arrays.items() if array.ndim > 2}
 
 
 def _in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:

@@ -92,6 +92,7 @@ class Runner:
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config, self._mesh = config, model.mesh
+        self._index_topk = model.settings.index_topk
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
@@ -172,7 +173,7 @@ class Runner:
 
     def cache_format(self) -> dict[str, Any]:
         """What tells caches apart whose contents must not be exchanged, by name: shapes and dtypes of rows, static
-        scales, and a digest of a sample of every weight."""
+        scales, another number of keys that tokens choose, and a digest of a sample of every weight."""
         scales = self._config.kv_scales
         arrays = {
             str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in spec.arrays.items()}
@@ -182,6 +183,7 @@ class Runner:
         return {
             "page_size": self._config.page_size,
             "arrays": arrays,
+            "index_topk": self._index_topk,
             "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
             "weights": digest_of(jax.device_get(sample)),
         }

@@ -187,7 +187,8 @@ class PlainRun:
           max_output: most tokens of an output.
           cache_dtype, kv_scales: of the cache, so that quantised keys and values are rounded as the engine's were.
         """
-        step, self._weights = split_model(with_settings(model, AttentionSettings(implementation="xla")))
+        settings = AttentionSettings(implementation="xla", index_topk=model.settings.index_topk)
+        step, self._weights = split_model(with_settings(model, settings))
         self._eos = model.config.eos_token_ids
         self._num_rows = power_of_two(max_output + 1, 32)
         allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)

@@ -102,6 +102,52 @@ def slot_mapping(
     return jnp.where(inside & (page >= 0), page * page_size + position % page_size, PAGE_NONE)
 
 
+def token_slots(
+    positions: Int32[Array, "T K"],
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    *,
+    page_size: int,
+) -> Int32[Array, "T K"]:
+    """Slots of tokens that packed query tokens chose, as `mla_sparse` takes them.
+
+    Args:
+      positions: of the chosen tokens in the sequence of each query token; -1 for none.
+      block_tables: page ids.
+      cu_q_lens: prefix sums of the query tokens.
+      page_size: ps.
+
+    Returns:
+      page·ps + offset; -1 for no position, one past the table or on an absent page, and for tokens of no sequence.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> positions, block_tables = jnp.array([[0, 5, -1], [2, 3, -1]], jnp.int32), jnp.array([[5, 0]], jnp.int32)
+      >>> cu_q_lens = jnp.array([0, 2], jnp.int32)
+      >>> pallas_attn.token_slots(positions, block_tables, cu_q_lens, page_size=4).tolist()
+      [[20, 1, -1], [22, 23, -1]]
+    """
+    positions, block_tables, cu_q_lens = checks.int32(
+        positions=positions, block_tables=block_tables, cu_q_lens=cu_q_lens
+    )
+    dims = checks.Dims()
+    dims.check("positions", positions, "T K", checks.INT)
+    dims.check("block_tables", block_tables, "S P", checks.INT)
+    dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
+    page_size = checks.size("page_size", page_size)
+    if not (dims["T"] and dims["S"]):
+        return jnp.full_like(positions, PAGE_NONE)
+    cu_q_lens, token = checks.bound_sums(cu_q_lens, dims["T"]), jnp.arange(dims["T"], dtype=jnp.int32)
+    sequence = jnp.minimum(segment_of(cu_q_lens[1:], token), dims["S"] - 1)
+    real = ((token >= cu_q_lens[0]) & (token < cu_q_lens[-1]))[:, None]
+    entry = positions // page_size
+    page = block_tables[sequence[:, None], jnp.clip(entry, 0, dims["P"] - 1)]
+    inside = real & (positions >= 0) & (entry < dims["P"]) & (page >= 0) & (page < 2**31 // page_size)
+    return jnp.where(inside, page * page_size + positions % page_size, PAGE_NONE)
+
+
 def is_prefill(
     num_decode_tokens: Int32[Array, ""] | int, cu_q_lens: Int32[Array, "S_plus_1"], *, length: int
 ) -> Bool[Array, "length"]:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -90,8 +91,6 @@ def attend_rows(
     Returns:
       Normalised outputs in float32, 0 for queries that see nothing, and their LSE, -inf for those.
     """
-    rows = q.shape[0]
-    group_rows = min(group_rows, rows)
 
     def group(members: Int32[Array, "W"]) -> tuple[Float[Array, "W H M Dv"], Float[Array, "W H M"]]:
         q_group = q[members]
@@ -110,6 +109,13 @@ def attend_rows(
         out = jnp.where(seen[..., None], acc / jnp.where(seen, total, 1.0)[..., None], 0.0)
         return out, jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
 
+    return map_groups(group, num_tiles, group_rows)
+
+
+def map_groups[Tree](group: Callable[[Int32[Array, "W"]], Tree], num_tiles: Int32[Array, "R"], group_rows: int) -> Tree:
+    """Results of `group`, which takes rows and returns arrays [W, ...] of them, for all rows: arrays [R, ...]."""
+    rows = num_tiles.shape[0]
+    group_rows = min(group_rows, rows)
     if group_rows == rows:
         return group(jnp.arange(rows, dtype=jnp.int32))
     # Neighbours in this order have about equally many tiles, so few members of a group idle while its longest walks.
@@ -117,8 +123,8 @@ def attend_rows(
     place = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
     groups = -(-rows // group_rows)
     order = jnp.concatenate([order, jnp.broadcast_to(order[-1:], (groups * group_rows - rows,))])
-    out, lse = lax.map(group, order.reshape(groups, group_rows))
-    return out.reshape(-1, *out.shape[2:])[place], lse.reshape(-1, *lse.shape[2:])[place]
+    results = lax.map(group, order.reshape(groups, group_rows))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[place], results)
 
 
 def _zeros(q: Float[Array, "W H M Dk"], value_dim: int) -> Float[Array, "W H M Dv"]:
@@ -127,7 +133,7 @@ def _zeros(q: Float[Array, "W H M Dk"], value_dim: int) -> Float[Array, "W H M D
 
 def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
     """One step of the online softmax: updates the state (running maximum, denominator, weighted values) by a tile."""
-    scores = _dot("whmd,whkd->whmk", q, k) * sm_scale
+    scores = dot_f32("whmd,whkd->whmk", q, k) * sm_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
@@ -140,11 +146,11 @@ def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
     total = total * shrink + jnp.sum(weights, axis=-1)
     # Weights are rounded only where the queries are too: float32 queries over a 16-bit cache get float32 results.
     weights = weights.astype(v.dtype) if q.dtype == v.dtype else weights
-    acc = acc * shrink[..., None] + _dot("whmk,whkd->whmd", weights, v)
+    acc = acc * shrink[..., None] + dot_f32("whmk,whkd->whmd", weights, v)
     return new_highest, total, acc
 
 
-def _dot(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
+def dot_f32(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
     """Products accumulated in float32; operands of one 16-bit type go to the tensor cores as they are."""
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

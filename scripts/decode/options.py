@@ -62,7 +62,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
-    for flag in ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len"):
+    sizes = ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len")
+    for flag in (*sizes, "index_topk"):
         size = getattr(options, flag)
         if size is not None and size < 1:
             raise UsageError(f"--{flag.replace('_', '-')}: expected at least 1, got {size}")
@@ -239,6 +240,12 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="of a model with latent attention: attend to the latents themselves, or to keys and values made of them"
         " (default: auto, which absorbs for decode and expands for prefill)",
+    )
+    group.add_argument(
+        "--index-topk",
+        type=int,
+        metavar="N",
+        help="of a model with sparse attention, for experiments: keys attended to (default: what config.json says)",
     )
     group.add_argument(
         "--verify", action="store_true", help="decode again, uncached and unchunked, and compare every token"

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from transformers import (  # pyrefly: ignore[missing-import]
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -58,6 +60,9 @@ DENSE_FIRST = LATENT | {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
 }
+
+# Wider than what is rotated of it, and fewer keys than prompts have.
+INDEXER = {"index_topk": 20, "index_head_dim": 28, "index_n_heads": 8}
 
 # gpt-oss's form. The limit is low enough that gates reach it, and the window shorter than most prompts.
 GPT_OSS = COMMON | {
@@ -171,6 +176,43 @@ GOLDENS = {
         ),
         seed=13,
         fp8=True,
+    ),
+    # V3.2's form: tokens choose fewer keys than the longer prompts have, and more than the shorter ones
+    "v32": Golden(
+        DeepseekV32Config(
+            **DENSE_FIRST,
+            **INDEXER,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            q_lora_rank=48,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            num_experts_per_tok=6,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            rope_parameters=yarn(mscale=0.8, mscale_all_dim=1.0),
+        ),
+        seed=99,
+        published_config=True,
+    ),
+    # GLM-5's form: index queries and keys are rotated in pairs, experts are in one group, rope is plain
+    "glm-dsa": Golden(
+        GlmMoeDsaConfig(
+            **(DENSE_FIRST | {"num_hidden_layers": 2}),
+            **INDEXER,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=40,
+            n_routed_experts=12,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=624,
     ),
     # Qwen3's form: normed queries and keys, heads wider than their share of the hidden size, plain rope
     "qwen3": Golden(

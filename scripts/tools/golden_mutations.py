@@ -35,7 +35,16 @@ def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def is_latent(config: PreTrainedConfig) -> bool:
     """Whether the model has latent attention."""
-    return config.model_type.startswith("deepseek")
+    return config.model_type.startswith("deepseek") or is_sparse(config)
+
+
+def is_sparse(config: PreTrainedConfig) -> bool:
+    """Whether the model's tokens choose which keys they attend to."""
+    return hasattr(config, "index_topk")
+
+
+def indexers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    return (attention.indexer for attention in attentions(model) if hasattr(attention, "indexer"))
 
 
 def is_v3(gate: nn.Module) -> bool:
@@ -94,6 +103,123 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
         group_scores, masked = group_scores.log(), masked.log()
     margin = cut_margin(masked, gate.top_k)
     return margin if gate.topk_group == gate.num_group else min(margin, cut_margin(group_scores, gate.topk_group))
+
+
+# --- the indexer, again: a mistake is another rule
+
+
+@dataclass(frozen=True)
+class Indexing:
+    """Rule by which keys are scored and chosen; `indexing` makes that of transformers."""
+
+    paired: bool  # rotates columns 2i and 2i + 1 in place of i and i + R/2
+    first_rotated: int | None = 0  # column where rotated ones begin; None for no rotation
+    relu: bool = True
+    weighted: bool = True
+    centred: bool = True  # keys are normed by mean and deviation, in place of the root mean square
+    sign: int = 1
+    extra: int = 0  # keys chosen more than the configuration says
+
+
+def indexing(indexer: nn.Module) -> Indexing:
+    return Indexing(paired=indexer.config.model_type == "glm_moe_dsa")
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, rule: Indexing) -> torch.Tensor:
+    """Rotate the columns [..., D] of x that the rule says, by the angles [T, width]."""
+    if rule.first_rotated is None:
+        return x
+    start = rule.first_rotated % x.shape[-1]
+    before, part, after = x.split([start, width, x.shape[-1] - start - width], -1)
+    cos, sin = (angles[..., : width // 2] for angles in (cos, sin))
+    one, two = (part[..., 0::2], part[..., 1::2]) if rule.paired else part.chunk(2, -1)
+    return torch.cat([before, one * cos - two * sin, two * cos + one * sin, after], -1)
+
+
+def index_scores(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, cache) -> torch.Tensor:
+    """Compute scores [B, S, T], -inf where a key is invisible."""
+    cos, sin = angles
+    q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k = indexer.wk(hidden)
+    if rule.centred:
+        k = indexer.k_norm(k)
+    else:
+        k = F.rms_norm(k, k.shape[-1:], indexer.k_norm.weight, 1e-6) + indexer.k_norm.bias
+    q = turn(q, cos[:, :, None], sin[:, :, None], indexer.qk_rope_head_dim, rule)
+    k = turn(k, cos, sin, indexer.qk_rope_head_dim, rule)
+    if cache is not None:
+        k = cache.update_indexer(k, indexer.layer_idx)
+    products = torch.einsum("bshd,btd->bsht", q, k) * indexer.softmax_scale
+    weights = indexer.weights_proj(hidden) * indexer.n_heads**-0.5
+    if not rule.weighted:
+        weights = torch.full_like(weights, indexer.n_heads**-0.5)
+    scores = torch.einsum("bsht,bsh->bst", products.relu() if rule.relu else products, weights)
+    return (rule.sign * scores).masked_fill(mask < 0, -math.inf)
+
+
+def choose_keys(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, *_, past_key_values=None):
+    """Run an indexer's forward pass by the given rule: the positions of the chosen keys."""
+    scores = index_scores(indexer, rule, hidden, residual, angles, mask, past_key_values)
+    return scores.topk(min(indexer.index_topk + rule.extra, scores.shape[-1]), dim=-1).indices.int()
+
+
+def change_indexing(model: PreTrainedModel, **changes: Any) -> None:
+    """Apply no change; the model must stay the same."""
+    for indexer in indexers(model):
+        indexer.forward = partial(choose_keys, indexer, replace(indexing(indexer), **changes))
+
+
+def share_first_choice(model: PreTrainedModel) -> None:
+    """Let all layers attend to what the first layer chose."""
+    first, *others = indexers(model)
+    choose, chosen = first.forward, {}
+
+    def remember(*args, **kwargs):
+        chosen["last"] = choose(*args, **kwargs)
+        return chosen["last"]
+
+    first.forward = remember
+    for indexer in others:
+        indexer.forward = lambda *args, **kwargs: chosen["last"]
+
+
+def share_last_choice(model: PreTrainedModel) -> None:
+    """Let all tokens of a prompt attend to what its last one chose."""
+
+    def choose(forward, hidden, residual, angles, mask, *args, **kwargs):
+        return forward(hidden, residual, angles, mask[:, -1:].expand_as(mask), *args, **kwargs)[:, -1:].expand(
+            -1, mask.shape[1], -1
+        )
+
+    for indexer in indexers(model):
+        indexer.forward = partial(choose, indexer.forward)
+
+
+def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> float:
+    """Smallest gap between the worst key chosen and the best that was not, of any token that sees more keys than it
+    chooses, as a share of the deviation of its scores."""
+    scores = index_scores(indexer, indexing(indexer), hidden, residual, angles, mask, None)[0]
+    margins = []
+    for row in scores:
+        seen = row[row > -math.inf]
+        if len(seen) > indexer.index_topk:
+            margins.append(cut_margin(seen[None], indexer.index_topk) / seen.std().item())
+    return min(margins, default=math.inf)
+
+
+def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
+    """Smallest margin of any token's choice of keys in any layer; None without indexers."""
+    margins = []
+
+    def measure(indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        margins.append(selection_margin(indexer, *args[:4]))
+
+    hooks = [indexer.register_forward_pre_hook(measure, with_kwargs=True) for indexer in indexers(model)]
+    for sequence in sequences:
+        model(torch.tensor([sequence]))
+    for hook in hooks:
+        hook.remove()
+    return min(margins, default=None)
 
 
 def cut_margin(scores: torch.Tensor, chosen: int) -> float:
@@ -351,10 +477,25 @@ def latent_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrained
             table["rotary_mscale_dropped"] = drop_rotary_mscale
     if config.topk_group < config.n_group:
         table["groups_ignored"] = ignore_groups
-    if config.model_type == "deepseek_v3":
+    if is_sparse(config):
         table |= {
-            "group_score_is_the_best": partial(change_routing, best_in_group=1),
-            "masked_groups_score_zero": partial(change_routing, masked_score=0.0),
+            "all_keys_attended": partial(change_indexing, extra=10**6),
+            "one_key_more": partial(change_indexing, extra=1),
+            "worst_keys_chosen": partial(change_indexing, sign=-1),
+            "index_rope_dropped": partial(change_indexing, first_rotated=None),
+            "index_rope_of_the_last_columns": partial(change_indexing, first_rotated=-config.qk_rope_head_dim),
+            "index_rope_of_the_other_family": partial(change_indexing, paired=config.model_type != "glm_moe_dsa"),
+            "index_relu_dropped": partial(change_indexing, relu=False),
+            "index_weights_dropped": partial(change_indexing, weighted=False),
+            "index_keys_not_centred": partial(change_indexing, centred=False),
+            "choice_of_the_first_layer": share_first_choice,
+            "choice_of_the_last_token": share_last_choice,
+        }
+    if config.model_type != "deepseek_v2":
+        if config.topk_group < config.n_group:
+            table["group_score_is_the_best"] = partial(change_routing, best_in_group=1)
+            table["masked_groups_score_zero"] = partial(change_routing, masked_score=0.0)
+        table |= {
             "bias_dropped": drop_bias,
             "bias_in_weights": partial(change_routing, biased_weights=True),
             "topk_not_normalised": partial(change_routing, normalise=False),

@@ -38,10 +38,13 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 
 from scripts.tools.golden_models import GOLDENS, NORM_SPREAD, Golden
 from scripts.tools.golden_mutations import (
+    change_indexing,
     change_routing,
     closest_routing,
+    closest_selection,
     gates,
     is_latent,
+    is_sparse,
     is_v3,
     mutations,
     routers,
@@ -58,6 +61,7 @@ GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts wors
 MIN_MUTATION = 1e-2  # a hundred times the tolerance of parity
 MIN_TOKEN_MARGIN = 1e-3  # tests compare tokens that win by more: here, all
 MIN_ROUTING_MARGIN = 5e-4  # least distance between the worst expert or group chosen and the best that was not
+MIN_SELECTION_MARGIN = 2e-4  # the same of keys, as a share of the deviation of a token's scores
 MIN_DISTINCT_TOKENS = 12
 MAX_ROUNDING = 2e-5
 
@@ -88,7 +92,8 @@ def random_model(golden: Golden) -> PreTrainedModel:
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         spread = SINK_SPREAD if name.endswith(".sinks") else golden.config.initializer_range
-        parameter.data = 1 + NORM_SPREAD * noise if "norm" in name else spread * noise
+        is_norm = "norm" in name and not name.endswith(".bias")
+        parameter.data = 1 + NORM_SPREAD * noise if is_norm else spread * noise
     for router in routers(model):
         router.weight.data *= GATE_GAIN
     for gate in gates(model):
@@ -114,7 +119,8 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
     """Make the configuration in the keys of published config.json files, which are older than those of transformers
     5."""
     keys = model.config.to_diff_dict()
-    for newer in ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave"):
+    newer_keys = ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave", "layer_types", "mlp_layer_types")
+    for newer in newer_keys if is_latent(model.config) else newer_keys[:4]:
         keys.pop(newer, None)
     if is_latent(model.config):
         keys.pop("head_dim", None)
@@ -134,7 +140,7 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
             "initial_context_length": rope["original_max_position_embeddings"],
         }
     if latent:
-        v3 = model.config.model_type == "deepseek_v3"
+        v3 = model.config.model_type != "deepseek_v2"
         keys |= {
             "ep_size": 1,
             "moe_layer_freq": 1,
@@ -320,7 +326,8 @@ def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
     """Compute the prompt's logits and its cache, then NEW_TOKENS greedy tokens, each with its margin."""
-    cache = DynamicCache()  # keeps all tokens; one made for the configuration drops those that left the window
+    # One made for the configuration drops tokens that left the window; others have no place for index keys.
+    cache = DynamicCache(config=model.config) if is_sparse(model.config) else DynamicCache()
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
     cached = cached_arrays(model.config, cache)
     tops = [logits[-1].topk(2)]
@@ -336,11 +343,13 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
-    """Read the prompt's part of the cache: latents [layers, T, L + R], or keys and values [layers, Hkv, T, D]."""
+    """Read the prompt's part of the cache: latents [layers, T, L + R], and index keys [layers, T, Di] of sparse
+    attention, or keys and values [layers, Hkv, T, D]."""
     if is_latent(config):
         # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
-        return {"latents": torch.stack(rows).numpy()}
+        index = [layer.indexer_keys[0] for layer in cache.layers] if is_sparse(config) else []
+        return {"latents": torch.stack(rows).numpy()} | ({"index_keys": torch.stack(index).numpy()} if index else {})
     return {
         kind: torch.stack([getattr(layer, kind)[0] for layer in cache.layers]).numpy() for kind in ("keys", "values")
     }
@@ -351,6 +360,8 @@ def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str
     control = deepcopy(model)
     change_routing(control)
     require(largest_change(model, control, prompts) < MAX_ROUNDING, "the routing here is not that of transformers")
+    change_indexing(control)
+    require(largest_change(model, control, prompts) < MAX_ROUNDING, "the indexer here is not that of transformers")
     table = {}
     for name, mutate in mutations(model.config).items():
         mutant = deepcopy(model)
@@ -376,8 +387,11 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
 # --- the golden
 
 
-def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]) -> float | None:
-    """Refuse a golden that is degenerate or decided by rounding; return its closest routing decision, if any."""
+def check_decoding(
+    model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]
+) -> dict[str, float]:
+    """Refuse a golden that is degenerate or decided by rounding; return its closest decisions of routers and indexers,
+    where it has such."""
     for prompt, run in zip(prompts, runs, strict=True):
         tokens = run["tokens"].tolist()
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
@@ -387,9 +401,12 @@ def check_decoding(model: PreTrainedModel, prompts: list[list[int]], runs: list[
     sequences = [prompt + run["tokens"].tolist() for prompt, run in zip(prompts, runs, strict=True)]
     closest = closest_routing(model, sequences)
     require(closest is None or closest > MIN_ROUTING_MARGIN, f"a routing decision is as close as {closest}")
+    selection = closest_selection(model, sequences)
+    require(selection is None or selection > MIN_SELECTION_MARGIN, f"a choice of keys is as close as {selection}")
     rounding = largest_change(model, deepcopy(model).double(), prompts)
     require(rounding < MAX_ROUNDING, f"float32 costs {rounding} of the logits")
-    return closest
+    decisions = {"closest_routing": closest, "closest_selection": selection}
+    return {name: margin for name, margin in decisions.items() if margin is not None}
 
 
 def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
@@ -421,7 +438,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
     summary = {
         "written_by": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
         "rope_columns": "interleaved" if golden.config.model_type == "deepseek_v2" else "halves",
-        **({} if closest is None else {"closest_routing": closest}),
+        **closest,
         "mutations": dict(sorted(table.items(), key=lambda item: item[1])),
     }
     write_json(directory / "golden.json", summary)
@@ -436,7 +453,8 @@ def print_golden(directory: Path) -> None:
     size = sum(path.stat().st_size for path in directory.iterdir())
     print(f"{directory.name}: {size / 1e6:.2f} MB")
     print(f"  token margins: least {margins.min():.1e}, median {np.median(margins):.2f}; distinct tokens {distinct}")
-    print(f"  closest routing decision: {summary.get('closest_routing', '(none)')}; logits move by, under")
+    closest = {name: margin for name, margin in summary.items() if name.startswith("closest")}
+    print(f"  closest decisions: {closest or '(none)'}; logits move by, under")
     for mistake, change in summary["mutations"].items():
         print(f"    {mistake:<36}{change:8.3f}")
 

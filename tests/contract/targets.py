@@ -13,13 +13,19 @@ import numpy as np
 from pallas_attn import (
     FULL,
     HeadWindow,
+    PagedIndexKeys,
     PagedKV,
     PagedLatent,
     gather_latent,
+    index_scores,
+    index_top_k,
     mla_decode,
+    mla_sparse,
     paged_decode,
     paged_prefill,
     ragged_attention,
+    select_top_k,
+    write_index_keys,
     write_kv,
     write_latent,
 )
@@ -104,13 +110,21 @@ LATENTS_8BIT = PagedLatent(
     scale=jnp.asarray(np.random.default_rng(2).uniform(0.5, 2.0, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 32, seed=2),
 )
+# Small integers, whose products and sums are exact in any order: so selections are, too.
+INDEX = PagedIndexKeys(jnp.asarray(np.random.default_rng(3).integers(-3, 4, (N, PS, 32)), jnp.bfloat16))
+INDEX_8BIT = PagedIndexKeys(
+    INDEX.keys.astype(jnp.float8_e4m3fn), jnp.asarray(2.0 ** np.random.default_rng(4).integers(-1, 2, (N, PS, 1)), "f4")
+)
 DECODE = {"q": 8 * values(B, Q, HQ, D), "kv": KV, "block_tables": TABLES, "kv_lens": KV_LENS, "q_lens": ints(2, 1, 2)}
+LENGTHS = ("block_tables", "kv_lens", "q_lens")
+SUMS = ("block_tables", "kv_lens", "cu_q_lens")
 PREFILL = {"q": 8 * values(9, HQ, D), "kv": KV, "block_tables": TABLES, "cu_q_lens": CU_Q_LENS, "kv_lens": KV_LENS}
 WINDOWS = {
     "block_tables": HEAD_TABLES,
     "window": HeadWindow(jnp.asarray([FULL, 20], jnp.int32), jnp.asarray([0, 3], jnp.int32)),
 }
 LSE = {"return_lse": True}
+CHOICE = {"sm_scale": 0.5, "top_k": 20}
 SLOTS = ints(*range(17, 26))
 
 
@@ -135,12 +149,25 @@ def latent_prefill(cache: PagedLatent) -> dict[str, Any]:
 LATENTS_F32 = PagedLatent(LATENTS.pages.astype(jnp.float32))
 
 
+def indexed(index: PagedIndexKeys) -> dict[str, Any]:
+    """Arguments of `index_scores` whose results are exact."""
+    q, weights = (np.random.default_rng(5).integers(-3, 4, shape) for shape in ((9, HQ, 32), (9, HQ)))
+    arrays = {"q": jnp.asarray(q, jnp.bfloat16), "weights": jnp.asarray(weights, jnp.float32), "index": index}
+    return arrays | {name: PREFILL[name] for name in SUMS}
+
+
+def chosen(cache: PagedLatent) -> dict[str, Any]:
+    """Arguments of `mla_sparse`: 20 slots a token, of which some are none."""
+    width, rng = cache.width - 32, np.random.default_rng(6)
+    slots = np.stack([rng.permutation(N * PS)[:20] for _ in range(9)]).astype(np.int32)
+    slots[3], slots[5, 7:], slots[6, ::3] = -1, -1, -1
+    return {"q_latent": 8 * values(9, HQ, width), "q_rope": 8 * values(9, HQ, 32), "cache": cache, "slots": slots}
+
+
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if name not in names}
 
 
-LENGTHS = ("block_tables", "kv_lens", "q_lens")
-SUMS = ("block_tables", "kv_lens", "cu_q_lens")
 TARGETS = {
     "decode": Target(paged_decode, DECODE, LENGTHS, LSE),
     "decode of heads": Target(paged_decode, {**DECODE, **WINDOWS}, (*LENGTHS, "window"), LSE),
@@ -196,5 +223,19 @@ TARGETS = {
     ),
     "write of latents, 8 bits": Target(
         write_latent, {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS}, ("slots",), exact=True
+    ),
+    "index scores": Target(index_scores, indexed(INDEX), SUMS, {"sm_scale": 0.5}, exact=True),
+    "choice of keys": Target(index_top_k, indexed(INDEX), SUMS, {"sm_scale": 0.5, "top_k": 20}, exact=True),
+    "choice of keys, 8 bits": Target(
+        index_top_k, indexed(INDEX_8BIT), SUMS, {"sm_scale": 0.5, "top_k": 20}, exact=True
+    ),
+    "choice": Target(select_top_k, {"scores": values(9, 70, dtype=jnp.float32)}, (), {"top_k": 20}, exact=True),
+    "chosen latents": Target(mla_sparse, chosen(LATENTS), ("slots",), {"sm_scale": 0.125, **LSE}),
+    "chosen latents, 8 bits": Target(mla_sparse, chosen(LATENTS_8BIT), ("slots",), {"sm_scale": 0.125, **LSE}),
+    "write of index keys": Target(
+        write_index_keys, {"index": INDEX, "keys": values(9, 32), "slots": SLOTS}, ("slots",), exact=True
+    ),
+    "write of index keys, 8 bits": Target(
+        write_index_keys, {"index": INDEX_8BIT, "keys": values(9, 32), "slots": SLOTS}, ("slots",), exact=True
     ),
 }

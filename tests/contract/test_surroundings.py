@@ -34,7 +34,7 @@ from tests.ops import harness
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 XLA = next(backend for backend in BACKENDS if backend.name == "xla")
-NEW = ("q", "q_latent", "q_rope", "k", "v", "latent", "latent_new")
+NEW = ("q", "q_latent", "q_rope", "k", "v", "latent", "latent_new", "keys", "scores")
 """Arguments that a shard has its own part of; tables, lengths and caches are the same for all."""
 
 
@@ -79,7 +79,7 @@ def sharded(function: Any, own: tuple[str, ...] = NEW) -> Any:
 
 
 @pytest.mark.parametrize("backend", [REFERENCE, XLA], ids=lambda backend: backend.name)
-@pytest.mark.parametrize("name", ["decode", "ragged", "gather", "write of heads, int8"])
+@pytest.mark.parametrize("name", ["decode", "ragged", "gather", "write of heads, int8", "choice of keys"])
 def test_inside_a_shard_map(backend: Backend, name: str) -> None:
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
@@ -88,7 +88,7 @@ def test_inside_a_shard_map(backend: Backend, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "own", [NEW, ("kv", "cache", "k"), ("block_tables", "slots", "cu_q_lens"), ("kv_lens", "cu_kv_lens")]
+    "own", [NEW, ("kv", "cache", "k", "index"), ("block_tables", "slots", "cu_q_lens"), ("kv_lens", "cu_kv_lens")]
 )
 @params(lambda backend: not backend.kernels)
 def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> None:
@@ -229,7 +229,9 @@ def test_symbolic_sizes_are_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("name", ["decode", "latents, few heads", "prefill", "ragged", "gather", "write"])
+@pytest.mark.parametrize(
+    "name", ["decode", "latents, few heads", "prefill", "ragged", "gather", "write", "choice of keys", "chosen latents"]
+)
 def test_lists_and_numpy_integers_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Implementations get them as int32."""
     target, calls = TARGETS[name], []

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.decoder import Caches, Decoder, GroupTables, StepMetadata
+from models.decoder.caches import IndexedLatent
+from models.decoder.mla import latents_of
 from pallas_attn import PagedKV, PagedLatent
 
 PAGE_SIZE = 8
@@ -16,8 +18,7 @@ PAGE_SIZE = 8
 
 def latent_pages(caches: Caches) -> list[jax.Array]:
     """Copies the pages of every layer, [N, ps, L + R] each."""
-    assert all(isinstance(cache, PagedLatent) for cache in caches)
-    return [cache.pages for cache in caches if isinstance(cache, PagedLatent)]
+    return [latents_of(cache).pages for cache in caches if isinstance(cache, PagedLatent | IndexedLatent)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Pages:
         slots = self.slots(sequence, np.arange(length))
         layers = [np.asarray(pages, np.float32) for pages in latent_pages(caches)]
         return np.stack([pages.reshape(-1, pages.shape[-1])[slots] for pages in layers])
+
+    def index_keys(self, caches: Caches, sequence: int, length: int) -> np.ndarray:
+        """Reads the cached index keys of a sequence, [layers, length, Di]."""
+        slots = self.slots(sequence, np.arange(length))
+        layers = [np.asarray(cache.index.keys) for cache in caches if isinstance(cache, IndexedLatent)]
+        return np.stack([keys.reshape(-1, keys.shape[-1])[slots] for keys in layers])
 
     def keys_and_values(self, caches: Caches, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads the cached keys and values of a sequence, [layers, Hkv, T, D] each, as stored."""

@@ -30,10 +30,15 @@ HEADS = HeadWindows((FULL, 6), (0, 3))
 QWEN3 = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64, windows=(HEADS, 5))
 LATENT = dataclasses.replace(engine_case.CONFIG, kv_lora_rank=128)
 
-MODELS = {"latents": engine_case.CONFIG, "wide latents": LATENT, "windows": QWEN3}
+SPARSE = dataclasses.replace(
+    engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
+)
+
+MODELS = {"latents": engine_case.CONFIG, "sparse": SPARSE, "wide latents": LATENT, "windows": QWEN3}
 KINDS = {
     "latents": ("latents", None),
     "latents in 8 bits": ("wide latents", jnp.float8_e4m3fn),
+    "latents and index keys": ("sparse", None),
     "windows of heads": ("windows", None),
     "windows of heads, int8": ("windows", jnp.int8),
 }

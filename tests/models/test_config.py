@@ -103,6 +103,16 @@ V3: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3, as published
 }
 
 
+V32: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3.2-Exp, as published
+    **V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+}
+
+
 def without(config: dict, *names: str) -> dict:
     return {name: value for name, value in config.items() if name not in names}
 
@@ -128,6 +138,51 @@ def test_published_v3():
     assert config.eos_token_ids == (1,)
     assert config.sm_scale == pytest.approx(0.1352337788608801)  # (1.3689 ** 2) / sqrt(192)
     assert count_parameters(config) == pytest.approx(671e9, rel=1e-3)
+
+
+def test_published_v32():
+    config, v3 = DeepSeekConfig.from_hf(V32), DeepSeekConfig.from_hf(V3)
+    assert (config.is_sparse, config.index_topk, config.index_n_heads, config.index_head_dim) == (True, 2048, 64, 128)
+    assert dataclasses.replace(config, model_type="deepseek_v3", index_topk=0, index_n_heads=0, index_head_dim=0) == v3
+    assert not v3.is_sparse
+    indexer = 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128
+    assert count_parameters(config) - count_parameters(v3) == 61 * indexer
+
+
+def test_entries_of_an_indexer_say_nothing_of_other_families():
+    assert DeepSeekConfig.from_hf({**V3, "index_topk": 2048}) == DeepSeekConfig.from_hf(V3)
+    lists = {"layer_types": ["indexed_attention"] * 61, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58}
+    assert DeepSeekConfig.from_hf({**V32, **lists, "rope_interleave": False}) == DeepSeekConfig.from_hf(V32)
+
+
+@pytest.mark.parametrize(
+    ("entries", "error", "message"),
+    [
+        ({"index_topk": None}, ValueError, "index_topk missing"),
+        ({"index_topk": 0}, ValueError, "index_topk: expected at least 1, got 0"),
+        ({"index_n_heads": "64"}, ValueError, "index_n_heads: expected an integer"),
+        ({"index_head_dim": 32}, ValueError, "index_head_dim: expected at least qk_rope_head_dim=64, got 32"),
+        ({"index_head_dim": 10**6}, ValueError, "index_head_dim: expected at most 10000"),
+        ({"q_lora_rank": None}, ValueError, "q_lora_rank: a deepseek_v32 needs one"),
+        ({"layer_types": ["indexed_attention"]}, ValueError, "layer_types: expected one for each of 61 layers"),
+        ({"layer_types": ["full_attention"] * 61}, NotImplementedError, "layer_types 'full_attention' of layer 0"),
+        ({"mlp_layer_types": ["sparse"] * 61}, NotImplementedError, "mlp_layer_types 'sparse' of layer 0"),
+        ({"indexer_types": ["full"] * 60 + ["shared"]}, NotImplementedError, "indexer_types 'shared' of layer 60"),
+        ({"index_topk_freq": 4}, NotImplementedError, "index_topk_freq 4"),
+        ({"index_topk_pattern": "FS" * 30 + "F"}, NotImplementedError, "index_topk_pattern"),
+    ],
+)
+def test_says_what_is_wrong_with_an_indexer(entries: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        DeepSeekConfig.from_hf({**V32, **entries})
+
+
+INDEXER = ("index_topk", "index_head_dim", "layer_types", "indexer_types", "index_topk_freq", "index_topk_pattern")
+
+
+@pytest.mark.parametrize("name", INDEXER)
+def test_no_entry_of_an_indexer_ends_in_another_error(name: str):
+    assert all(is_read_or_refused({**V32, name: junk}) for junk in JUNK)
 
 
 @pytest.mark.parametrize(("name", "millions"), [("v2-lite", 15_706.5), ("mla-25m", 25.15)])

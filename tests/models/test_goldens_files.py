@@ -10,7 +10,8 @@ import pytest
 from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+SPARSE = ("v32", "glm-dsa")
+LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
 NEW_TOKENS = 24
@@ -19,7 +20,22 @@ SHARED_PREFIX = 32
 YARN_MUTATIONS = {"softmax_mscale_dropped", "yarn_interpolation_dropped", "yarn_interpolates_all_frequencies"}
 WINDOW_MUTATIONS = {"windows_dropped", "windows_on_the_other_layers", "windows_one_wider"}
 V3_MUTATIONS = {"groups_ignored", "bias_dropped", "bias_in_weights", "masked_groups_score_zero", "topk_not_normalised"}
+SPARSE_MUTATIONS = {
+    "all_keys_attended",
+    "one_key_more",
+    "worst_keys_chosen",
+    "index_rope_dropped",
+    "index_rope_of_the_last_columns",
+    "index_rope_of_the_other_family",
+    "index_relu_dropped",
+    "index_weights_dropped",
+    "index_keys_not_centred",
+    "choice_of_the_first_layer",
+    "choice_of_the_last_token",
+}
 MUTATIONS = {
+    "glm-dsa": SPARSE_MUTATIONS | {"bias_dropped", "bias_in_weights", "topk_not_normalised"},
+    "v32": YARN_MUTATIONS | V3_MUTATIONS | SPARSE_MUTATIONS | {"rotary_mscale_dropped"},
     "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
     "v2-group": {"groups_ignored", "group_score_is_the_sum_of_two", "topk_normalised"},
     "v3": YARN_MUTATIONS | V3_MUTATIONS | {"rotary_mscale_dropped"},
@@ -102,11 +118,15 @@ def read_weight(name, key):
 
 def cached_kinds(name):
     """Kinds of cached arrays that the golden holds."""
+    if name in SPARSE:
+        return ("latents", "index_keys")
     return ("latents",) if name in LATENT else ("keys", "values")
 
 
-def cached_shape(config, length):
+def cached_shape(config, kind, length):
     layers = config["num_hidden_layers"]
+    if kind == "index_keys":
+        return (layers, length, config["index_head_dim"])
     if "kv_lora_rank" in config:
         return (layers, length, config["kv_lora_rank"] + config["qk_rope_head_dim"])
     return (layers, config["num_key_value_heads"], length, config["head_dim"])
@@ -139,7 +159,7 @@ def test_arrays_have_the_documented_shapes(name):
             "logits": (np.float32, (len(prompt), config["vocab_size"])),
             "tokens": (np.int32, (NEW_TOKENS,)),
             "margins": (np.float32, (NEW_TOKENS,)),
-            **{kind: (np.float32, cached_shape(config, len(prompt))) for kind in cached_kinds(name)},
+            **{kind: (np.float32, cached_shape(config, kind, len(prompt))) for kind in cached_kinds(name)},
         }
         for key, (dtype, shape) in expected.items():
             array = arrays[f"{key}_{i}"]
@@ -224,6 +244,15 @@ def test_first_cached_row_follows_from_the_checkpoint(name):
     np.testing.assert_allclose(cached, np.concatenate([latent, rope], axis=-1), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_tokens_choose_fewer_keys_than_the_longer_prompts_have(name):
+    config, summary = read_json(name, "config.json"), read_json(name, "golden.json")
+    lengths = sorted(map(len, read_prompts(name)))
+    assert lengths[1] + NEW_TOKENS // 2 > config["index_topk"] > lengths[1]
+    assert lengths[2] > 1.5 * config["index_topk"]
+    assert summary["closest_selection"] > 2e-4
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mutation_is_visible(name):
     mutations = read_json(name, "golden.json")["mutations"]
@@ -241,7 +270,7 @@ def test_every_mutation_is_visible(name):
 
 def test_rope_columns_are_those_of_the_family():
     orders = {name: read_json(name, "golden.json")["rope_columns"] for name in LATENT}
-    assert orders == {"v2-greedy": "interleaved", "v2-group": "interleaved", "v3": "halves", "v3-fp8": "halves"}
+    assert orders == {name: "interleaved" if name.startswith("v2-") else "halves" for name in LATENT}
 
 
 @pytest.mark.parametrize("name", ["v3", "llama"])
@@ -251,7 +280,7 @@ def test_shards_hold_what_the_index_says(name):
     assert len(set(index["weight_map"].values())) > 1
 
 
-@pytest.mark.parametrize("name", ["v2-greedy", "v3", "llama", "gpt-oss"])
+@pytest.mark.parametrize("name", ["v2-greedy", "v3", "v32", "llama", "gpt-oss"])
 def test_published_config_says_the_same_in_older_keys(name):
     config, published = read_json(name, "config.json"), read_json(name, "config_published.json")
     routing = {"scoring_func", "topk_method"} if name in LATENT else set()

@@ -1,5 +1,7 @@
 """The implementations that a model would run on, by its settings."""
 
+import dataclasses
+
 import pytest
 
 from models.config import PRESETS
@@ -25,6 +27,22 @@ def chosen(dtype="float32", **settings):
 )
 def test_the_way_to_attend_decides_the_operations(mla, ops):
     assert list(chosen(mla=mla)) == ops
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch_invariant", "ops"),
+    [
+        ({"index_topk": 31}, False, ["index_top_k", "mla_sparse", "mla_decode", "gather_latent", "ragged_attention"]),
+        ({"index_topk": 32}, False, ["mla_decode", "gather_latent", "ragged_attention"]),
+        ({"index_topk": 32}, True, ["index_top_k", "mla_sparse"]),
+    ],
+)
+def test_sparse_attention_has_operations_of_its_own(changes, batch_invariant, ops):
+    settings = AttentionSettings(batch_invariant=batch_invariant, implementation="xla")
+    config = dataclasses.replace(PRESETS["v32-tiny"], **changes)
+    explained = explain_attention(config, settings, SIZES, "float32")
+    assert list(explained) == ["write_latent", "write_index_keys", *ops]
+    assert {explanation.chosen for explanation in explained.values()} == {"xla"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -293,10 +293,7 @@ def chunks_and_a_chain(mistake: Callable[[Fed, Patch], None] | None = None) -> l
         patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # no mistake is made in there
         if mistake is not None:
             mistake(fed, patch)
-        caches = tuple(
-            dataclasses.replace(cache, pages=jnp.full_like(cache.pages, np.nan))
-            for cache in case.mtp.allocate_caches(13, PAGE_SIZE)
-        )
+        caches = jax.tree.map(lambda x: jnp.full_like(x, np.nan), case.mtp.allocate_caches(13, PAGE_SIZE))
         hidden, tokens, given, results = fed.hidden, fed.tokens, np.zeros(0), []
         for begin, end in ((0, FIRST), (FIRST, FIRST + SECOND), (FIRST + SECOND, FIRST + 2 * SECOND)):
             metadata = step(pages, prefill=[(0, begin, end)])

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import files, load_model, mxfp4
+from models.checkpoints import files, load_model, mxfp4, weights
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
-from models.decoder import AttentionSettings, Decoder, gqa, mla, moe, rope, split_model
+from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, moe, rope, split_model
 from models.decoder.rope import halves_order
 from pallas_attn import Rope
+from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8")
+SPARSE = ("v32", "glm-dsa")
+LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
 
@@ -120,6 +122,14 @@ def test_cached_latents(name: str):
     for i, wanted in enumerate(run.golden.latents(run.model.config)):
         latents = run.pages.latents(run.caches, i, wanted.shape[1])
         np.testing.assert_allclose(latents, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_cached_index_keys(name: str):
+    run = prefilled(name)
+    for i, wanted in enumerate(run.golden["index_keys"]):
+        keys = run.pages.index_keys(run.caches, i, wanted.shape[1])
+        np.testing.assert_allclose(keys, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", GQA)
@@ -301,6 +311,58 @@ def unpacked_from(change: Callable) -> Callable[[Patch], None]:
     return replaced(mxfp4, "dequantise", lambda blocks, scales: right(*change(blocks, scales)))
 
 
+def indexed_with(change: Callable) -> Callable[[Patch], None]:
+    """Lets `change` choose keys, which gets the right function and its arguments."""
+    right = mla.index_top_k
+    return replaced(mla, "index_top_k", lambda *args, **kwargs: change(right, *args, **kwargs))
+
+
+def index_rope_of_the_last_columns(patch: Patch) -> None:
+    def rotate_last(layer: indexer.Indexer, x, angles):
+        rest, last = jnp.split(x, [x.shape[-1] - layer.rotated], axis=-1)
+        return jnp.concatenate([rest, rope.rotate(last, *angles)], axis=-1)
+
+    patch.setattr(indexer.Indexer, "_rotate", rotate_last)
+
+
+def index_keys_not_centred(patch: Patch) -> None:
+    def norm(layer: layers.LayerNorm, x):
+        scaled = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + layer.eps)
+        return scaled * layer.weight[...][None] + layer.bias[...][None]
+
+    patch.setattr(layers.LayerNorm, "__call__", norm)
+
+
+def index_relu_dropped(patch: Patch) -> None:
+    def weighted(subscripts, products, weights, scale):
+        return jnp.einsum(subscripts, products * scale, weights, precision=jax.lax.Precision.HIGHEST)
+
+    patch.setattr(index_tiles, "_weighted", weighted)
+
+
+def choice_of_the_last_token(patch: Patch) -> None:
+    right = mla.index_top_k
+
+    def choose(*args, **kwargs):
+        chosen = right(*args, **kwargs)
+        return jnp.broadcast_to(chosen[-1:], chosen.shape)
+
+    patch.setattr(mla, "index_top_k", choose)
+
+
+def choice_of_the_first_layer(patch: Patch) -> None:
+    """Lets all layers attend to what the first one chose. They are jitted one by one, and take it as a constant."""
+    right, chosen = mla.index_top_k, []
+
+    def choose(*args, **kwargs):
+        if not chosen:
+            chosen.append(right(*args, **kwargs))
+        return chosen[0]
+
+    patch.setattr(model, "layer_function", lambda: model._apply_layer)
+    patch.setattr(mla, "index_top_k", choose)
+
+
 right_dequantise = files.dequantise
 ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
 
@@ -324,6 +386,21 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     "fp8_scales_dropped": replaced(files, "dequantise", lambda weight, scale, block: weight.astype(np.float32)),
     "fp8_scales_divide": replaced(files, "dequantise", lambda w, s, block: right_dequantise(w, 1 / s, block)),
     "fp8_blocks_of_equal_size": fp8_blocks_of_equal_size,
+    "all_keys_attended": reconfigured(index_topk=10**6),
+    "one_key_more": indexed_with(lambda right, *args, top_k, **kwargs: right(*args, top_k=top_k + 1, **kwargs)),
+    "worst_keys_chosen": indexed_with(lambda right, q, weights, *args, **kwargs: right(q, -weights, *args, **kwargs)),
+    "index_rope_dropped": replaced(indexer.Indexer, "_rotate", lambda layer, x, angles: x),
+    "index_rope_of_the_last_columns": index_rope_of_the_last_columns,
+    "index_rope_of_the_other_family": replaced(
+        weights, "INDEX_ROPE_INTERLEAVE", {"deepseek_v32": True, "glm_moe_dsa": False}
+    ),
+    "index_relu_dropped": index_relu_dropped,
+    "index_weights_dropped": indexed_with(
+        lambda right, q, weights, *args, **kwargs: right(q, jnp.ones_like(weights), *args, **kwargs)
+    ),
+    "index_keys_not_centred": index_keys_not_centred,
+    "choice_of_the_first_layer": choice_of_the_first_layer,
+    "choice_of_the_last_token": choice_of_the_last_token,
     "rope_in_pairs": rope_is(style="interleaved"),
     "llama3_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
     "llama3_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),
@@ -389,7 +466,7 @@ def made_first(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("v3", "gpt-oss") else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name in ("v3", "v32", "gpt-oss") else pytest.mark.slow) for name in NAMES]
 )
 def test_a_right_model_passes_and_mistakes_show(name: str):
     """Makes each mistake of the table in the first model that it can be made in."""

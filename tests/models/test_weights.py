@@ -30,6 +30,8 @@ CONFIGS: dict[str, ModelConfig] = {
         V3, attention_bias=True, tie_word_embeddings=True, n_shared_experts=0
     ),
     "dense, biased, no q_lora": dataclasses.replace(V3, q_lora_rank=None, first_k_dense_replace=9, attention_bias=True),
+    "v32": dataclasses.replace(PRESETS["v32-tiny"], vocab_size=48, num_hidden_layers=2),
+    "glm": dataclasses.replace(PRESETS["v32-tiny"], model_type="glm_moe_dsa", vocab_size=48, num_hidden_layers=2),
     "qwen3": GQA_PRESETS["qwen3-tiny"],
     "gpt-oss": GQA_PRESETS["gpt-oss-tiny"],
     "llama, biased, tied": dataclasses.replace(

@@ -435,6 +435,8 @@ DELETIONS = """
         kv = pallas_attn.PagedKV(zeros((2, 1, 4, 8)), zeros((2, 1, 4, 8)))
         latent = pallas_attn.PagedLatent(zeros((2, 4, 8)))
         table, q = jnp.ones((1, 1), jnp.int32), zeros((1, 2, 8))
+        index, scores = pallas_attn.PagedIndexKeys(latent.pages), q[:, 0]
+        indexed = q, q[..., 0], index, table, ints(0, 1), ints(1)
         arguments = {
             "paged_decode": ((q[None], kv, table, ints(1)), {}),
             "paged_prefill": ((q, kv, table, ints(0, 1), ints(1)), {}),
@@ -444,6 +446,11 @@ DELETIONS = """
             "write_latent": ((latent, q[0, :1], ints(1)), {}),
             "gather_latent": ((latent, q[0, :1], table, ints(0, 1), ints(2)), {"length": 4}),
             "plan_decode": ((q[None], kv, table, ints(1)), {"num_programs": 3}),
+            "index_scores": (indexed, {}),
+            "index_top_k": (indexed, {"top_k": 2}),
+            "select_top_k": ((scores,), {"top_k": 2}),
+            "mla_sparse": ((q[..., :6], q[..., 6:], latent, table), {"sm_scale": 1.0}),
+            "write_index_keys": ((index, q[:, 0], ints(1)), {}),
         }
         args, kwargs = arguments[op]
         return jax.eval_shape(lambda: getattr(pallas_attn, op)(*args, **kwargs, implementation=implementation))

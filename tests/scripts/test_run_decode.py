@@ -220,6 +220,17 @@ def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
     assert [len(ids) for ids in outputs(result)] == [6, 6]
 
 
+def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp_path):
+    """Of a model that would be dense otherwise; the plain run chooses, too."""
+    config = dataclasses.replace(PRESETS["v32-tiny"], num_hidden_layers=1, index_topk=2000)  # quick to compile
+    save_random_checkpoint(tmp_path / "model", config)
+    sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
+    asked = ["--model", tmp_path / "model", *sizes, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--verify"]
+    result = run_json(*asked, "--index-topk", 3)
+    assert result["run"]["verified"] is True
+    assert {"write_index_keys", "index_top_k", "mla_sparse"} <= result["run"]["implementation"].keys()
+
+
 def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
     qwen3, windows = GOLDEN.with_name("qwen3"), tmp_path / "windows.json"
     windows.write_text(json.dumps([None, 5, {"window": [None, 4], "sink_tokens": [0, 2]}]))

@@ -45,6 +45,12 @@ class TestRefusals:
             ([*QUANTISED, "--kv-scales", "."], "--kv-scales: .: not a regular file"),
             ([*QUANTISED, "--kv-scales", LONG], f"--kv-scales: cannot read {LONG}: [Errno 36] File name too long"),
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
+            (
+                ["--random", "v32-tiny", "--mla", "expand"],
+                "mla: a deepseek_v32 attends to the latents that tokens choose",
+            ),
+            (["--random", "v3-tiny", "--index-topk", "8"], "--index-topk: a deepseek_v3 attends to all keys"),
+            (["--random", "v32-tiny", "--index-topk", "0"], "--index-topk: expected at least 1, got 0"),
             (["--random", "qwen3-tiny", "--head-windows", "no such file"], "No such file or directory"),
             (["--implementation", "cuda"], "cuda"),
             (["--implementation", ""], "implementation"),

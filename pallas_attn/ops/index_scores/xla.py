@@ -1,0 +1,28 @@
+"""`index_scores` on any device: tiles of queries walk the index keys of their sequence."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from pallas_attn import tuning
+from pallas_attn.ops.index_scores.call import IndexScoresCall
+from pallas_attn.portable.index_tiles import IndexTiles, index_heuristic
+from pallas_attn.portable.online_softmax import XlaConfig
+
+
+def index_scores(call: IndexScoresCall) -> Float32[Array, "T K"]:
+    sizes = {"num_tokens": call.q.shape[0], "num_sequences": call.kv_lens.shape[0], "heads": call.q.shape[1]}
+    tiles = IndexTiles(call, tuning.lookup("index_scores/xla", sizes, XlaConfig, lambda: index_heuristic(**sizes)))
+    width = tiles.most_tiles * tiles.tile_tokens
+
+    def start(rows: int) -> Float32[Array, "W M K"]:
+        return jnp.full((rows, tiles.tile_queries, width), -jnp.inf, jnp.float32)
+
+    def step(scores, tile, key, j):
+        zero = jnp.zeros_like(j)
+        return lax.dynamic_update_slice(scores, tile, (zero, zero, j * tiles.tile_tokens))
+
+    scores = tiles.walk(start, step, lambda scores: scores, fill=-jnp.inf)
+    return scores[:, : call.block_tables.shape[1] * call.index.page_size]

@@ -1,0 +1,63 @@
+"""Index scores and the choice of keys in one, without holding all scores (DeepSeek-V3.2, arXiv:2512.02556)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_attn import checks, dispatch
+from pallas_attn.ops.index_top_k.call import IndexTopKCall
+from pallas_attn.types import Implementation, PagedIndexKeys
+
+
+def index_top_k(
+    q: Float[Array, "T Hi Di"],
+    weights: Float32[Array, "T Hi"],
+    index: PagedIndexKeys,
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    top_k: int,
+    sm_scale: float | None = None,
+    implementation: Implementation = None,
+) -> Int32[Array, "T top_k"]:
+    """Positions of the `top_k` keys that score highest for each token, as `select_top_k` of `index_scores`; scores are
+    held for some keys of some tokens at a time, so memory does not grow with the context.
+
+    Args:
+      q, weights, index, block_tables, cu_q_lens, kv_lens, sm_scale: as `index_scores` takes them.
+      top_k: positions wanted, which may be more than a token sees.
+      implementation: None, a name, or names to try in order.
+
+    Returns:
+      Positions in rising order, then -1 where a token sees fewer than `top_k` keys, as padding tokens do.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=4, index_dim=6, dtype=jnp.float32)
+      >>> index = pallas_attn.PagedIndexKeys.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0], [3, -1]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2, 3], jnp.int32), jnp.array([6, 2], jnp.int32)
+      >>> q, weights = jnp.ones((3, 2, 6)), jnp.ones((3, 2))
+      >>> pallas_attn.index_top_k(q, weights, index, block_tables, cu_q_lens, kv_lens, top_k=3).tolist()
+      [[0, 1, 2], [0, 1, 2], [0, 1, -1]]
+    """
+    block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
+    call = IndexTopKCall(
+        q,
+        weights,
+        index,
+        block_tables,
+        cu_q_lens,
+        kv_lens,
+        sm_scale=checks.number("sm_scale", sm_scale),
+        top_k=checks.size("top_k", top_k),
+    )
+    call.validate()
+    if not (q.shape[0] and kv_lens.shape[0]):
+        return jnp.full((q.shape[0], call.top_k), -1, jnp.int32)
+    return dispatch.run(call, implementation)

@@ -1,0 +1,36 @@
+"""`index_top_k` on any device: tiles of queries walk the index keys of their sequence and keep the best so far."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32
+
+from pallas_attn import tuning
+from pallas_attn.ops.index_top_k.call import IndexTopKCall
+from pallas_attn.portable.index_tiles import IndexTiles, as_positions, comparable, index_heuristic
+from pallas_attn.portable.online_softmax import XlaConfig
+
+
+def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
+    sizes = {"num_tokens": call.q.shape[0], "num_sequences": call.kv_lens.shape[0], "heads": call.q.shape[1]}
+    tiles = IndexTiles(call, tuning.lookup("index_top_k/xla", sizes, XlaConfig, lambda: index_heuristic(**sizes)))
+    kept = min(call.top_k, call.block_tables.shape[1] * call.index.page_size)
+
+    def start(rows: int) -> tuple[Float32[Array, "W M k"], Int32[Array, "W M k"]]:
+        shape = (rows, tiles.tile_queries, kept)
+        return jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
+
+    def step(state, scores, key, j):
+        best, position = state
+        # Those kept come first, and are in order of position where they are equal: so ties go to the lower one.
+        all_scores = jnp.concatenate([best, comparable(scores)], axis=-1)
+        all_positions = jnp.concatenate([position, jnp.broadcast_to(key[:, None], scores.shape)], axis=-1)
+        best, chosen = lax.top_k(all_scores, kept)
+        return best, jnp.take_along_axis(all_positions, chosen, axis=-1)
+
+    def finish(state):
+        best, position = state
+        return as_positions(position, best)
+
+    return jnp.pad(tiles.walk(start, step, finish, fill=-1), ((0, 0), (0, call.top_k - kept)), constant_values=-1)

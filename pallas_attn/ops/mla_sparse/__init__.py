@@ -1,0 +1,64 @@
+"""Absorbed latent attention of each token to the keys chosen for it (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks, dispatch
+from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.types import Implementation, PagedLatent
+
+
+def mla_sparse(
+    q_latent: Float[Array, "T Hq L"],
+    q_rope: Float[Array, "T Hq R"],
+    cache: PagedLatent,
+    slots: Int32[Array, "T K"],
+    *,
+    sm_scale: float,
+    return_lse: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "T Hq L"] | tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
+    """Attention of every token to the latents in the slots chosen for it, as `mla_decode` attends to all of a sequence.
+
+    Decode rows and tokens of a chunk are all alike. A token sees exactly the slots it names: causality is the choice's.
+
+    Args:
+      q_latent: queries against the latent columns, W_UK absorbed.
+      q_rope: rotated queries against the rotated key's columns; same dtype.
+      cache: of any dtype.
+      slots: page · ps + offset of the latents each token attends to, as `token_slots` gives them, each at most once;
+        -1, or any slot outside the pool, is none.
+      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
+      return_lse: also return the LSE.
+      out_dtype: of the output; None for q_latent's.
+      implementation: None, a name, or names to try in order.
+
+    Returns:
+      Latent-space output, exactly 0 for tokens without a slot; with `return_lse` also the float32 natural-log LSE of
+      the scaled scores, -inf for those.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache = pallas_attn.PagedLatent.allocate(spec)
+      >>> slots = jnp.array([[20, 1, 2], [12, -1, -1]], jnp.int32)
+      >>> pallas_attn.mla_sparse(jnp.ones((2, 4, 6)), jnp.ones((2, 4, 2)), cache, slots, sm_scale=0.1).shape
+      (2, 4, 6)
+    """
+    (slots,) = checks.int32(slots=slots)
+    call = MlaSparseCall(
+        q_latent, q_rope, cache, slots, sm_scale=checks.required_number("sm_scale", sm_scale), out_dtype=out_dtype
+    )
+    call.validate()
+    if not q_latent.shape[0]:
+        out, lse = jnp.zeros(q_latent.shape, call.output_dtype), jnp.zeros(q_latent.shape[:2], jnp.float32)
+    else:
+        out, lse = dispatch.run(call, implementation)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,158 @@
+"""Scores of index keys (DeepSeek-V3.2's lightning indexer): all at once for `reference`, by tiles for `xla`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_attn.portable.index_keys import meant_index_keys, read_index_keys
+from pallas_attn.portable.online_softmax import QueryTiles, XlaConfig, dot_f32, map_groups, tile_queries
+from pallas_attn.portable.oracle import HIGHEST
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles
+from pallas_attn.portable.varying import varying_like
+from pallas_attn.portable.visibility import head_windows
+from pallas_attn.types import PagedIndexKeys
+
+
+class IndexCall(Protocol):
+    """What calls that score index keys hold; see `index_scores`."""
+
+    @property
+    def q(self) -> Float[Array, "T Hi Di"]: ...
+    @property
+    def weights(self) -> Float32[Array, "T Hi"]: ...
+    @property
+    def index(self) -> PagedIndexKeys: ...
+    @property
+    def block_tables(self) -> Int32[Array, "S P"]: ...
+    @property
+    def cu_q_lens(self) -> Int32[Array, "S_plus_1"]: ...
+    @property
+    def kv_lens(self) -> Int32[Array, "S"]: ...
+    @property
+    def scale(self) -> float: ...
+
+
+def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
+    """Scores of every token over all K = P·ps table entries of its sequence, -inf where a key is invisible."""
+    num_tokens, num_sequences = call.q.shape[0], call.kv_lens.shape[0]
+    num_pages, page_size, _ = call.index.keys.shape
+    in_pool = (call.block_tables >= 0) & (call.block_tables < num_pages)
+    keys = meant_index_keys(call.index)[jnp.where(in_pool, call.block_tables, 0)]  # [S, P, ps, Di]
+    keys = keys.reshape(num_sequences, -1, keys.shape[-1]).astype(jnp.float32)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(call.cu_q_lens[1:], token, side="right"), num_sequences - 1)
+    position = (call.kv_lens - call.cu_q_lens[1:])[sequence] + token
+    real = (token >= call.cu_q_lens[0]) & (token < call.cu_q_lens[-1])
+    key = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    visible = (key[None] <= position[:, None]) & real[:, None] & jnp.repeat(in_pool, page_size, axis=1)[sequence]
+    products = jnp.einsum("thd,tkd->thk", call.q.astype(jnp.float32), keys[sequence], precision=HIGHEST)
+    return jnp.where(visible, _weighted("thk,th->tk", products, call.weights, call.scale), -jnp.inf)
+
+
+def _weighted(subscripts: str, products: Array, weights: Float32[Array, "..."], scale: float) -> Float32[Array, "..."]:
+    """Sum over heads of weight · relu(scale · product); zeros of either sign are 0, so that they tie."""
+    scores = jnp.einsum(subscripts, jnp.maximum(products * scale, 0.0), weights, precision=HIGHEST)
+    return jnp.where(scores == 0, 0.0, scores)
+
+
+def index_heuristic(num_tokens: int, num_sequences: int, heads: int) -> XlaConfig:
+    """Sizes whose products of queries and keys, of all index heads, are at most 2**24 a step where tiles allow it."""
+    queries = min(16, tile_queries(num_tokens, num_sequences))
+    rows = -(-num_tokens // queries) + num_sequences
+    group_rows = min(rows, 8 if queries == 1 else 2)
+    tile_tokens = 2**24 // (group_rows * queries * heads)
+    return XlaConfig(min(4096, max(256, tile_tokens)), group_rows, queries)
+
+
+type IndexStep = Callable[[Any, Float32[Array, "W M K"], Int32[Array, "W K"], Int32[Array, ""]], Any]
+"""(state, scores, key positions, number of the tile) -> state."""
+
+
+class IndexTiles:
+    """Tiles of query tokens, each of one sequence, that walk tiles of its index keys.
+
+    Attributes:
+      tile_queries: M, query tokens of a row.
+      tile_tokens: K, keys of a tile.
+      most_tiles: tiles of the longest row there can be.
+    """
+
+    def __init__(self, call: IndexCall, settings: XlaConfig):
+        self._call, self._group_rows = call, settings.group_rows
+        self._queries = QueryTiles(call.cu_q_lens, call.q.shape[0], settings.tile_queries)
+        num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[self._queries.sequence][:, None]
+        position = num_cached + self._queries.index
+        self._real = self._queries.real & (position >= 0)
+        self._position = jnp.where(self._real, position, 0)
+        num_pages, page_size, _ = call.index.keys.shape
+        self._pages = PageTiles(
+            call.block_tables,
+            head_windows(None, 1),
+            head_rows=HeadRows(heads=1, rows_per_sequence=1),
+            sequence=self._queries.sequence,
+            first_query=jnp.zeros_like(self._queries.sequence),
+            end=jnp.max(jnp.where(self._real, self._position + 1, 0), axis=1),
+            page_size=page_size,
+            pool_rows=num_pages,
+            tile_tokens=settings.tile_tokens,
+        )
+        table_pages = call.block_tables.shape[1]
+        pages = max(1, min(settings.tile_tokens // page_size, table_pages))
+        self.tile_queries, self.tile_tokens = settings.tile_queries, pages * page_size
+        self.most_tiles = -(-table_pages // pages)
+
+    def walk(
+        self, start: Callable[[int], Any], step: IndexStep, finish: Callable[[Any], Array], *, fill: float
+    ) -> Array:
+        """Results [T, ...] of a walk of each token over its sequence's keys, in order; `fill` for padding tokens.
+
+        Args:
+          start: (W) -> state of W rows that have seen no key.
+          step: takes the scores of the next tile, -inf where a key is invisible.
+          finish: state -> results [W, M, ...].
+        """
+        call = self._call
+
+        def group(members: Int32[Array, "W"]) -> Array:
+            token = self._queries.token[members]
+            q, weights = call.q[token], call.weights[token]
+            steps = jnp.max(self._pages.num_tiles[members])
+            state = varying_like(start(members.shape[0]), (call, self._pages.num_tiles))
+
+            def absorb(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                j, state = carry
+                page_ids, key, exists = self._pages.locate(members, j)
+                keys = read_index_keys(call.index, page_ids[:, 0]).reshape(members.shape[0], -1, q.shape[-1])
+                visible = (key[:, None] <= self._position[members][..., None]) & self._real[members][..., None]
+                scores = _weighted("wmhk,wmh->wmk", dot_f32("wmhd,wkd->wmhk", q, keys), weights, call.scale)
+                return j + 1, step(state, jnp.where(visible & exists, scores, -jnp.inf), key, j)
+
+            zero = varying_like(jnp.zeros((), jnp.int32), steps)
+            return finish(lax.while_loop(lambda carry: carry[0] < steps, absorb, (zero, state))[1])
+
+        return self._queries.unpack(map_groups(group, self._pages.num_tiles, self._group_rows), call.q.shape[0], fill)
+
+
+def as_positions(chosen: Int32[Array, "*rows k"], scores: Float32[Array, "*rows k"]) -> Int32[Array, "*rows k"]:
+    """Chosen positions in rising order, those of keys that nobody sees (-inf) as -1 at the end."""
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(scores == -jnp.inf, last, chosen.astype(jnp.int32)), axis=-1)
+    return jnp.where(ordered == last, -1, ordered)
+
+
+def comparable(scores: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Scores as a selection compares them: zeros of either sign are equal, NaN is as +inf."""
+    return jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
+
+
+def sorted_choice(scores: Float32[Array, "T K"], top_k: int) -> Int32[Array, "T top_k"]:
+    """The choice of `select_top_k` by a stable sort of each row."""
+    scores = comparable(scores)
+    chosen = jnp.argsort(-scores, axis=1, stable=True)[:, :top_k]
+    positions = as_positions(chosen, jnp.take_along_axis(scores, chosen, axis=1))
+    return jnp.pad(positions, ((0, 0), (0, top_k - chosen.shape[1])), constant_values=-1)

@@ -1,0 +1,129 @@
+"""Inputs of `index_scores` and `index_top_k`, the awkward ones as flags, and what must come out, in plain numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import PagedIndexKeys
+from tests.ops import harness
+
+SM_SCALE = 0.25  # a power of two, so that exact scores stay exact
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexCase:
+    """One call.
+
+    Attributes:
+      kv_lens: tokens each sequence holds.
+      q_lens: new tokens of each sequence: 1 for a decode row, some for drafts, many for a chunk, 0 for none.
+      padding: tokens of no sequence at the end.
+      dtype: of the queries; None for float32.
+      cache_dtype: of the keys; None for q's. With float8_e4m3fn they have scales.
+      absent_pages: some pages are missing in the middle of what a token would see.
+      exact: small integers, whose scores are exact in any order and often equal.
+    """
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    padding: int = 3
+    heads: int = 3
+    index_dim: int = 32
+    page_size: int = 8
+    pages_per_row: int = 9
+    num_pages: int = 64
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    absent_pages: bool = False
+    exact: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.q_lens) + self.padding
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexInputs:
+    """A case with values.
+
+    Attributes:
+      q: [T, Hi, Di].
+      keys: [N, ps, Di], what the cache means, every slot filled.
+      stored: the arrays of the cache.
+      tables: [S, P].
+      sequence: [T], of each token; -1 for padding.
+      visible: bool [T, K], which key each token sees; K = P·ps.
+      dead: bool [N, ps], slots without a visible key.
+    """
+
+    case: IndexCase
+    rng: np.random.Generator
+    q: np.ndarray
+    weights: np.ndarray
+    keys: np.ndarray
+    stored: tuple[np.ndarray, ...]
+    tables: np.ndarray
+    sequence: np.ndarray
+    visible: np.ndarray
+    dead: np.ndarray
+
+    @staticmethod
+    def draw(case: IndexCase, rng: np.random.Generator) -> IndexInputs:
+        batch, dtype = len(case.kv_lens), case.dtype or "float32"
+        sequence = np.append(np.repeat(np.arange(batch), case.q_lens), np.full(case.padding, -1))
+        absent = rng.random((batch, 1, case.pages_per_row)) < (0.25 if case.absent_pages else 0.0)
+        t = np.arange(case.pages_per_row * case.page_size)
+        visible = np.zeros((case.num_tokens, t.size), bool)
+        for s, (kv_len, q_len, first) in enumerate(
+            zip(case.kv_lens, case.q_lens, np.cumsum((0, *case.q_lens)), strict=False)
+        ):
+            for i in range(q_len):
+                visible[first + i] = (t <= kv_len - q_len + i) & ~np.repeat(absent[s, 0], case.page_size)
+        seen = np.stack([visible[sequence == s].any(axis=0) for s in range(batch)])[:, None]
+        size = {"page_size": case.page_size, "num_pages": case.num_pages}
+        tables = harness.paginate(rng, seen, **size, absent=absent if case.absent_pages else None)
+        dead = harness.dead_slots(tables, seen, **size)[:, 0]
+        draw = (lambda *shape: rng.integers(-3, 4, shape)) if case.exact else (lambda *shape: rng.normal(size=shape))
+        q = draw(case.num_tokens, case.heads, case.index_dim).astype(dtype)
+        weights = draw(case.num_tokens, case.heads).astype(np.float32)
+        keys = draw(case.num_pages, case.page_size, case.index_dim).astype(case.cache_dtype or dtype)
+        stored = (keys,)
+        if case.cache_dtype == "float8_e4m3fn":
+            scale = 2.0 ** rng.integers(-2, 3, (*keys.shape[:2], 1)).astype(np.float32)
+            stored, keys = (keys, scale), keys.astype(np.float32) * scale
+        return IndexInputs(case, rng, q, weights, keys, stored, tables, sequence, visible, dead)
+
+    def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments; what must not matter is poison or 0."""
+        fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
+        padding = self.sequence < 0
+        return {
+            "q": fill(self.rng, self.q, padding),
+            "weights": fill(self.rng, self.weights, padding),
+            "index": PagedIndexKeys(*(jnp.asarray(fill(self.rng, part, self.dead)) for part in self.stored)),
+            "block_tables": self.tables,
+            "cu_q_lens": np.cumsum((0, *self.case.q_lens)).astype(np.int32),
+            "kv_lens": np.array(self.case.kv_lens, np.int32),
+        }
+
+    def scores(self) -> np.ndarray:
+        """Scores [T, K] in float64, -inf where a key is invisible."""
+        ps, scores = self.case.page_size, np.full(self.visible.shape, -np.inf)
+        for token, position in np.argwhere(self.visible):
+            key = self.keys[self.tables[self.sequence[token], position // ps], position % ps].astype(np.float64)
+            products = np.maximum(self.q[token].astype(np.float64) @ key * SM_SCALE, 0)
+            scores[token, position] = self.weights[token].astype(np.float64) @ products
+        return scores
+
+
+def best(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """Positions [T, top_k] of the highest scores, the lower ones of equal scores, in order; -1 for none."""
+    chosen = np.full((scores.shape[0], top_k), -1, np.int32)
+    for row, values in zip(chosen, scores, strict=True):
+        ranked = sorted(np.flatnonzero(values > -np.inf), key=lambda t: (-values[t], t))[:top_k]
+        row[: len(ranked)] = sorted(ranked)
+    return chosen

@@ -1,0 +1,266 @@
+"""The contract of `mla_sparse`: every implementation, every awkward input."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, token_slots
+from tests.contract import backends, naive, transformations
+from tests.contract.backends import Backend
+from tests.ops import harness
+
+# Latents that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+every_backend = backends.every_backend("mla_sparse")
+SM_SCALE, PAGES, PS = 0.0625, 12, 16
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """One call of `mla_sparse`.
+
+    Attributes:
+      chosen: slots that each token names; the rest of its K are none.
+      top_k: K.
+      garbage: what stands for none: -1, or any number outside the pool.
+      scattered: none stand between slots, instead of after them.
+      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
+      cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
+    """
+
+    chosen: tuple[int, ...] = (0, 1, 15, 16, 17, 40, 0)
+    top_k: int = 40
+    heads: int = 3
+    latent_dim: int = 128
+    rope_dim: int = 32
+    dtype: str | None = "float32"
+    cache_dtype: str | None = None
+    garbage: tuple[int, ...] = (-1,)
+    scattered: bool = False
+
+
+@dataclass(frozen=True)
+class SparseInputs:
+    """A case with values.
+
+    Attributes:
+      q: [T, Hq, L + R].
+      latents: [N·ps, L + R], what the cache means.
+      stored: the arrays of the cache.
+      dead: bool [N, ps], slots that no token names.
+    """
+
+    case: SparseCase
+    rng: np.random.Generator
+    q: np.ndarray
+    latents: np.ndarray
+    stored: tuple[np.ndarray, ...]
+    slots: np.ndarray
+    dead: np.ndarray
+
+    @staticmethod
+    def draw(case: SparseCase, rng: np.random.Generator, dtype: str) -> SparseInputs:
+        dtype = case.dtype or dtype
+        scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
+        slots = rng.choice(case.garbage, (len(case.chosen), case.top_k)).astype(np.int32)
+        for row, count in zip(slots, case.chosen, strict=True):
+            places = rng.permutation(case.top_k)[:count] if case.scattered else np.arange(count)
+            row[places] = rng.permutation(np.arange(PS, PAGES * PS))[:count]  # tokens share slots
+        dead = np.ones(PAGES * PS, bool)
+        dead[slots[(slots >= 0) & (slots < dead.size)]] = False
+        width = case.latent_dim + case.rope_dim
+        q = (rng.standard_normal((len(case.chosen), case.heads, width)) / scale).astype(dtype)
+        latents = rng.standard_normal((PAGES, PS, width)) * scale
+        if case.cache_dtype != "float8_e4m3fn":
+            latents = latents.astype(case.cache_dtype or dtype)
+            stored = (latents,)
+        else:
+            rope = latents[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
+            groups = latents[..., : case.latent_dim].reshape(PAGES, PS, -1, 128)
+            scales = (scale * rng.uniform(0.02, 0.1, groups.shape[:-1])).astype(np.float32)
+            quantised = np.clip(groups / scales[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            meant = (quantised.astype(np.float32) * scales[..., None]).reshape(PAGES, PS, -1)
+            stored = quantised.reshape(meant.shape), scales, rope
+            latents = np.concatenate([meant, rope.astype(np.float32)], axis=-1)
+        return SparseInputs(case, rng, q, latents.reshape(-1, width), stored, slots, dead.reshape(PAGES, PS))
+
+    def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
+        """Array arguments; what must not matter is poison or 0."""
+        fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
+        return {
+            "q_latent": self.q[..., : self.case.latent_dim],
+            "q_rope": self.q[..., self.case.latent_dim :],
+            "cache": PagedLatent(*(jnp.asarray(fill(self.rng, part, self.dead)) for part in self.stored)),
+            "slots": self.slots,
+        }
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output [T, Hq, L] and LSE in float64."""
+        rows = []
+        for q, slots in zip(self.q, self.slots, strict=True):
+            keys = self.latents[slots[(slots >= 0) & (slots < PAGES * PS)]][:, None]
+            rows.append(naive.attend(q, keys, keys[..., : self.case.latent_dim], SM_SCALE))
+        out, lse = zip(*rows, strict=True)
+        return np.stack(out), np.stack(lse)
+
+
+BASE = SparseCase()
+CASES = {
+    "rows of all kinds": BASE,
+    "16 bits": replace(BASE, dtype=None),
+    "one slot": replace(BASE, chosen=(1, 0, 1), top_k=1),
+    "nothing chosen": replace(BASE, chosen=(0,) * 7),
+    "none between slots": replace(BASE, scattered=True),
+    "garbage for none": replace(BASE, scattered=True, garbage=(-(2**31), -7, PAGES * PS, 2**31 - 1, harness.GARBAGE)),
+    "40 heads, wide latents": replace(BASE, heads=40, latent_dim=512, rope_dim=64),
+    "8 bits": replace(BASE, cache_dtype="float8_e4m3fn", latent_dim=256),
+    "bfloat16 over 8 bits": replace(BASE, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
+    "float32 over bfloat16": replace(BASE, cache_dtype="bfloat16"),
+}
+
+
+def attend(backend: Backend, **static: Any) -> harness.Jitted:
+    return backends.compiled(mla_sparse, backend, sm_scale=SM_SCALE, return_lse=True, **static)
+
+
+def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
+    return SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
+
+
+@backends.every_case("mla_sparse", CASES)
+def test_values(backend: Backend, name: str) -> None:
+    """The result is the one spelt out in numpy, and poison changes no bit of it."""
+    inputs = draw(backend, CASES[name])
+    exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
+    call = attend(backend, **exact)
+    got = call(**inputs.arguments())
+    tolerances = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
+    harness.assert_attention_close(got, inputs.expected(), tolerances)
+    harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
+
+
+@every_backend
+def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
+    """Decode rows of drafts, over pages in any order, with an absent one."""
+    rng = harness.fresh_rng()
+    spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=32, dtype="float32")
+    cache = PagedLatent(jnp.asarray(rng.standard_normal(spec.arrays["pages"].shape), jnp.float32))
+    tables = jnp.array([[3, 1, 4, 9], [2, 6, -1, 5], [8, 7, 0, 0]], jnp.int32)
+    kv_lens, queries = jnp.array([64, 50, 17], jnp.int32), 2
+    q = jnp.asarray(rng.standard_normal((3, queries, 5, 160)), jnp.float32)
+    want = mla_decode(q[..., :128], q[..., 128:], cache, tables, kv_lens, sm_scale=SM_SCALE, return_lse=True)
+    last = (np.asarray(kv_lens)[:, None] - queries + np.arange(queries)).reshape(-1, 1)
+    t = np.arange(64)[None]
+    positions = jnp.asarray(np.where(t <= last, t, -1), jnp.int32)
+    slots = token_slots(positions, tables, jnp.array([0, 2, 4, 6], jnp.int32), page_size=PS)
+    packed = q.reshape(-1, 5, 160)
+    got = attend(backend)(q_latent=packed[..., :128], q_rope=packed[..., 128:], cache=cache, slots=slots)
+    want = want[0].reshape(6, 5, 128), want[1].reshape(6, 5)
+    harness.assert_attention_close(got, want, backend.variant.tolerance("float32"))
+
+
+@every_backend
+def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> None:
+    inputs = draw(backend)
+    arguments, call = inputs.arguments(), attend(backend)
+    out, lse = call(**arguments)
+    alone = {name: arguments[name][5:6] for name in ("q_latent", "q_rope", "slots")}
+    tolerances = backend.variant.tolerance("float32")
+    harness.assert_attention_close(call(**arguments | alone), (out[5:6], lse[5:6]), tolerances)
+    reverse = {"slots": arguments["slots"][:, ::-1]}
+    harness.assert_attention_close(call(**arguments | reverse), (out, lse), tolerances)
+
+
+@backends.every_backend("mla_sparse", backends.is_lean)
+def test_the_configuration_a_user_gets(backend: Backend) -> None:
+    inputs = draw(backend)
+    got = attend(backends.as_users_get(backend))(**inputs.arguments())
+    harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance("float32"))
+
+
+# --- transformations, and what is compiled
+
+
+@every_backend
+def test_under_vmap_repeated_and_exported(backend: Backend) -> None:
+    rng, call = harness.fresh_rng(), attend(backend)
+    drawn = [SparseInputs.draw(BASE, rng, "float32").arguments() for _ in range(2)]
+    transformations.assert_vmaps(call, drawn, backend.variant.tolerance("float32"), over="q_latent")
+    transformations.assert_repeats(call, drawn[0], backend.repeats)
+    transformations.assert_exports(call, drawn[0])
+
+
+@every_backend
+def test_inside_a_scan(backend: Backend) -> None:
+    arguments = draw(backend).arguments()
+    tolerances = backend.variant.tolerance("float32")
+    transformations.assert_scans(attend(backend), arguments, tolerances, cache="cache", over="q_latent")
+
+
+@backends.every_backend("mla_sparse", backends.is_compiled)
+def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
+    calls = [draw(backend, CASES[name]).arguments() for name in ("rows of all kinds", "nothing chosen")]
+    transformations.assert_traced_once(functools.partial(mla_sparse, sm_scale=SM_SCALE), backend.variant, calls)
+    harness.assert_no_host_callbacks(attend(backend), **calls[0])
+    assert "mla_sparse" in harness.scope_names(attend(backend), **calls[0])
+
+
+@backends.every_backend("mla_sparse", backends.is_compiled_and_lean)
+def test_memory_is_that_of_some_tokens(backend: Backend) -> None:
+    """The latents of all tokens of a chunk would be 4.5 GiB; outputs in float32 are 64 MiB."""
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    used = harness.temp_bytes(
+        attend(backends.as_users_get(backend)),
+        q_latent=bf16((2048, 16, 512)),
+        q_rope=bf16((2048, 16, 64)),
+        cache=jax.eval_shape(lambda: PagedLatent(jnp.zeros((1024, 64, 576), jnp.bfloat16))),
+        slots=jax.ShapeDtypeStruct((2048, 2048), jnp.int32),
+    )
+    assert used < 5 * (64 << 20)
+
+
+# --- bad arguments
+
+GOOD: dict[str, Any] = {
+    "q_latent": jnp.zeros((4, 3, 128)),
+    "q_rope": jnp.zeros((4, 3, 32)),
+    "cache": PagedLatent(jnp.zeros((8, 4, 160))),
+    "slots": jnp.zeros((4, 6), jnp.int32),
+    "sm_scale": 0.1,
+}
+BAD = {
+    "q_latent of rank 4": ("q_latent", {"q_latent": jnp.zeros((4, 1, 3, 128))}),
+    "q_rope of other heads": ("q_rope", {"q_rope": jnp.zeros((4, 2, 32))}),
+    "q_rope of another dtype": ("q_rope", {"q_rope": jnp.zeros((4, 3, 32), jnp.bfloat16)}),
+    "pages of another width": ("cache.pages", {"cache": PagedLatent(jnp.zeros((8, 4, 150)))}),
+    "slots of other tokens": ("slots", {"slots": jnp.zeros((3, 6), jnp.int32)}),
+    "float slots": ("slots", {"slots": jnp.zeros((4, 6))}),
+    "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
+    "no sm_scale": ("sm_scale", {"sm_scale": None}),
+    "integer outputs": ("out_dtype", {"out_dtype": "int8"}),
+    "an unknown implementation": ("implementation", {"implementation": "cuda"}),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        mla_sparse(**(GOOD | change))
+
+
+def test_no_tokens_and_a_missing_implementation() -> None:
+    empty = {name: GOOD[name][:0] for name in ("q_latent", "q_rope", "slots")}
+    out, lse = mla_sparse(**GOOD | empty, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 3, 128), (0, 3))
+    with pytest.raises(NotImplementedError, match="mla_sparse has no 'mosaic' implementation; it has xla, reference"):
+        mla_sparse(**GOOD, implementation="mosaic")

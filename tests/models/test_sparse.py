@@ -1,0 +1,127 @@
+"""Sparse attention in model and engine: tokens depend on no way to cut steps, and dense attention is its limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.checkpoints import load_model, random_model, random_mtp
+from models.config import DeepSeekConfig
+from models.decoder import AttentionSettings, Decoder, with_settings
+from models.decoder.mla import Rows, packed_rows
+from models.engine import Decoded, Engine, EngineConfig, MTPProposer, PlainRun, SamplingParams, Speculation
+from models.engine.verify import TOLERANCE
+from tests.models import engine_case
+from tests.models.step_case import PAGE_SIZE, Pages, step
+from tests.models.test_parity import GOLDENS, golden
+from tests.models.wide_latents import LATENT_DIM, save_wide
+
+CONFIG = dataclasses.replace(
+    engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
+)
+TOKENS = np.random.default_rng(0).integers(0, engine_case.VOCAB_SIZE, 61)
+REFERENCE = AttentionSettings(mla="absorb", implementation="reference")  # which compile fastest
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SIZES = EngineConfig(
+    num_pages=14,
+    page_size=8,
+    max_batched_tokens=16,
+    max_num_seqs=3,
+    max_model_len=104,
+    decode_buckets=(3,),
+    prefill_buckets=(16,),
+)
+"""Prompts in chunks, and fewer pages than the requests need."""
+
+
+def logits(model: Decoder) -> np.ndarray:
+    pages = Pages.scatter(1, -(-len(TOKENS) // PAGE_SIZE))
+    metadata = step(pages, prefill=[(0, 0, len(TOKENS))])
+    return np.asarray(model(jnp.asarray(TOKENS, jnp.int32), pages.allocate(model, np.nan), metadata)[0])
+
+
+def test_an_engine_gives_the_tokens_of_transformers() -> None:
+    """Chunks, prefixes found and computed again, preemption; an engine's compilations take what time it takes."""
+    model, expected = load_model(GOLDENS / "v32", jnp.float32), golden("v32")
+    engine = Engine(model, SIZES)
+    outputs = [*engine.generate(expected.prompts, GREEDY), *engine.generate(expected.prompts, GREEDY)]
+    assert [output.output_ids for output in outputs] == [tokens.tolist() for tokens in expected["tokens"]] * 2
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert sum(output.cached_tokens for output in outputs[len(expected.prompts) :]) > 0
+    assert isinstance(model.config, DeepSeekConfig)
+    assert stats.cache_bytes == 3 * 14 * 8 * 4 * (model.config.latent_width + model.config.index_head_dim)
+
+
+def test_many_keys_make_a_dense_model() -> None:
+    """The same weights without an indexer: to the bit where tables have no more room, closely where tokens choose among
+    all their keys."""
+    sparse = random_model(CONFIG, settings=REFERENCE)
+    dense = logits(random_model(engine_case.CONFIG, settings=REFERENCE))
+
+    def choosing(top_k: int) -> np.ndarray:
+        return logits(with_settings(sparse, dataclasses.replace(REFERENCE, index_topk=top_k)))
+
+    np.testing.assert_array_equal(choosing(64), dense)
+    chosen = choosing(62)
+    np.testing.assert_allclose(chosen, dense, atol=1e-4)
+    assert np.abs(chosen - dense).max() > 0
+    few = logits(sparse)
+    np.testing.assert_allclose(few[: CONFIG.index_topk], dense[: CONFIG.index_topk], atol=1e-4)
+    assert np.abs(few - dense)[CONFIG.index_topk :].max() > 0.1
+
+
+def test_tokens_of_decode_rows_end_their_own_sequences() -> None:
+    """Drafts see what was decoded before them; padding and idle rows see nothing."""
+    tables = jnp.array([[5, 6], [7, 8], [9, 4]], jnp.int32)
+    lens = jnp.array([7, 0, 9], jnp.int32)
+    rows = Rows(slice(0, 9), tables, lens, q_lens=jnp.array([3, 0, 2], jnp.int32), queries=3)
+    packed_tables, cu_q_lens, kv_lens = packed_rows(rows)
+    assert kv_lens.tolist() == [5, 6, 7, 0, 0, 0, 8, 9, 0]
+    assert cu_q_lens.tolist() == list(range(10))
+    assert packed_tables[:, 0].tolist() == [5] * 3 + [7] * 3 + [9] * 3
+    assert packed_rows(Rows(slice(0, 3), tables, lens))[2].tolist() == lens.tolist()
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="mla: a deepseek_v32 attends to the latents that tokens choose"):
+        random_model(CONFIG, settings=AttentionSettings(mla="expand"))
+    with pytest.raises(ValueError, match="index_topk: expected at least 1, got 0"):
+        AttentionSettings(index_topk=0)
+
+
+@pytest.mark.slow
+def test_prediction_modules_are_sparse_too() -> None:
+    """Tokens are those of plain decoding, whatever their drafts."""
+    model = random_model(dataclasses.replace(CONFIG, num_nextn_predict_layers=1), seed=3)
+    prompts = [TOKENS[:n].tolist() for n in (30, 1, 17)]
+    speculation = Speculation(MTPProposer(random_mtp(model)), 2, adaptive=False)
+    plain, drafted = (
+        Engine(model, dataclasses.replace(SIZES, max_model_len=64, speculate=speculate))
+        for speculate in (None, speculation)
+    )
+    assert [o.output_ids for o in drafted.generate(prompts, GREEDY)] == [
+        o.output_ids for o in plain.generate(prompts, GREEDY)
+    ]
+
+
+@pytest.mark.slow
+def test_tokens_over_8_bits_depend_on_no_way_to_cut_steps(tmp_path: Path) -> None:
+    """Index keys are in 8 bits as latents are, and tokens choose by what they stand for."""
+    save_wide(GOLDENS / "v32", tmp_path)
+    model, prompts = load_model(tmp_path), golden("v32").prompts
+    engine = Engine(model, dataclasses.replace(SIZES, cache_dtype="float8_e4m3fn"))
+    outputs = engine.generate(prompts, GREEDY)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert isinstance(model.config, DeepSeekConfig)
+    of_latents = LATENT_DIM + 4 * LATENT_DIM // 128 + 2 * model.config.rotary_dim
+    assert stats.cache_bytes == 3 * 14 * 8 * (of_latents + model.config.index_head_dim + 4)
+    plain = PlainRun(model, 24, "float8_e4m3fn")
+    decoded = [Decoded(p, output.output_ids, GREEDY) for p, output in zip(prompts, outputs, strict=True)]
+    checks = [plain.check(each, 104, TOLERANCE["float8_e4m3fn"]) for each in decoded]
+    assert all(check.difference is None for check in checks)
