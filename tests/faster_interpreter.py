@@ -6,7 +6,7 @@ back. On jax 0.11.2 that is 57% of the time in which latent decode is interprete
 
 The search for races compares each access with all earlier ones of its buffer, one by one; here all at once.
 
-A jax whose functions read otherwise than those this was written against is left as it is.
+A jax whose functions read otherwise than those of `WRITTEN_FOR` is left as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from jax._src import callback as callbacks
 from jax._src import source_info_util
 from jax._src.pallas.mosaic.interpret import race_detection_state, vector_clock
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+WRITTEN_FOR = "0.11.2"
+"""The version of jax with the functions in `KNOWN`."""
 
 ORIGINAL = callbacks.io_callback_impl
 TO_INT = shared_memory._to_int

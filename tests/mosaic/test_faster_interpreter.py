@@ -17,6 +17,9 @@ from tests import faster_interpreter
 from tests.ops import harness
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there kernels are compiled")
+of_that_jax = pytest.mark.skipif(
+    jax.__version__ != faster_interpreter.WRITTEN_FOR, reason=f"of jax {faster_interpreter.WRITTEN_FOR} alone"
+)
 ROWS = jnp.arange(2 * 128.0).reshape(2, 128)
 
 
@@ -40,12 +43,14 @@ def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
     )(x)
 
 
+@of_that_jax
 def test_the_functions_of_this_jax_are_the_known_ones() -> None:
     assert faster_interpreter.apply()
     assert callbacks.io_callback_impl is faster_interpreter.run_callback
     assert race_detection_state.RaceDetectionState.check_write is faster_interpreter.check_write
 
 
+@of_that_jax
 def test_races_are_those_that_jax_finds(capsys: pytest.CaptureFixture[str]) -> None:
     """Accesses of random ranges at random times, compared with all earlier ones one by one and at once."""
     rng = np.random.default_rng(0)
@@ -72,9 +77,10 @@ def test_a_sound_kernel(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_race_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError), harness.interpreting(capsys):
+    """Printed by jax 0.11, raised by jax 0.12."""
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as caught, harness.interpreting(capsys):
         jax.block_until_ready(reversed_rows(ROWS, in_step=False))
-    assert "RACE DETECTED" in capsys.readouterr().out
+    assert "RACE DETECTED" in capsys.readouterr().out + str(caught.value)
 
 
 def test_reading_past_an_array_is_found(capsys: pytest.CaptureFixture[str]) -> None:

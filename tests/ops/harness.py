@@ -349,7 +349,8 @@ def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[None]:
-    """Context in which Mosaic kernels run interpreted. Fails on a race, which the interpreter only prints."""
+    """Context in which Mosaic kernels run interpreted. Fails on a race, which the interpreter of jax 0.11 only
+    prints."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **params)):
         yield
