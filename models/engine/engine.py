@@ -354,7 +354,7 @@ class Engine:
           ValueError: no such request, or the engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
-        cache, request = self._require_prefix_cache(), self._find(request_id).request
+        cache, request = self._intact_prefix_cache(), self._find(request_id).request
         # Without a token after them, the tokens would be looked up but for the last.
         return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
 
@@ -365,7 +365,7 @@ class Engine:
           ValueError: the engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
-        cache = self._require_prefix_cache()
+        cache = self._intact_prefix_cache()
         return self._export((tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences())
 
     def import_pages(self, pages: CachedPages) -> int:
@@ -383,7 +383,7 @@ class Engine:
             engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
-        cache = self._require_prefix_cache()
+        cache = self._intact_prefix_cache()
         if (unlike := difference(pages.made_for, self._cache_format)) is not None:
             raise ValueError(f"pages: expected those of an engine like this one, got {unlike}")
         formats = [self._runner.row_format(group) for group in self._groups]
@@ -421,12 +421,14 @@ class Engine:
             cache_bytes=self._runner.cache_bytes,
         )
 
-    def _require_prefix_cache(self) -> PrefixCache:
+    def _intact_prefix_cache(self) -> PrefixCache:
+        """The prefix cache, emptied if the contents of pages were lost when a call was cut short."""
         if self._prefix_cache is None:
             raise ValueError("prefix_caching: expected True, pages are found by way of the prefix cache")
         if self.config.mesh is not None:
             raise NotImplementedError("mesh: pages of one device alone can be exported and imported")
-        return self._prefix_cache
+        with self._changing():
+            return self._prefix_cache
 
     @functools.cached_property
     def _cache_format(self) -> dict[str, Any]:
@@ -437,11 +439,10 @@ class Engine:
     def _export(self, found: Iterable[tuple[Sequence[int], str, Prefix]]) -> CachedPages:
         """Copies pages that were found for tokens under a salt."""
         page_size = self.config.page_size
-        with self._changing():
-            taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
-            sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
-            contents = (self._runner.read_rows(group, rows) for group, rows in zip(self._groups, held, strict=True))
-            return CachedPages(self._cache_format, sequences, tuple(contents))
+        taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
+        sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
+        contents = (self._runner.read_rows(group, rows) for group, rows in zip(self._groups, held, strict=True))
+        return CachedPages(self._cache_format, sequences, tuple(contents))
 
     def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix) -> None:
         """Writes pages of a sequence to the rows that they were given, where they were given any."""
