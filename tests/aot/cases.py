@@ -63,7 +63,6 @@ SLOW = (
 
 ON_BOTH_PLUGINS = frozenset(
     {
-        "experts-64-tokens",
         "mla-swap-ab-512-64-n16",
         "mla-seesaw-512-64-h128",
         "gather-latent-bf16",
@@ -75,7 +74,6 @@ ON_BOTH_PLUGINS = frozenset(
         "write-kv-bf16-no-norm",
         "write-kv-scan",
         "write-latent-scan",
-        "xla-paged-decode-bf16",
     }
 )
 """Cases that the ordinary run compiles with the other plugin, too: one of each kernel."""

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow
 def test_prefill_takes_no_more_memory_for_wider_tables(compilers):
     narrow, wide = (compilers("cuda13").report(f"mla-prefill-{width}") for width in ("narrow", "wide"))
     assert wide.temporaries <= narrow.temporaries + 4096

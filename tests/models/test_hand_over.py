@@ -54,7 +54,7 @@ def received(connection: Connection) -> CachedPages:
     return CachedPages.from_bytes(connection.recv_bytes())
 
 
-@pytest.mark.parametrize("dies_at", [None, 4], ids=["whole", "killed half-way"])
+@pytest.mark.parametrize("dies_at", [pytest.param(None, marks=pytest.mark.slow), 4], ids=["whole", "killed half-way"])
 def test_tokens_are_those_of_one_engine(tmp_path: Path, dies_at: int | None) -> None:
     """Where the other process dies, what had arrived whole counts, and the rest is computed here."""
     _, tokens = computed("windows of heads")

@@ -141,13 +141,14 @@ def test_traffic_of_a_latent_model():
     assert sum(o.cached_tokens for o in again) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "cache"),
     [
         (2, {"cache_dtype": jnp.int8}),
-        pytest.param(4, {}, marks=pytest.mark.slow),  # each KV head on two devices
-        pytest.param(4, {"cache_dtype": jnp.float8_e4m3fn, "kv_scales": "head"}, marks=pytest.mark.slow),
-        pytest.param(2, {"cache_dtype": jnp.int8, "kv_scales": "channel"}, marks=pytest.mark.slow),
+        (4, {}),  # each KV head on two devices
+        (4, {"cache_dtype": jnp.float8_e4m3fn, "kv_scales": "head"}),
+        (2, {"cache_dtype": jnp.int8, "kv_scales": "channel"}),
     ],
 )
 def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):

@@ -466,7 +466,7 @@ def made_first(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("v3", "v32", "gpt-oss") else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name in ("v3", "gpt-oss") else pytest.mark.slow) for name in NAMES]
 )
 def test_a_right_model_passes_and_mistakes_show(name: str):
     """Makes each mistake of the table in the first model that it can be made in."""

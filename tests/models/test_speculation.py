@@ -162,6 +162,7 @@ def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
     return shares
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_for_itself_is_right():
     """Every draft is accepted, greedy and drawn, so its cache holds what the target's does, wherever a prompt was
     chunked, found in the prefix cache or computed again, and whatever was rejected for want of room."""
