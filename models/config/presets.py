@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from models.config.deepseek import DeepSeekConfig
@@ -44,37 +45,25 @@ _tiny_heads = functools.partial(
     head_dim=32,
 )
 
+_V3_TINY = _tiny(
+    model_type="deepseek_v3",
+    q_lora_rank=64,
+    n_routed_experts=16,
+    n_shared_experts=1,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+)
+
 PRESETS = {
-    "v3-tiny": _tiny(
-        model_type="deepseek_v3",
-        q_lora_rank=64,
-        n_routed_experts=16,
-        n_shared_experts=1,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
-    ),
-    "v32-tiny": _tiny(
-        model_type="deepseek_v32",
-        q_lora_rank=64,
-        n_routed_experts=16,
-        n_shared_experts=1,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        index_topk=48,
-        index_n_heads=8,
-        index_head_dim=32,
-        yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    "v3-tiny": _V3_TINY,
+    "v32-tiny": dataclasses.replace(
+        _V3_TINY, model_type="deepseek_v32", index_topk=48, index_n_heads=8, index_head_dim=32
     ),
     "v2-lite-tiny": _tiny(
         model_type="deepseek_v2",

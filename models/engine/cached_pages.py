@@ -57,8 +57,8 @@ class CachedPages:
     """Contents of pages, and the sequences that they spell.
 
     Attributes:
-      made_for: what an engine must have in common with the one they are from: sizes and dtypes of its caches, windows,
-        static scales, weights. JSON, by name.
+      made_for: what an engine must have in common with the one they are from: configuration and weights of its model,
+        sizes and dtypes of its caches, windows, static scales. JSON, by name.
       sequences: those that the pages belong to. They may share pages.
       groups: for each cache group the contents of its rows: by layer and array, [rows, ...].
     """
@@ -73,7 +73,7 @@ class CachedPages:
         return sum(array.nbytes for group in self.groups for array in group.values())
 
     def to_bytes(self) -> bytes:
-        """Encodes them as a safetensors file that ends in nothing but numbers, with a digest."""
+        """Encodes them as a safetensors file, with a digest of all that is in it."""
         tokens = [np.array(sequence.tokens, np.int64) for sequence in self.sequences]
         tensors: dict[str, np.ndarray] = {"tokens": np.concatenate([np.zeros(0, np.int64), *tokens])}
         for i, sequence in enumerate(self.sequences):

@@ -92,7 +92,7 @@ class Runner:
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config, self._mesh = config, model.mesh
-        self._index_topk = model.settings.index_topk
+        self._model_config, self._index_topk = model.config, model.settings.index_topk
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
@@ -172,8 +172,9 @@ class Runner:
         self._caches = write_rows(self._caches, group.layers, group.head_wise, rows, contents)
 
     def cache_format(self) -> dict[str, Any]:
-        """What tells caches apart whose contents must not be exchanged, by name: shapes and dtypes of rows, static
-        scales, another number of keys that tokens choose, and a digest of a sample of every weight."""
+        """What tells caches apart whose contents must not be exchanged, by name: the model's configuration, shapes and
+        dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
+        weight."""
         scales = self._config.kv_scales
         arrays = {
             str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in spec.arrays.items()}
@@ -182,6 +183,7 @@ class Runner:
         sample = jax.jit(lambda weights: [w.reshape(-1)[:: max(w.size // 256, 1)] for w in weights])(self._weights)
         return {
             "page_size": self._config.page_size,
+            **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
             "arrays": arrays,
             "index_topk": self._index_topk,
             "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),

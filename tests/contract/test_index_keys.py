@@ -86,7 +86,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
 
 @backends.every_backend("index_top_k")
 def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
-    """What is left out scores no higher than what is chosen, by more than rounding."""
+    """Checks that no key left out scores higher than a chosen one by more than rounding."""
     inputs = draw(replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
     chosen = np.asarray(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments()))
     for positions, scores in zip(chosen[:10], inputs.scores(), strict=False):
@@ -160,7 +160,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 @pytest.mark.parametrize("tokens", [64, 2048], ids=["decode", "chunk"])
 @backends.every_backend("index_top_k", backends.is_compiled_and_lean)
 def test_memory_does_not_grow_with_the_context(backend: Backend, tokens: int) -> None:
-    """Of 8k and of 128k tokens; the scores of all would be 1 GiB for the chunk."""
+    """Compares contexts of 8k and 128k tokens; for the chunk, the scores of all keys would be 1 GiB."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     rows = tokens if tokens == 64 else 1
 

@@ -242,6 +242,13 @@ MALFORMED = {
 }
 
 
+def test_pages_of_another_configuration_are_refused() -> None:
+    """Weights and shapes are the same, and keys are rotated otherwise."""
+    other = random_model(dataclasses.replace(MODELS["latents"], rope_theta=500_000.0), seed=3)
+    with pytest.raises(ValueError, match=r"got config\.rope_theta of 10000\.0, this engine's is 500000\.0"):
+        Engine(other, SIZES).import_pages(computed("latents")[0].export_prefix_cache())
+
+
 @pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_pages_are_refused(spoil, match: str) -> None:
     engine = make("latents")

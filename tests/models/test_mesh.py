@@ -231,7 +231,7 @@ def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache():
 
 
 def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
-    """Of 8 heads over 2 KV heads, a device has 2 and the KV head that they share with a neighbour's."""
+    """Checks 8 heads over 2 KV heads on 4 devices: each has 2 heads, and a KV head that a neighbour has, too."""
     read, right = [], files.StoredTensor.read
 
     def recording(tensor: files.StoredTensor, part: files.Slices = ()) -> np.ndarray:
