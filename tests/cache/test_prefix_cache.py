@@ -1,5 +1,7 @@
 import hashlib
+import random
 
+import numpy as np
 import pytest
 
 from pallas_attn import FULL, PAGE_NONE
@@ -490,3 +492,42 @@ def test_check_finds_pages_of_no_use():
     leaf.rows[0] = PAGE_NONE
     with pytest.raises(InconsistentCache, match="is not found by its row|is of no use"):
         case.cache.check()
+
+
+GROUPS = [[(FULL, 0), (6, 3)], [(5, 0)]]
+"""Windows and sink tokens of the heads of two cache groups."""
+
+
+@pytest.mark.parametrize("num_pages", [100, 7], ids=["ample", "short of rows"])
+@pytest.mark.parametrize("seed", range(5))
+def test_pages_inserted_from_another_cache_are_found_as_there(seed: int, num_pages: int):
+    """Follows what is written to each row: a hit holds the very pages of the prompt, in each head."""
+    draw = random.Random(seed)
+    source = Sequences(groups=[(100 * len(heads), heads) for heads in GROUPS])
+    target = Sequences(groups=[(num_pages * len(heads), heads) for heads in GROUPS])
+    prompts = [[draw.randrange(2) for _ in range(PAGE_SIZE * draw.randint(1, 8))] for _ in range(8)]
+    for tokens in prompts:
+        slot = source.idle_slot()
+        for end in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE):
+            source.pools.allocate(slot, end)
+            source.cache.publish(slot, tokens[:end])
+            source.pools.recycle([slot], [end])
+        source.pools.release(slot)
+    written = {}
+    for tokens, salt in source.cache.sequences():
+        known = [rows != PAGE_NONE for rows in source.cache.published(tokens, salt)]
+        for group, rows in enumerate(target.cache.insert(tokens, known, salt)):
+            for head, page in np.argwhere(rows != PAGE_NONE).tolist():
+                written[group, int(rows[head, page])] = head, tokens[: (page + 1) * PAGE_SIZE]
+        target.check()
+        assert target.pools.num_owned == (0, 0)
+    for tokens in prompts:
+        for end in range(len(tokens) + 1):
+            found = target.cache.lookup([*tokens[:end], 7])
+            for group, rows in enumerate(found):
+                for head, page in np.argwhere(rows != PAGE_NONE).tolist():
+                    assert written[group, int(rows[head, page])] == (head, tokens[: (page + 1) * PAGE_SIZE])
+            there = source.cache.lookup([*tokens[:end], 7])
+            assert found[0].shape[1] <= there[0].shape[1]
+            if num_pages == 100:
+                assert [(rows != PAGE_NONE).tolist() for rows in found] == [(r != PAGE_NONE).tolist() for r in there]
