@@ -5,7 +5,7 @@ UV := $(shell command -v uv 2>/dev/null)
 VENV := .venv
 BIN := $(VENV)/bin
 ifdef CUDA
-BASE := .[plot,cuda$(CUDA)]
+BASE := .[plot,triton,cuda$(CUDA)]
 else
 BASE := .[plot]
 endif

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, device, dispatch, explain
 from pallas_attn.explain import CANDIDATES_OF
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "numpy")
-VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE)
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "numpy")
+VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TRITON_INTERPRET_VARIABLE)
 
 SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
 LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128

@@ -18,9 +18,17 @@ type Architecture = tuple[int, int]
 """A CUDA compute capability, such as (9, 0)."""
 
 INTERPRET_VARIABLE = "PALLAS_ATTN_INTERPRET_CAPABILITY"
-"""Names the architecture that interpreted kernels are traced for: "9.0", the default, or "10.0"."""
+"""Names the architecture that interpreted kernels are traced for, one of those below; the first of them by default."""
 
 INTERPRETED_ARCHITECTURES: tuple[Architecture, ...] = ((9, 0), (10, 0))
+"""For Mosaic kernels."""
+
+TRITON_ARCHITECTURES: tuple[Architecture, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+"""For Triton kernels, which the compile gate compiles for each of them."""
+
+TRITON_INTERPRET_VARIABLE = "TRITON_INTERPRET"
+"""Triton's own: where it is 1 before triton is imported, its kernels run interpreted on the CPU."""
+
 INTERPRETED_MULTIPROCESSORS = 2
 """Few, since the programs of an interpreted kernel run one after the other."""
 
@@ -53,7 +61,8 @@ class Device:
       multiprocessors: None where unknown.
       shared_bytes_per_block: shared memory that one thread block may have; None where unknown.
       shared_bytes_per_multiprocessor: shared memory that the blocks of a multiprocessor share; None where unknown.
-      interpreted: whether Mosaic kernels run interpreted on the CPU (`plgpu.force_gpu_interpret_mode`).
+      interpreted: whether kernels run interpreted on the CPU: those of Mosaic in `current()`
+        (`plgpu.force_gpu_interpret_mode`), those of Triton in `triton_card()` (TRITON_INTERPRET=1).
     """
 
     platform: str
@@ -89,11 +98,17 @@ EXAMPLES: dict[Architecture, tuple[str, ...]] = {(9, 0): ("H100", "H200"), (10, 
 
 _ARCHITECTURES: dict[str, Architecture] = {
     "A100": (8, 0),
+    "A30": (8, 0),
     "A10": (8, 6),
+    "A10G": (8, 6),
     "A40": (8, 6),
+    "A6000": (8, 6),
+    "3090": (8, 6),
     "L4": (8, 9),
     "L40": (8, 9),
     "L40S": (8, 9),
+    "4080": (8, 9),
+    "4090": (8, 9),
     "H100": (9, 0),
     "H200": (9, 0),
     "H20": (9, 0),
@@ -102,6 +117,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "GB200": (10, 0),
     "B300": (10, 3),
     "GB300": (10, 3),
+    "5080": (12, 0),
+    "5090": (12, 0),
 }
 """By a word of a card's name, for cards of which a mesh tells no more than that name."""
 
@@ -129,7 +146,35 @@ def current() -> Device:
       ValueError: the interpreter is on, and its environment variable names no architecture that it stands in for.
     """
     device = _described(_traced_device())
-    return _interpreting(device) if interpreted() else device
+    return _interpreting(device, INTERPRETED_ARCHITECTURES) if interpreted() else device
+
+
+def triton_card(*, named: bool = True) -> Device:
+    """The card that Triton kernels traced now are for: `current()`, or what the CPU stands in for (TRITON_INTERPRET=1).
+
+    Args:
+      named: whether the caller named the implementation. Interpreted kernels run only then, since they are slow.
+
+    Raises:
+      NotImplementedError: Triton kernels do not run here.
+      ValueError: as in `current`.
+    """
+    device = _described(_traced_device())
+    if interprets_triton():
+        if named:
+            return _interpreting(device, TRITON_ARCHITECTURES)
+        if device.platform == "gpu":
+            raise NotImplementedError(f"runs interpreted, and so only where it is named: {TRITON_INTERPRET_VARIABLE}=1")
+    if device.platform != "gpu" or device.capability is None or device.capability < TRITON_ARCHITECTURES[0]:
+        raise NotImplementedError(
+            f"needs a GPU of compute capability {_dotted(TRITON_ARCHITECTURES[0])} or later, this is {device.words}"
+        )
+    return device
+
+
+def interprets_triton() -> bool:
+    """Whether Triton kernels run interpreted on the CPU."""
+    return os.environ.get(TRITON_INTERPRET_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def capability() -> Capability:
@@ -188,12 +233,12 @@ def _described(device: Any) -> Device:
     )
 
 
-def _interpreting(device: Device) -> Device:
-    """The device with the capability and sizes of the card that it stands in for."""
-    named = os.environ.get(INTERPRET_VARIABLE) or _dotted(INTERPRETED_ARCHITECTURES[0])
+def _interpreting(device: Device, architectures: tuple[Architecture, ...]) -> Device:
+    """The device with the capability and sizes of the card that it stands in for, one of these."""
+    named = os.environ.get(INTERPRET_VARIABLE) or _dotted(architectures[0])
     architecture = _parsed(named)
-    if architecture not in INTERPRETED_ARCHITECTURES:
-        wanted = " or ".join(map(_dotted, INTERPRETED_ARCHITECTURES))
+    if architecture not in architectures:
+        wanted = " or ".join(map(_dotted, architectures))
         raise ValueError(f"{INTERPRET_VARIABLE}: expected {wanted}, got {named!r}")
     per_block, per_multiprocessor = _SHARED_KIB[architecture]
     return dataclasses.replace(

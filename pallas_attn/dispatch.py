@@ -13,9 +13,11 @@ update of jax, is passed over like one that refuses; but since it was meant to r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ from pallas_attn.types import Implementation
 NAMES = ("mosaic", "triton", "xla", "reference")
 """Every implementation name there can be, best first."""
 
-KERNELS = frozenset({"mosaic"})
+KERNELS = frozenset({"mosaic", "triton"})
 """Implementations that take long to lower, so that what comes of it is kept."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
@@ -46,6 +48,7 @@ type Modules = Mapping[tuple[str, Architecture | None], str]
 
 _ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
 _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
+_IN_TRITON: Modules = {("triton", None): "triton"}
 
 MODULES: dict[str, Modules] = {
     "paged_decode": {**_ON_SM90, **_ANYWHERE},
@@ -54,7 +57,7 @@ MODULES: dict[str, Modules] = {
     "ragged_attention": {**_ON_SM90, **_ANYWHERE},
     "plan_decode": {**_ON_SM90, ("xla", None): "xla"},
     "write_kv": {**_ON_SM90, **_ANYWHERE},
-    "write_latent": {**_ON_SM90, **_ANYWHERE},
+    "write_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "gather_latent": {**_ON_SM90, **_ANYWHERE},
     "index_scores": _ANYWHERE,
     "select_top_k": _ANYWHERE,
@@ -108,6 +111,11 @@ def implementations(op: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name in held)
 
 
+def is_named(implementation: Implementation) -> bool:
+    """Whether the caller, or the environment, named implementations."""
+    return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+
+
 def candidates(op: str, implementation: Implementation) -> list[str]:
     """Names to try, in order.
 
@@ -127,8 +135,11 @@ def candidates(op: str, implementation: Implementation) -> list[str]:
     return names
 
 
-def load(op: str, name: str) -> ModuleType:
+def load(op: str, name: str, *, named: bool = True) -> ModuleType:
     """Imports the module of an implementation that is for the card of the call being traced.
+
+    Args:
+      named: whether the caller named the implementation.
 
     Raises:
       NotImplementedError: the operation has none of this name, or none for this card; or a file or an optional
@@ -143,6 +154,8 @@ def load(op: str, name: str) -> ModuleType:
         here = device.current()
         here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
         module = MODULES[op][name, here.capability]
+    elif module == "triton":
+        device.triton_card(named=named)  # before triton is imported, which takes long
     try:
         return importlib.import_module(f"pallas_attn.ops.{op}.{module}")
     except (MemoryError, RecursionError):
@@ -150,7 +163,7 @@ def load(op: str, name: str) -> ModuleType:
     except Exception as error:
         is_optional = isinstance(error, ModuleNotFoundError) and not for_this_card
         refusal = NotImplementedError if is_optional else BrokenImplementationError
-        raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}") from error
+        raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}{_versions(name)}") from error
 
 
 def choose[Result](op: str, implementation: Implementation, attempt: Callable[[str, ModuleType], Result]) -> Result:
@@ -173,7 +186,7 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     names, refusals = candidates(op, implementation), []
     for name in names:
         try:
-            result = _try(op, name, attempt)
+            result = _try(op, name, attempt, named=is_named(implementation))
         except NotImplementedError as refusal:
             refusals.append(refusal)
         else:
@@ -185,9 +198,9 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
 
 
-def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result]) -> Result:
+def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result], *, named: bool) -> Result:
     """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
-    module = load(op, name)
+    module = load(op, name, named=named)
     try:
         return attempt(name, module)
     except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
@@ -195,7 +208,9 @@ def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result
     except Exception as error:
         if name not in KERNELS:
             raise
-        raise BrokenImplementationError(f"{op}'s {name!r} implementation breaks: {_named(error)}") from error
+        raise BrokenImplementationError(
+            f"{op}'s {name!r} implementation breaks: {_named(error)}{_versions(name)}"
+        ) from error
 
 
 def run(call: Call, implementation: Implementation) -> Any:
@@ -211,15 +226,25 @@ def run(call: Call, implementation: Implementation) -> Any:
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
     call = refuse_gradients(call.op, call.bounded())
-    return (
-        call_unvarying(functools.partial(kernel_cache.run_kept, function), call) if name in KERNELS else function(call)
-    )
+    if name not in KERNELS:
+        return function(call)
+    interpreted = name == "triton" and device.interprets_triton()
+    return call_unvarying(function if interpreted else functools.partial(kernel_cache.run_kept, function), call)
 
 
 def _named(error: Exception) -> str:
     """An error in one line, with its type."""
     first_line, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first_line}"
+
+
+def _versions(name: str) -> str:
+    """The versions that decide whether an implementation in another package's language works; empty for others."""
+    found = []
+    for package in ("triton", "jax") if name == "triton" else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return f" ({', '.join(found)})" if found else ""
 
 
 @functools.cache
@@ -252,6 +277,7 @@ def explain(
 
     for name in candidates(chooser, implementation):
         try:
+            load(chooser, name, named=is_named(implementation))
             jax.eval_shape(functools.partial(call, name), arrays)
         except NotImplementedError as refusal:
             refused[name] = str(refusal)

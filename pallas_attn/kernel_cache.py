@@ -39,9 +39,17 @@ from pallas_attn import device, tuning
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
 PLATFORM = "cuda"
-CUSTOM_CALLS = ("mosaic_gpu_v2",)
+CUSTOM_CALLS = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
 """Targets whose form jax does not promise to keep between its versions, of which each has files of its own."""
-DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+DISTRIBUTIONS = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-pjrt",
+    "triton",
+)
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 """Those of jax's settings that what is traced may depend on."""
 UNUSED_DAYS = 30
@@ -51,7 +59,7 @@ MAGIC = b"pallas_attn kernel 1\n"
 def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     """Calls `function(call)` by way of what was kept of an equal call, in this process or one before, or is kept now.
 
-    That is how operations run their Mosaic kernels; others' take as long to lower. It also makes programs the same in
+    That is how operations run their kernels; others' take as long to lower. It also makes programs the same in
     each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
 
     Nothing is kept in the interpreter, on other platforms, under a mesh whose axes are part of an array's type

@@ -38,6 +38,11 @@ gc.set_threshold(50_000, 20, 20)
 # kernels know nothing of that, so on a card the second of two variants would be the first once more.
 os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 
+# Triton kernels run interpreted where there is no card. Before triton is imported, and once all is set that the backend
+# is made with.
+if jax.default_backend() != "gpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Modules that have annotations of shapes; checks of a scheduler's own types took a quarter of the engine's tests. Not
 # pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
 _CHECKED = [

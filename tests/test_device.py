@@ -131,3 +131,36 @@ def test_other_architectures_are_not_interpreted(monkeypatch: pytest.MonkeyPatch
     wanted = f"^{device.INTERPRET_VARIABLE}: expected 9.0 or 10.0, got '{named}'"
     with plgpu.force_gpu_interpret_mode(), pytest.raises(ValueError, match=wanted):
         device.current()
+
+
+# --- Triton
+
+
+@pytest.mark.parametrize(("named", "pair"), [(None, (8, 0)), ("8.6", (8, 6)), ("12.0", (12, 0))])
+def test_the_interpreter_of_triton_stands_in_for_a_card(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, pair: tuple[int, int]
+) -> None:
+    monkeypatch.delenv(device.INTERPRET_VARIABLE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(device.INTERPRET_VARIABLE, named)
+    monkeypatch.setenv(device.TRITON_INTERPRET_VARIABLE, "1")
+    with jax.default_device("cpu"):
+        here = device.triton_card()
+        assert (here.platform, here.capability, here.interpreted) == ("cpu", pair, True)
+        assert here.shared_bytes_per_block == (99 if pair > (8, 0) else 163) * 1024
+        assert not device.current().interpreted
+
+
+def test_triton_needs_a_card_from_ampere_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
+    for card, words in [
+        (SimpleNamespace(platform="gpu", device_kind="NVIDIA T4", compute_capability="7.5"), "gpu 7.5"),
+        (SimpleNamespace(platform="cpu", device_kind="cpu"), "cpu"),
+    ]:
+        wanted = f"^needs a GPU of compute capability 8.0 or later, this is {words}$"
+        with default_device(card), pytest.raises(NotImplementedError, match=wanted):
+            device.triton_card()
+    with default_device(H200):
+        assert device.triton_card() == device.triton_card(named=False) == AS_H200
+    with jax.default_device("cpu"), use_abstract_mesh(mesh_of("NVIDIA GeForce RTX 4090", 128)):
+        assert device.triton_card().capability == (8, 9)

@@ -38,7 +38,8 @@ def variables(plugin: str) -> dict[str, str]:
     folder = packages(plugin)
     tools = sorted(str(path) for path in folder.glob("nvidia/*/bin"))
     (assembler,) = folder.glob("nvidia/*/bin/ptxas")
-    return os.environ | {
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return compiled | {
         "PYTHONPATH": str(folder),
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_ROOT": str(assembler.parents[1]),

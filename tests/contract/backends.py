@@ -42,6 +42,7 @@ class Backend:
       kernels: it runs kernels of its own: on a GPU compiled, elsewhere in an interpreter, with races looked for. There
         inputs are poisoned only, but for one case an operation, calls are repeated less often, and nothing is said of
         what XLA compiles; the compile gate says that of kernels.
+      interpreter: what the calls of kernels run within where there is no GPU.
       plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
       refuses: the tests whose calls are refused, as patterns of "file::test[parameters]", and why, as patterns of the
         error's message.
@@ -53,6 +54,7 @@ class Backend:
     dtype: str = "float32"
     dense: bool = False
     kernels: bool = False
+    interpreter: Callable[[pytest.CaptureFixture[str]], contextlib.AbstractContextManager[None]] | None = None
     plans: bool = False
     refuses: Mapping[str, str] = MappingProxyType({})
     slow: tuple[str, ...] = ()
@@ -87,7 +89,7 @@ class Backend:
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         """Within it the backend's calls run as they do here."""
-        with harness.interpreting(capsys) if self.interpreted else contextlib.nullcontext():
+        with self.interpreter(capsys) if self.interpreter and self.interpreted else contextlib.nullcontext():
             yield
 
 
@@ -148,6 +150,11 @@ MOSAIC_SLOW = (
     r"test_gather_(of_any_lengths|lays.*float16|of_a_single.*-1\]).*mosaic|test_gather_lays.*mosaic-float16",
 )
 
+TRITON_SLOW = (
+    r"test_write_places.*float16.*triton|test_write_(fills|casts).*triton",
+    r"test_latent_8bit.*(bfloat16|float16).*triton",
+)
+
 BACKENDS = (
     Backend("reference", dense=True),
     # Tiles so small that small inputs make many of them, groups that do not divide the rows.
@@ -164,14 +171,17 @@ BACKENDS = (
         ),
         dtype="bfloat16",
         kernels=True,
+        interpreter=harness.interpreting,
         plans=True,
         refuses=MOSAIC_REFUSALS,
         slow=MOSAIC_SLOW,
     ),
+    # Interpreted wherever there is no GPU (tests/conftest.py).
+    Backend("triton", configs=(CUT_SHORT_ROWS,), dtype="bfloat16", kernels=True, slow=TRITON_SLOW),
 )
 
 
-MOSAIC = BACKENDS[-1]
+MOSAIC = next(backend for backend in BACKENDS if backend.name == "mosaic")
 
 
 # --- what suites are parametrised by

@@ -321,8 +321,8 @@ def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
     """Names of the implementations that took a call (which is only traced)."""
     names, load = [], dispatch.load
 
-    def recording(op: str, name: str) -> Any:
-        module = load(op, name)
+    def recording(op: str, name: str, *, named: bool) -> Any:
+        module = load(op, name, named=named)
 
         def implementation(call: Any) -> Any:
             result = getattr(module, op)(call)

@@ -24,8 +24,9 @@ from tests.ops.harness import (
     scope_names,
 )
 
-# Both have the same implementations.
 every_variant = backends.every_variant("write_latent")
+every_gather_variant = backends.every_variant("gather_latent")
+# Of these both have the same implementations.
 compiled_variant = backends.every_variant("write_latent", backends.is_compiled)
 lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_lean)
 
@@ -206,7 +207,7 @@ CACHED_AND_NEW = {
 
 
 @DTYPES
-@every_variant
+@every_gather_variant
 def test_gather_lays_cached_and_new_tokens_end_to_end(variant: Variant, dtype: Any) -> None:
     rng = fresh_rng()
     gather = compiled(gather_latent, variant, length=LENGTH)
@@ -216,7 +217,7 @@ def test_gather_lays_cached_and_new_tokens_end_to_end(variant: Variant, dtype: A
         assert_same_bits(gather(**arrays), fitted(tokens, LENGTH))
 
 
-@every_variant
+@every_gather_variant
 def test_gather_of_any_lengths(variant: Variant) -> None:
     rng = fresh_rng()
     gather = compiled(gather_latent, variant, length=LENGTH)
@@ -230,20 +231,20 @@ def test_gather_of_any_lengths(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 64])
-@every_variant
+@every_gather_variant
 def test_gather_of_a_single_sequence_into_any_length(variant: Variant, length: int) -> None:
     arrays, tokens = ragged_case(fresh_rng(), [6], [3])
     assert_same_bits(compiled(gather_latent, variant, length=length)(**arrays), fitted(tokens, length))
 
 
-@every_variant
+@every_gather_variant
 def test_gather_without_any_new_latents(variant: Variant) -> None:
     """`mla_prefill` passes an empty array to expand a prefix."""
     arrays, tokens = ragged_case(fresh_rng(), [6, 0, 9, 1], [0, 0, 0, 0], num_new=0)
     assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
 
 
-@every_variant
+@every_gather_variant
 def test_gather_of_absent_pages(variant: Variant) -> None:
     """Absent pages give zeros, in the middle of a sequence and at its end."""
     arrays, tokens = ragged_case(fresh_rng(), [3 * PAGE_SIZE - 1, 0, PAGE_SIZE, 2], [2, 0, 1, 1])
@@ -253,7 +254,7 @@ def test_gather_of_absent_pages(variant: Variant) -> None:
     assert_same_bits(compiled(gather_latent, variant, length=LENGTH)(**arrays), fitted(tokens, LENGTH))
 
 
-@every_variant
+@every_gather_variant
 def test_gather_under_vmap(variant: Variant) -> None:
     rng = fresh_rng()
     cases = [ragged_case(rng, *CACHED_AND_NEW[name]) for name in ("mixed", "idle between")]
@@ -268,7 +269,7 @@ def test_gather_under_vmap(variant: Variant) -> None:
 # --- both
 
 
-@every_variant
+@every_gather_variant
 def test_gather_brings_back_what_was_written(variant: Variant) -> None:
     rng = fresh_rng()
     latent = any_bits(rng, (11, WIDTH), np.float32)

@@ -1,0 +1,272 @@
+"""Triton kernels on the CPU: triton's interpreter, right for bfloat16 and float8, with checks of every access.
+
+Triton's own interpreter (3.6 to 3.9) runs kernels in numpy, but multiplies the bits of bfloat16, truncates what it
+casts to that and to float8, and breaks on numpy 2.5. Importing this module mends it for the process. It also raises
+`KernelFlawError` for what a card would do silently:
+
+- loads and stores outside the arrays of the launch, or of another width;
+- an element that two programs store, or one store twice;
+- loads of what no program has written, or of what another one has.
+
+It does not see races inside a program, shared memory, or precision that a card would drop.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+FLOAT8_NAMES = {tl.float8e4nv: ml_dtypes.float8_e4m3fn}
+"""Types whose bits the interpreter holds as integers, beside bfloat16."""
+_HELD_AS_BITS = {tl.bfloat16: ml_dtypes.bfloat16, **FLOAT8_NAMES}
+
+
+class KernelFlawError(Exception):
+    """A kernel did what is undefined on a GPU."""
+
+
+class HostArray:
+    """A numpy array as the interpreter takes tensors: an address and the name of a type."""
+
+    def __init__(self, array: np.ndarray, name: str):
+        self.array, self.name = array, name
+        self.dtype = np.dtype(np.uint8) if array.dtype == ml_dtypes.float8_e4m3fn else array.dtype
+        self.address = array.ctypes.data
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    # The interpreter copies arguments to the CPU and back; they are there already.
+    def untyped_storage(self) -> HostArray:
+        return self
+
+    def cpu(self) -> HostArray:
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> HostArray:
+        return HostArray(self.array, self.name)
+
+    def set_(self, *_: Any) -> HostArray:
+        return self
+
+    def copy_(self, _: Any) -> HostArray:
+        return self
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+
+NOBODY, CALLER, FIRST_PROGRAM = 0, 1, 2
+
+
+class LaunchMemory:
+    """The arrays of a launch, and who wrote each element: nobody, the caller, or a program.
+
+    Args:
+      inputs: arrays that programs may read.
+      outputs: arrays that programs may write, None of which anybody has written but those of `held`.
+      held: outputs that hold an input.
+    """
+
+    def __init__(self, inputs: Sequence[HostArray], outputs: Sequence[HostArray], held: Sequence[HostArray]):
+        self.arrays = sorted((*inputs, *outputs), key=lambda a: a.address)
+        self.starts = np.array([a.address for a in self.arrays], np.uint64)
+        self.outputs = {id(a) for a in outputs}
+        written = {id(a) for a in (*inputs, *held)}
+        self.writer = {
+            id(a): np.full(a.array.size, CALLER if id(a) in written else NOBODY, np.int32) for a in self.arrays
+        }
+
+    def located(self, addresses: np.ndarray, itemsize: int, what: str) -> list[tuple[HostArray, np.ndarray]]:
+        """The arrays that addresses lie in, with the elements there."""
+        which = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        found = []
+        for index in np.unique(which):
+            if index < 0:
+                raise KernelFlawError(f"{what} below every array")
+            array = self.arrays[index]
+            offset = (addresses[which == index] - np.uint64(array.address)).astype(np.int64)
+            if itemsize != array.array.itemsize or (offset % itemsize).any():
+                raise KernelFlawError(f"{what} of {itemsize} bytes, misaligned or of another type, in {array.name}")
+            element = offset // itemsize
+            if element.max() >= array.array.size:
+                raise KernelFlawError(
+                    f"{what} out of bounds: element {element.max()} of {array.name}, which has {array.array.size}"
+                )
+            found.append((array, element))
+        return found
+
+    def load(self, addresses: np.ndarray, itemsize: int, program: int) -> None:
+        for array, element in self.located(np.unique(addresses), itemsize, "load"):
+            writer = self.writer[id(array)][element]
+            if (writer == NOBODY).any():
+                raise KernelFlawError(f"load of {array.name} before it is written")
+            if ((writer >= FIRST_PROGRAM) & (writer != program)).any():
+                raise KernelFlawError(f"race: load of {array.name} that another program wrote")
+
+    def store(self, addresses: np.ndarray, itemsize: int, program: int) -> None:
+        for array, element in self.located(addresses, itemsize, "store"):
+            if id(array) not in self.outputs:
+                raise KernelFlawError(f"store to the input {array.name}")
+            if np.unique(element).size != element.size:
+                raise KernelFlawError(f"one store writes an element of {array.name} twice")
+            writer = self.writer[id(array)]
+            if ((writer[element] >= FIRST_PROGRAM) & (writer[element] != program)).any():
+                raise KernelFlawError(f"race: two programs store to {array.name}")
+            writer[element] = program
+
+
+def launch(
+    function: Any,
+    operands: Sequence[Any],
+    outputs: Sequence[Any],
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    aliases: Mapping[int, int],
+) -> list[jax.Array]:
+    """As `launch.launch`, on the CPU, under any transformation that a callback takes."""
+    is_array = [hasattr(x, "dtype") for x in operands]
+
+    def callback(*arrays: jax.Array) -> list[np.ndarray]:
+        left = iter(arrays)
+        taken = [np.asarray(next(left)) if flag else x for flag, x in zip(is_array, operands, strict=True)]
+        return run(function, taken, outputs, grid, constants, aliases)
+
+    shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs]
+    arrays = [x for x, flag in zip(operands, is_array, strict=True) if flag]
+    return list(jax.pure_callback(callback, shapes, *arrays, vmap_method="sequential"))
+
+
+def run(
+    function: Any,
+    operands: Sequence[Any],
+    outputs: Sequence[Any],
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    aliases: Mapping[int, int] | None = None,
+) -> list[np.ndarray]:
+    """Runs a kernel on numpy arrays. Outputs that nobody writes are NaN, or -1.
+
+    Raises:
+      KernelFlawError: the kernel did what is undefined on a GPU.
+    """
+    global _memory
+    aliases = aliases or {}
+    source = {output: i for i, output in aliases.items()}
+    held = {output: np.array(operands[i]) for output, i in source.items()}
+    results = [held[i] if i in held else _unwritten(o) for i, o in enumerate(outputs)]
+    names = function.arg_names
+    written = [HostArray(a, name) for a, name in zip(results, names[len(operands) :], strict=False)]
+    read = {
+        i: HostArray(np.ascontiguousarray(x), names[i])
+        for i, x in enumerate(operands)
+        if isinstance(x, np.ndarray) and i not in aliases
+    }
+    arguments = [written[aliases[i]] if i in aliases else read.get(i, x) for i, x in enumerate(operands)]
+    with _lock:
+        _memory = LaunchMemory(list(read.values()), written, [written[i] for i in held])
+        try:
+            function[grid](*arguments, *written, **constants)
+        except interpreter.InterpreterError as error:
+            raise _cause(error) from error
+        finally:
+            _memory = None
+    return results
+
+
+def _unwritten(shape: Any) -> np.ndarray:
+    array = np.empty(shape.shape, np.dtype(shape.dtype))
+    array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN in every float type
+    return array
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a kernel raised, beneath the interpreter's own errors."""
+    while isinstance(error, interpreter.InterpreterError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+# --- mends of triton's interpreter
+
+_memory: LaunchMemory | None = None
+_lock = threading.Lock()  # the interpreter keeps its place in the grid in one global, and XLA calls from many threads
+
+_Builder: Any = interpreter.InterpreterBuilder
+_load, _store = _Builder.create_masked_load, _Builder.create_masked_store
+_cast, _dot = _Builder.cast_impl, _Builder.create_dot
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _program(builder: Any) -> int:
+    (x, y, z), (nx, ny, _) = builder.grid_idx, builder.grid_dim
+    return FIRST_PROGRAM + x + nx * (y + ny * z)
+
+
+def _touched(ptrs: Any, mask: Any) -> tuple[np.ndarray, int]:
+    addresses, mask = np.broadcast_arrays(ptrs.data, mask.data)
+    return addresses[mask], max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+
+
+@functools.wraps(_load)
+def _checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    if _memory is not None:
+        _memory.load(*_touched(ptrs, mask), _program(self))
+    return _load(self, ptrs, mask, *rest)
+
+
+@functools.wraps(_store)
+def _checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    if _memory is not None:
+        _memory.store(*_touched(ptrs, mask), _program(self))
+    return _store(self, ptrs, value, mask, *rest)
+
+
+def _values(handle: Any) -> np.ndarray:
+    """The numbers of a tensor, in float32 where the interpreter holds bits."""
+    held = _HELD_AS_BITS.get(handle.dtype.scalar)
+    return handle.data if held is None else np.ascontiguousarray(handle.data).view(held).astype(np.float32)
+
+
+def _rounding_cast(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
+    """Rounds to nearest even."""
+    here, there = src.dtype.scalar, dst_type.scalar
+    if here == there or not {here, there} & set(_HELD_AS_BITS):
+        return _cast(self, src, dst_type)
+    data = _values(src)
+    if held := _HELD_AS_BITS.get(there):
+        with np.errstate(over="ignore", invalid="ignore"):
+            data = data.astype(np.float32).astype(held)
+        return interpreter.TensorHandle(data.view(f"u{data.itemsize}"), there)
+    return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(there)), there)
+
+
+def _dot_of_values(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    if {a.dtype.scalar, b.dtype.scalar} & set(_HELD_AS_BITS):
+        product = np.matmul(_values(a).astype(np.float32), _values(b).astype(np.float32))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    return _dot(self, a, b, d, *rest)
+
+
+def _patch_index(tensor: Any, scope: Any) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 fails with numpy 2.5
+
+
+interpreter._patch_lang_tensor = _patch_index
+_Builder.create_masked_load, _Builder.create_masked_store = _checked_load, _checked_store
+_Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _rounding_cast, _rounding_cast, _dot_of_values

@@ -1,0 +1,230 @@
+"""Launching a Triton kernel on jax arrays: compiled while the call is traced, and run by jaxlib's own handler.
+
+jaxlib runs kernels of Pallas's Triton backend by an FFI handler, `triton_kernel_call_ffi`, that takes PTX and the sizes
+of a launch. A kernel here is compiled to PTX by triton's own stages and handed to that handler by `jax.ffi.ffi_call`:
+
+    @triton.jit function --triton--> PTX --jax.ffi--> custom call --XLA--> cubin, command buffers, donation
+
+so one way serves jit, scan, vmap, shard_map and export, with and without a card; nothing is timed or tuned when a call
+runs. Two modules are not public: `jaxlib.gpu_triton`, and triton's compiler stages.
+
+Where TRITON_INTERPRET is 1 the kernel runs on the CPU instead (`pallas_attn.triton.interpreter`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+
+from pallas_attn import device
+
+FFI_TARGET = "triton_kernel_call_ffi"
+
+TYPES: Mapping[str, str] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int8": "i8",
+    "int32": "i32",
+    "bool": "i1",
+    "float8_e4m3fn": "u8",  # which sm80 and sm86 have no type for: kernels get its bytes everywhere
+}
+"""Triton's names of dtypes."""
+
+PTX_VERSIONS = {8: 84, 9: 84}
+"""Version of the PTX by the first number of a compute capability, such that older assemblers take it, too."""
+NEWEST_PTX_VERSION = 88
+
+ALIGNMENT = 16
+"""Bytes that the address of each array is a multiple of, in XLA's buffers."""
+
+type Shaped = jax.Array | jax.ShapeDtypeStruct
+"""An array, or its shape and dtype."""
+
+type Operand = jax.Array | int | None
+"""An array; a number that kernels get when they run, as int32; or None, for which a kernel is compiled."""
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """`triton.jit` of the function itself, which a checker of annotations may have wrapped: triton reads its source."""
+    return triton.jit(inspect.unwrap(function))
+
+
+class CompiledKernel(NamedTuple):
+    """What comes of a kernel for a set of dtypes and constants.
+
+    Attributes:
+      name: of the function in the PTX.
+      ptx: the text.
+      shared_bytes: shared memory of a thread block.
+    """
+
+    name: str
+    ptx: str
+    shared_bytes: int
+
+
+def launch(
+    function: Any,
+    *operands: Operand,
+    outputs: Sequence[Shaped],
+    grid: tuple[int, ...],
+    constants: Mapping[str, int | float | bool | str | None],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    aliases: Mapping[int, int] | None = None,
+    bytes_accessed: int = 0,
+    flops: int = 0,
+) -> list[jax.Array]:
+    """Runs a kernel on every program of a grid.
+
+    Args:
+      function: a `kernel` of a pointer for each operand, one for each output, and constants by name. An
+        operand that is None is the constant None there, and float8 is uint8.
+      operands: inputs.
+      outputs: shapes and dtypes, or arrays that have them. What no program writes is undefined, or the aliased input.
+      grid: up to three numbers of programs, each at least 1.
+      constants: compile-time arguments.
+      num_warps: warps of a program.
+      num_stages: iterations of a loop whose loads are under way at once.
+      aliases: operand to output that takes its place in memory; both pointers are the same there.
+      bytes_accessed, flops: cost of the launch, by which XLA schedules; 0 where unknown.
+
+    Returns:
+      An array for each output.
+
+    Raises:
+      NotImplementedError: Triton kernels do not run here, or jax's CUDA plugin is not installed.
+    """
+    card = device.triton_card()
+    aliases = dict(aliases or {})
+    if device.interprets_triton():
+        from pallas_attn.triton import interpreter  # changes triton's interpreter for the whole process
+
+        return interpreter.launch(function, operands, outputs, grid, constants, aliases)
+    arrays = [x for x in operands if _is_array(x)]
+    position = {i: sum(map(_is_array, operands[:i])) for i in aliases}
+    typed = tuple((name, value, type(value)) for name, value in constants.items())
+    kinds = tuple(_kind(x) for x in (*operands, *outputs))
+    capability = _number(card)
+    found = compiled(function, kinds, typed, num_warps, num_stages, capability)
+    attributes: dict[str, Any] = {"opaque": encoded_call(found, operands, len(outputs), grid, num_warps, capability)}
+    if bytes_accessed or flops:
+        cost = {"bytes_accessed": bytes_accessed, "flops": flops, "transcendentals": 0}
+        attributes["cost_estimate_json"] = json.dumps(cost)
+    call = jax.ffi.ffi_call(
+        FFI_TARGET,
+        [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
+        vmap_method="sequential",
+        input_output_aliases={position[i]: output for i, output in aliases.items()},
+    )
+    return list(call(*arrays, **attributes))
+
+
+def compile_kernel(
+    function: Any,
+    kinds: tuple[str | None, ...],
+    constants: tuple[tuple[str, Any, type], ...],
+    num_warps: int,
+    num_stages: int,
+    capability: int,
+) -> CompiledKernel:
+    """Compiles a kernel to PTX.
+
+    Args:
+      kinds: dtype of each array among the first parameters, "scalar" for a number, None for None.
+      constants: name, value and type (1 and True are equal) of the other parameters.
+      capability: such as 90.
+
+    Raises:
+      NotImplementedError: the kernel needs what the handler does not pass.
+    """
+    from triton._C.libtriton import ir  # no stub knows it
+
+    target = GPUTarget("cuda", capability, 32)
+    backend: Any = make_backend(target)
+    names = function.arg_names
+    given = dict(zip(names, kinds, strict=False))
+    values = {name: value for name, value, _ in constants} | {
+        name: None for name, kind in given.items() if kind is None
+    }
+    signature = {name: _parameter(given.get(name)) for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", ALIGNMENT]] for i, kind in enumerate(kinds) if kind not in (None, "scalar")
+    }
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in values.items()}, attributes)
+    version = PTX_VERSIONS.get(capability // 10, NEWEST_PTX_VERSION)
+    options = backend.parse_options(
+        {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": version, "enable_fp_fusion": True}
+    )
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    code = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, code, backend.get_module_map(), context)
+    metadata: dict[str, Any] = {"target": target, **options.__dict__}
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "ptx":
+            break
+    if metadata.get("global_scratch_size") or metadata.get("tensordesc_meta"):
+        raise NotImplementedError("kernels get neither scratch memory nor tensor descriptors of the host")
+    return CompiledKernel(metadata["name"], module, metadata["shared"])
+
+
+compiled = functools.lru_cache(maxsize=1024)(compile_kernel)
+"""A kernel as PTX, kept in memory: of the launches of a process most are alike."""
+
+
+def encoded_call(
+    found: CompiledKernel, operands: Sequence[Operand], num_outputs: int, grid: tuple[int, ...], warps: int, cc: int
+) -> bytes:
+    """A launch as the handler reads it."""
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "TritonKernel"):
+        raise NotImplementedError("needs jax's CUDA plugin (jax[cuda13] or jax[cuda12]), which is not installed")
+    launched = gpu_triton.TritonKernel(found.name, warps, 1, found.shared_bytes, found.ptx, "", cc)
+    array = gpu_triton.create_array_parameter(0, ALIGNMENT)
+    given = [x for x in operands if x is not None]
+    parameters = [array if _is_array(x) else gpu_triton.create_scalar_parameter(x, "i32") for x in given]
+    parameters += [array] * num_outputs
+    sizes = (*grid, 1, 1)[:3]
+    return zlib.compress(gpu_triton.TritonKernelCall(launched, *sizes, parameters).to_proto(found.name, b""))
+
+
+def _number(card: device.Device) -> int:
+    """A compute capability as triton has it, 90 for (9, 0)."""
+    if card.capability is None:
+        raise NotImplementedError(f"needs a GPU of a known compute capability, this is {card.words}")
+    major, minor = card.capability
+    return 10 * major + minor
+
+
+def _is_array(operand: Any) -> bool:
+    return hasattr(operand, "dtype")
+
+
+def _kind(operand: Any) -> str | None:
+    if operand is None:
+        return None
+    return np.dtype(operand.dtype).name if _is_array(operand) else "scalar"
+
+
+def _parameter(kind: str | None) -> str:
+    """Triton's type of a parameter; what is no operand is a constant."""
+    if kind is None:
+        return "constexpr"
+    return "i32" if kind == "scalar" else f"*{TYPES[kind]}"
