@@ -85,6 +85,27 @@ def softmax_step(scores, top, total):
     return new_top, total * keep + tl.sum(weights, 1), keep, weights
 
 
+SMALLEST_UNIT = tl.constexpr(1e-30)
+"""What `weights_in_units` starts with."""
+
+
+@triton.jit
+def weights_in_units(weights, keep, unit):
+    """Weights that scales of values are multiplied into, as shares of the row's largest, which float16 holds.
+
+    Args:
+      weights: [rows, tokens].
+      keep: [rows], factor for what was accumulated before.
+      unit: [rows], what accumulated values are to be multiplied by; `SMALLEST_UNIT` at first.
+
+    Returns:
+      All three, with the new unit.
+    """
+    new_unit = tl.maximum(unit * keep, tl.maximum(tl.max(weights, 1), SMALLEST_UNIT))
+    inverse = 1.0 / new_unit
+    return weights * inverse[:, None], unit * keep * inverse, new_unit
+
+
 @triton.jit
 def merge_step(other_top, other_total, top, total):
     """The maximum and total of two states, and the factors for what each accumulated; all [rows]."""

@@ -70,3 +70,47 @@ def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
     small = has_small_shared_memory(card)
     tokens = 64 if width <= (64 if small else 128) else 32
     return TritonTile(min(power_of_two(rows), most_rows), tokens, width, warps=4, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashTile:
+    """Sizes of a kernel for attention of many queries.
+
+    Attributes:
+      rows: query rows of a program, a power of two from 16 on.
+      tokens: tokens of a step, a power of two from 16 on.
+      warps, stages: as Triton has them.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+    def heads(self, group: int) -> int:
+        """Heads of a group that a program takes: as many as have a row, in blocks of about one size."""
+        return -(-group // -(-group // self.rows))
+
+
+MOST_ROWS = 128
+"""Query rows of a program, at most."""
+
+
+def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
+    """Tile of attention of many queries: the largest one that the registers hold.
+
+    Args:
+      rows: query rows that share keys, on average.
+      head_dim: columns of keys or of values, whichever are more.
+      demanding: whether keys are scaled or scores capped, which takes registers.
+    """
+    width = power_of_two(head_dim)
+    by_warpgroup = card.capability is not None and card.capability[0] in (9, 10)  # whose operands need no registers
+    if width > 128 and demanding:
+        return FlashTile(rows=32, tokens=32, warps=4, stages=2)
+    if width > 128:
+        return FlashTile(MOST_ROWS if by_warpgroup else 64, tokens=32, warps=8, stages=2)
+    if rows <= 64 or (demanding and not by_warpgroup):
+        spacious = not demanding and (width <= 64 or by_warpgroup)
+        return FlashTile(rows=64, tokens=64 if spacious else 32, warps=4, stages=2)
+    return FlashTile(MOST_ROWS, tokens=64 if width <= 64 or by_warpgroup else 32, warps=8, stages=2)

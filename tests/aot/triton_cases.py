@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn import PagedLatent, device, latent_cache_spec
+from pallas_attn import HeadWindow, PagedKV, PagedLatent, device, kv_cache_spec, latent_cache_spec
 from tests.aot.case import allocated, shape
 
 
@@ -32,6 +32,8 @@ class TritonCase:
 def card(name: str, capability: device.Architecture, multiprocessors: int, shared_kib: int) -> device.Device:
     return device.Device("gpu", name, capability, multiprocessors, shared_kib * 1024, (shared_kib + 1) * 1024)
 
+
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 CARDS = {
     "sm80": card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163),
@@ -62,7 +64,78 @@ def write_latents() -> dict[str, TritonCase]:
     return cases
 
 
-TRITON_CASES: dict[str, TritonCase] = {**write_latents()}
+def paged_prefill(
+    cache: str = "bf16",
+    head_dim: int = 128,
+    num_tokens: int = 8192,
+    *,
+    page_size: int = 64,
+    head_windows: bool = False,
+    head_wise: bool = False,
+    sinks: bool = False,
+    **options: Any,
+) -> TritonCase:
+    """A chunk of 8 sequences, for 8 heads over 2 KV heads; `cache` names a dtype, and the layout of its scales."""
+    sequences, kv_heads, table_pages = 8, 2, 64
+    name, _, scales = cache.partition("-")
+    spec = kv_cache_spec(
+        num_pages=1024,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=DTYPES[name],
+        scales=int(scales) if scales.isdigit() else scales or None,
+    )
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q": shape(num_tokens, 4 * kv_heads, head_dim, dtype=jnp.float16 if name == "f16" else jnp.bfloat16),
+        "kv": allocated(PagedKV, spec),
+        "block_tables": ints(sequences, kv_heads, table_pages) if head_wise else ints(sequences, table_pages),
+        "cu_q_lens": ints(sequences + 1),
+        "kv_lens": ints(sequences),
+    }
+    if head_windows:
+        arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
+    if sinks:
+        arguments["sinks"] = shape(4 * kv_heads, dtype=jnp.float32)
+    call = functools.partial(pallas_attn.paged_prefill, implementation="triton", return_lse=True, **options)
+    return TritonCase(call, arguments)
 
-ORDINARY = frozenset({("write-latent-bf16-512-64", "sm86"), ("write-latent-fp8-512-64", "sm80")})
+
+FEW, MANY = 64, 8192
+"""Tokens of a chunk whose tiles have few rows, and of one that fills them."""
+HEAD_WISE: dict[str, Any] = {"head_windows": True, "head_wise": True, "sinks": True}
+
+PAGED_PREFILL = {
+    **{
+        f"paged-prefill-{cache}-d{d}-{n}": paged_prefill(cache, d, n)
+        for cache in ("bf16", "int8-head", "int8-channel", "fp8-64")
+        for d in (64, 80, 128, 256)
+        for n in (FEW, MANY)
+    },
+    **{
+        f"paged-prefill-{cache}-d{d}-{n}-windows-cap": paged_prefill(cache, d, n, soft_cap=30.0, **HEAD_WISE)
+        for cache in ("bf16", "fp8-channel", "int8-16")
+        for d in (64, 128, 256)
+        for n in (FEW, MANY)
+    },
+    **{
+        f"paged-prefill-bf16-d{d}-{n}-windows": paged_prefill("bf16", d, n, **HEAD_WISE)
+        for d in (64, 128, 256)
+        for n in (FEW, MANY)
+    },
+    "paged-prefill-f16-p16-full": paged_prefill("f16", page_size=16, causal=False),
+    "paged-prefill-bf16-p1": paged_prefill(page_size=1),
+}
+
+TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_PREFILL
+
+ORDINARY = frozenset(
+    {
+        ("write-latent-bf16-512-64", "sm86"),
+        ("write-latent-fp8-512-64", "sm80"),
+        ("paged-prefill-bf16-d128-8192", "sm80"),
+        ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
+    }
+)
 """Cases and cards of the ordinary run; the slow run has all others."""

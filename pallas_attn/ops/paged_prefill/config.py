@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from pallas_attn import tuning
+from pallas_attn.device import Device
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
+from pallas_attn.triton.tiles import MOST_ROWS, FlashTile, flash_tile, power_of_two
 
 
 def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> XlaConfig:
@@ -63,6 +66,13 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     demanding = key.cache_bytes == 1 and (key.token_scales or key.terms > 1 or key.capped)
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
+
+
+def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
+    """Sizes of the Triton kernel, by the query rows that share keys, on average, and D; see `flash_tile`."""
+    key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
+    make = functools.partial(flash_tile, card, rows, head_dim, demanding=demanding)
+    return tuning.lookup("paged_prefill/triton", key, FlashTile, make)
 
 
 class HeadPacking(NamedTuple):
