@@ -33,7 +33,7 @@ def card(name: str, capability: device.Architecture, multiprocessors: int, share
     return device.Device("gpu", name, capability, multiprocessors, shared_kib * 1024, (shared_kib + 1) * 1024)
 
 
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+CACHE_DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 CARDS = {
     "sm80": card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163),
@@ -64,6 +64,81 @@ def write_latents() -> dict[str, TritonCase]:
     return cases
 
 
+def paged_decode(
+    cache: str = "bf16",
+    head_dim: int = 128,
+    group: int = 4,
+    *,
+    page_size: int = 16,
+    queries: int = 1,
+    head_windows: bool = False,
+    head_wise: bool = False,
+    tree: bool = False,
+    sinks: bool = False,
+    fixed: bool = False,
+    **options: Any,
+) -> TritonCase:
+    """A decode of 16 sequences over 8 KV heads; `cache` names a dtype, and the layout of its scales."""
+    batch, kv_heads, table_pages = 16, 8, 4096 // page_size
+    name, _, scales = cache.partition("-")
+    q_dtype = jnp.float16 if name == "f16" else jnp.bfloat16
+    spec = kv_cache_spec(
+        num_pages=2 * table_pages,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=CACHE_DTYPES[name],
+        scales=int(scales) if scales.isdigit() else scales or None,
+    )
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
+        "kv": allocated(PagedKV, spec),
+        "block_tables": ints(batch, kv_heads, table_pages) if head_wise else ints(batch, table_pages),
+        "kv_lens": ints(batch),
+    }
+    if queries > 1:
+        arguments["q_lens"] = ints(batch)
+    if head_windows:
+        arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
+    if tree:
+        arguments["draft_mask"] = shape(batch, queries, queries, dtype=jnp.bool_)
+    if sinks:
+        arguments["sinks"] = shape(group * kv_heads, dtype=jnp.float32)
+
+    def call(**arguments: Any) -> Any:
+        plan = None
+        if fixed:
+            shown = [arguments[name] for name in ("q", "kv", "block_tables", "kv_lens")]
+            plan = pallas_attn.plan_decode(*shown, mode="fixed", implementation="triton")
+        return pallas_attn.paged_decode(**arguments, plan=plan, **options, implementation="triton", return_lse=True)
+
+    return TritonCase(call, arguments)
+
+
+PAGED_DECODE = {
+    **{f"paged-decode-bf16-d{d}": paged_decode(head_dim=d) for d in (64, 80, 96, 128, 256)},
+    **{f"paged-decode-bf16-d128-g{group}": paged_decode(group=group) for group in (1, 8, 16, 40)},
+    **{f"paged-decode-bf16-d256-g{group}": paged_decode(head_dim=256, group=group) for group in (1, 16, 40)},
+    **{f"paged-decode-bf16-p{size}": paged_decode(page_size=size) for size in (1, 8, 64, 128)},
+    **{
+        f"paged-decode-{cache}-d{d}": paged_decode(cache, d)
+        for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
+        for d in (64, 128, 256)
+    },
+    "paged-decode-f16": paged_decode("f16"),
+    "paged-decode-f16-windows": paged_decode("f16", head_windows=True, head_wise=True, sinks=True, soft_cap=30.0),
+    "paged-decode-window": paged_decode(window=1024, sinks=True),
+    "paged-decode-drafts": paged_decode(queries=4, window=1024),
+    "paged-decode-tree": paged_decode(queries=8, tree=True, head_windows=True, head_wise=True, page_size=64),
+    "paged-decode-tree-fp8-d256": paged_decode("fp8-16", 256, queries=8, tree=True, head_windows=True, soft_cap=50.0),
+    "paged-decode-tree-int8-channel-d256": paged_decode(
+        "int8-channel", 256, queries=8, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
+    ),
+    "paged-decode-fixed": paged_decode(fixed=True),
+}
+
+
 def paged_prefill(
     cache: str = "bf16",
     head_dim: int = 128,
@@ -83,7 +158,7 @@ def paged_prefill(
         page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=DTYPES[name],
+        dtype=CACHE_DTYPES[name],
         scales=int(scales) if scales.isdigit() else scales or None,
     )
     ints = functools.partial(shape, dtype=jnp.int32)
@@ -107,10 +182,11 @@ FEW, MANY = 64, 8192
 HEAD_WISE: dict[str, Any] = {"head_windows": True, "head_wise": True, "sinks": True}
 
 PAGED_PREFILL = {
+    **{f"paged-prefill-bf16-d{d}-{n}": paged_prefill("bf16", d, n) for d in (64, 80, 128, 256) for n in (FEW, MANY)},
     **{
         f"paged-prefill-{cache}-d{d}-{n}": paged_prefill(cache, d, n)
-        for cache in ("bf16", "int8-head", "int8-channel", "fp8-64")
-        for d in (64, 80, 128, 256)
+        for cache in ("int8-head", "int8-channel", "fp8-64")
+        for d in (64, 128, 256)
         for n in (FEW, MANY)
     },
     **{
@@ -128,12 +204,15 @@ PAGED_PREFILL = {
     "paged-prefill-bf16-p1": paged_prefill(page_size=1),
 }
 
-TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_PREFILL
+TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_DECODE | PAGED_PREFILL
 
 ORDINARY = frozenset(
     {
         ("write-latent-bf16-512-64", "sm86"),
         ("write-latent-fp8-512-64", "sm80"),
+        ("paged-decode-bf16-d128", "sm90"),
+        ("paged-decode-fp8-16-d128", "sm86"),
+        ("paged-decode-tree", "sm120"),
         ("paged-prefill-bf16-d128-8192", "sm80"),
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }

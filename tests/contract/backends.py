@@ -152,7 +152,7 @@ MOSAIC_SLOW = (
 )
 
 TRITON_REFUSALS = {
-    r"test_(decode|prefill|dtypes)\[triton-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
+    r"test_(decode|prefill)\[triton-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
     r"triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
 }
 
@@ -194,6 +194,7 @@ BACKENDS = (
         configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2)),
         dtype="bfloat16",
         kernels=True,
+        plans=True,
         refuses=TRITON_REFUSALS,
         slow=TRITON_SLOW,
     ),
