@@ -56,7 +56,7 @@ MODULES: dict[str, Modules] = {
     "mla_decode": {**_ON_SM90, **_ANYWHERE},
     "ragged_attention": {**_ON_SM90, **_ANYWHERE},
     "plan_decode": {**_ON_SM90, ("xla", None): "xla"},
-    "write_kv": {**_ON_SM90, **_ANYWHERE},
+    "write_kv": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "gather_latent": {**_ON_SM90, **_ANYWHERE},
     "index_scores": _ANYWHERE,

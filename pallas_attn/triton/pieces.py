@@ -177,9 +177,10 @@ def tensor_core_operand(stored, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def amax_scale(amax, QMAX: tl.constexpr):
-    """Scale that lets 8 bits hold values up to `amax`: amax / QMAX, correctly rounded; 1 for a subnormal one."""
+def amax_scale(amax, QMAX: tl.constexpr, at_least=0.0):
+    """Scale that lets 8 bits hold values up to `amax`: amax / QMAX, correctly rounded, or more; 1 if subnormal."""
     scale = tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
+    scale = tl.maximum(scale, at_least, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn import HeadWindow, PagedKV, PagedLatent, device, kv_cache_spec, latent_cache_spec
+from pallas_attn import HeadWindow, PagedKV, PagedLatent, Rope, device, kv_cache_spec, latent_cache_spec
 from tests.aot.case import allocated, shape
 
 
@@ -204,7 +204,46 @@ PAGED_PREFILL = {
     "paged-prefill-bf16-p1": paged_prefill(page_size=1),
 }
 
-TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_DECODE | PAGED_PREFILL
+
+def write_kv(
+    cache: str = "bf16", head_dim: int = 128, half: int | None = None, *, head_slots: bool = False, **static: Any
+) -> TritonCase:
+    """A write of 8,192 tokens into pages of 64; `half` pairs of columns of keys and queries are rotated and normed."""
+    num_tokens, kv_heads = 8192, 8
+    name, _, scales = cache.partition("-")
+    spec = kv_cache_spec(
+        num_pages=1024,
+        page_size=64,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=CACHE_DTYPES[name],
+        scales=int(scales) if scales.isdigit() else scales or None,
+    )
+    new = shape(num_tokens, kv_heads, head_dim)
+    slots = shape(num_tokens, *((kv_heads,) if head_slots else ()), dtype=jnp.int32)
+    arguments = {"kv": allocated(PagedKV, spec), "k": new, "v": new, "slots": slots}
+    if half is not None:
+        angles, weight = shape(num_tokens, half, dtype=jnp.float32), shape(head_dim)
+        arguments["rope"] = Rope(angles, angles, weight, weight, **static)  # pyrefly: ignore[bad-argument-type]
+        arguments["q"] = shape(num_tokens, 4 * kv_heads, head_dim)
+    return TritonCase(functools.partial(pallas_attn.write_kv, implementation="triton"), arguments, tensor_cores=False)
+
+
+WRITE_KV = {
+    **{
+        f"write-kv-{cache}-d{d}": write_kv(cache, d, d // 2)
+        for cache in ("bf16", "int8-channel", "fp8-head", "fp8-64", "int8-1", "fp8-4")
+        for d in (64, 80, 128, 256)
+    },
+    "write-kv-bf16": write_kv(),
+    "write-kv-f16-interleaved-partial-norm-after": write_kv(
+        "f16", 128, 32, style="interleaved", norm_order="after_rope"
+    ),
+    "write-kv-int8-4-head-slots-interleaved": write_kv("int8-4", 256, 128, head_slots=True, style="interleaved"),
+    "write-kv-fp8-channel-head-slots": write_kv("fp8-channel", head_slots=True),
+}
+
+TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_DECODE | PAGED_PREFILL | WRITE_KV
 
 ORDINARY = frozenset(
     {
@@ -214,6 +253,7 @@ ORDINARY = frozenset(
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
         ("paged-prefill-bf16-d128-8192", "sm80"),
+        ("write-kv-fp8-4-d128", "sm86"),
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }
 )
