@@ -190,8 +190,8 @@ def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
 
 
 def test_what_the_module_keeps_counts_as_cache():
-    """Entries of its one layer, as many as the model's one; a hidden state, a token and a length of each slot; tokens of
-    all pages."""
+    """Entries of its one layer, as many as the model's one; of each slot a hidden state, a token and a length; and the
+    tokens of all pages."""
     model, _ = modules()
     plain = Engine(model, padded(SIZES)).stats().cache_bytes
     of_slots = SIZES.max_num_seqs * (LAYER.hidden_size + 2) * 4
