@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 from tests import faster_interpreter
+from tests.slow import SLOW
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,8 +49,18 @@ _CHECKED = [
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, and so counts, what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is slow, and skips, and so counts, what needs a GPU where there is none."""
+    patterns = [re.compile(pattern) for pattern in SLOW]
+    used = set()
+    for item in items:
+        for pattern in patterns:
+            if pattern.search(item.nodeid.removeprefix("tests/")):
+                item.add_marker(pytest.mark.slow)
+                used.add(pattern)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and len(used) < len(patterns):
+        left = [pattern.pattern for pattern in patterns if pattern not in used]
+        raise pytest.UsageError(f"tests/slow.py: no test has the name {left}")
     if jax.default_backend() == "gpu":
         return
     for item in items:
