@@ -43,14 +43,13 @@ IN_EVERY_RUN = frozenset(
         # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16", "paged-decode-int8-channel-d128-n8",
         "paged-decode-bf16-d128-n64-p16-all-features", "paged-decode-fp8-token-d128-n32-p16-all-features",
-        "paged-decode-blocks", "paged-decode-large-pool",
+        "paged-decode-blocks",
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
         "mla-swap-ab-512-64-n16", "mla-swap-ab-draft-tree", "mla-seesaw-512-64-h128",
         "ragged-192-128", "ragged-64-64-all-options",
-        "paged-prefill-d128-all-features", "paged-prefill-int8-channel-d128",
-        "paged-prefill-fp8-token-d256-p16-all-features",
+        "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
     }
 )  # fmt: skip
 """Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""

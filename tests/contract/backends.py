@@ -118,9 +118,10 @@ PORTABLE_SLOW = (
     r"test_decode\[\w+-(tree of (2|3, full|8, windowed))",
     # Heads are a dimension like any other to XLA, and how many they are matters only to kernels.
     r"test_mla_decode.py::test_[^\[]*\[\w+-many heads",
-    # The same walk as ragged_attention's, which has as many queries in every run, and is traced by other tests.
-    r"test_seventy_thousand_tokens|test_no_host_callbacks_and_a_named_scope\[paged_prefill",
+    # XLA has no grid whose axes could be too short; what is lowered for decode is lowered alike.
+    r"test_more_query_tokens_than_a_grid_axis|test_seventy_thousand_tokens|test_no_host_callbacks_and_a_named_scope\[paged_prefill",
     # Other dtypes of one layout.
+    r"test_options\[\w+-(a soft cap, Deep|large soft|a window longer|scores of either)",
     r"test_no_copy_of_the_cache\[(bfloat16|float8)|test_memory_does_not_grow_with_the_table\[\w+-bfloat16",
     r"test_ragged_attention.py::test_widths_and_heads\[\w+-(MHA of odd|GQA of [34])",
     # What is made of garbage in 8 bits, or in tables of heads, differs in kernels; here all read pages alike.
@@ -128,10 +129,10 @@ PORTABLE_SLOW = (
     # Decode runs the same for the reference, of which both are one function; what others vary, numpy checks there.
     r"test_prefill\[reference-(head-wise|large|G |heads of|page of|float|bfloat|int8|fp8|small|full|chunks, [ip])",
     r"test_(heads_and_widths|pages|dtypes|widths_and_heads|options)\[reference-(?!DeepSeek|float32\]|a window of s)",
-    # Transformations of jax do with the reference what they do with xla.
-    r"test_(inside_a_shard_map|under_vmap|vmap|exported?|export_round_trip)\[.*reference",
-    r"test_surroundings.py::test_whatever_varies.*reference",
-    r"test_ragged_attention.py::test_(any_lengths|scale_output_dtype).*reference",
+    # Transformations of jax and what surrounds a call do with the reference what they do with xla; it is held to numpy.
+    r"^(?!test_bad)[^\[]*::test_(?!decode|prefill|lengths|long_len|values|scores|a_choice|queries|large|several|gather"
+    r"|plain|static|dynamic)
+    r"[^\[]*\[([^\]]*-)?reference",
     r"test_memory_grows_with_the_queries.*-full|test_keys_before_every_window",
     r"test_index_keys.py::test_memory_does_not_grow.*-chunk|test_a_choice_is_exact\[\w+-decode, absent",
 )
@@ -149,6 +150,7 @@ MOSAIC_SLOW = (
     r"test_paged_attention.py::test_vmap\[paged_prefill",
     r"test_heads_and_widths\[mosaic-(9-|20-)|test_pages\[mosaic-pages of 64",
     r"test_a_plan_changes_no_meaning\[mosaic-many heads-balanced",
+    r"test_mla_decode.py::test_dtypes\[mosaic-float16",  # trees of test_mla_decode_seesaw.py are float16
     r"test_(decode|prefill)\[mosaic-(tokens cached|all of |a window longer|a page of sink)",
     r"test_(decode|prefill)\[mosaic-(drafts, ragged|tiles that end)",
     r"test_(decode|prefill)\[mosaic-(no keys but|int window (ps - 1|longer)|head-wise drafts)",
