@@ -131,7 +131,7 @@ PORTABLE_SLOW = (
     r"test_(heads_and_widths|pages|dtypes|widths_and_heads|options)\[reference-(?!DeepSeek|float32\]|a window of s)",
     # Transformations of jax and what surrounds a call do with the reference what they do with xla; it is held to numpy.
     r"^(?!test_bad)[^\[]*::test_(?!decode|prefill|lengths|long_len|values|scores|a_choice|queries|large|several|gather"
-    r"|plain|static|dynamic)
+    r"|plain|static|dynamic)"
     r"[^\[]*\[([^\]]*-)?reference",
     r"test_memory_grows_with_the_queries.*-full|test_keys_before_every_window",
     r"test_index_keys.py::test_memory_does_not_grow.*-chunk|test_a_choice_is_exact\[\w+-decode, absent",
