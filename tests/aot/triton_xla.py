@@ -19,5 +19,9 @@ TRITON = {
         ("write-latent-bf16-512-64", "cache", True, 1024),
         ("write-latent-fp8-512-64", "cache", True, 1024),
         ("paged-decode-tree", "kv", False, 64 * 2**20),
+        ("paged-prefill-bf16-d128-8192-windows", "kv", False, 2**20),
+        ("write-kv-bf16-d128", "kv", True, 1024),
+        # Which token writes each slot, 4 bytes a slot.
+        ("write-kv-fp8-4-d128", "kv", True, 2**20),
     )
 }
