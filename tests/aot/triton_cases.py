@@ -80,7 +80,8 @@ def paged_decode(
 ) -> TritonCase:
     """A decode of 16 sequences over 8 KV heads; `cache` names a dtype, and the layout of its scales."""
     batch, kv_heads, table_pages = 16, 8, 4096 // page_size
-    name, _, scales = cache.partition("-")
+    name, _, layout = cache.partition("-")
+    scales: Any = int(layout) if layout.isdigit() else layout or None
     q_dtype = jnp.float16 if name == "f16" else jnp.bfloat16
     spec = kv_cache_spec(
         num_pages=2 * table_pages,
@@ -88,9 +89,9 @@ def paged_decode(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
-        scales=int(scales) if scales.isdigit() else scales or None,
+        scales=scales,
     )
-    ints = functools.partial(shape, dtype=jnp.int32)
+    ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
         "kv": allocated(PagedKV, spec),
@@ -126,6 +127,8 @@ PAGED_DECODE = {
         for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
         for d in (64, 128, 256)
     },
+    "paged-decode-fp8-16-d128-g40": paged_decode("fp8-16", 128, 40),
+    "paged-decode-int8-channel-d256-g40": paged_decode("int8-channel", 256, 40),
     "paged-decode-f16": paged_decode("f16"),
     "paged-decode-f16-windows": paged_decode("f16", head_windows=True, head_wise=True, sinks=True, soft_cap=30.0),
     "paged-decode-window": paged_decode(window=1024, sinks=True),
@@ -152,16 +155,17 @@ def paged_prefill(
 ) -> TritonCase:
     """A chunk of 8 sequences, for 8 heads over 2 KV heads; `cache` names a dtype, and the layout of its scales."""
     sequences, kv_heads, table_pages = 8, 2, 64
-    name, _, scales = cache.partition("-")
+    name, _, layout = cache.partition("-")
+    scales: Any = int(layout) if layout.isdigit() else layout or None
     spec = kv_cache_spec(
         num_pages=1024,
         page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
-        scales=int(scales) if scales.isdigit() else scales or None,
+        scales=scales,
     )
-    ints = functools.partial(shape, dtype=jnp.int32)
+    ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, 4 * kv_heads, head_dim, dtype=jnp.float16 if name == "f16" else jnp.bfloat16),
         "kv": allocated(PagedKV, spec),
@@ -210,14 +214,15 @@ def write_kv(
 ) -> TritonCase:
     """A write of 8,192 tokens into pages of 64; `half` pairs of columns of keys and queries are rotated and normed."""
     num_tokens, kv_heads = 8192, 8
-    name, _, scales = cache.partition("-")
+    name, _, layout = cache.partition("-")
+    scales: Any = int(layout) if layout.isdigit() else layout or None
     spec = kv_cache_spec(
         num_pages=1024,
         page_size=64,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
-        scales=int(scales) if scales.isdigit() else scales or None,
+        scales=scales,
     )
     new = shape(num_tokens, kv_heads, head_dim)
     slots = shape(num_tokens, *((kv_heads,) if head_slots else ()), dtype=jnp.int32)

@@ -16,8 +16,6 @@ small.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import triton.language as tl
@@ -26,7 +24,7 @@ from jaxtyping import Array, Float
 from pallas_attn import device
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
-from pallas_attn.triton import plans, tiles
+from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import (
     draft_visible,
@@ -41,9 +39,7 @@ from pallas_attn.triton.pieces import (
     walked_token,
 )
 from pallas_attn.triton.tiles import TritonTile
-from pallas_attn.types import QMAX, HeadWindow, PagedKV
-
-WIDEST_HEAD = 256
+from pallas_attn.types import HeadWindow
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
@@ -53,7 +49,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
     table_pages = call.block_tables.shape[-1]
     rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
-    window = call.window
+    window, groups = call.window, caches.scale_groups(call.kv)
+    by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     shape = {
         "QUERIES": num_queries,
         "Q_HEADS": q_heads,
@@ -86,7 +83,10 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
             "CAP": call.soft_cap,
             "WINDOW": window if isinstance(window, int) else None,
             "HEAD_WISE": call.block_tables.ndim == 3,
-            "GROUPS": _groups(call.kv),
+            "GROUPS": groups,
+            "BY_TOKEN": by_token,
+            "QUERY_DTYPE": tl.bfloat16 if groups == "channel" else q_dtype,
+            "VALUE_DTYPE": q_dtype if groups is None else tl.bfloat16 if by_token else tl.float16,
             "SPLIT_PAGES": plan.split_pages,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -107,7 +107,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
 
 def num_programs(call: PagedDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
-    _refuse(call)
+    caches.refuse(call.q, call.kv)
     card, tile = _card_and_tile(call)
     if card.multiprocessors is None:
         raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
@@ -118,25 +118,6 @@ def num_programs(call: PagedDecodeCall) -> int:
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
     card = device.triton_card()
     return card, tiles.decode_tile(card, call.group * call.num_queries, call.head_dim, call.kv.k.dtype.itemsize)
-
-
-def _refuse(call: PagedDecodeCall) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take."""
-    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {call.q.dtype.name}")
-    if call.kv.k.dtype != call.q.dtype and call.kv.k.dtype not in QMAX:
-        raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {call.q.dtype.name} over {call.kv.k.dtype.name}"
-        )
-    if call.head_dim > WIDEST_HEAD:
-        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {call.head_dim}")
-
-
-def _groups(kv: PagedKV) -> Any:
-    """How scales lie: None, "head", "channel", or the number of groups of a page that have one each."""
-    if kv.k_scale is None:
-        return None
-    return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])
 
 
 @kernel
@@ -181,13 +162,13 @@ def _attend(
     WINDOW: tl.constexpr,
     HEAD_WISE: tl.constexpr,
     GROUPS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    QUERY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    BY_TOKEN: tl.constexpr = GROUPS is not None and GROUPS != "head" and GROUPS != "channel"
-    query_dtype: tl.constexpr = tl.bfloat16 if GROUPS == "channel" else q_ptr.dtype.element_ty
-    value_dtype: tl.constexpr = q_ptr.dtype.element_ty if GROUPS is None else tl.bfloat16 if BY_TOKEN else tl.float16
     program = tl.program_id(0)
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
@@ -256,28 +237,27 @@ def _attend(
             at = (row * PAGE + n % PAGE) * D
             loaded = seen[:, None] & real_d[None, :]
             k = tensor_core_operand(
-                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), query_dtype, NATIVE
+                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), QUERY_DTYPE, NATIVE
             )
             scores = tl.dot(q, tl.trans(k))
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
             scores = scores * score_scale
             if BY_TOKEN:
-                scale_at = row * GROUPS + n % PAGE // (PAGE // GROUPS)
-                scores = scores * tl.load(k_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                scores = scores * _token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             if CAP is not None:
                 scores = soft_capped(scores, CAP)
             scores = tl.where(visible, scores, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total)
             if BY_TOKEN:
-                weights = weights * tl.load(v_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                weights = weights * _token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             v = tensor_core_operand(
-                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), value_dtype, NATIVE
+                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), VALUE_DTYPE, NATIVE
             )
-            rounded = weights.to(value_dtype)
+            rounded = weights.to(VALUE_DTYPE)
             acc = tl.dot(rounded, v, acc * keep[:, None])
             if BY_TOKEN:
-                acc = tl.dot((weights - rounded.to(tl.float32)).to(value_dtype), v, acc)
+                acc = tl.dot((weights - rounded.to(tl.float32)).to(VALUE_DTYPE), v, acc)
 
         if GROUPS == "head":
             acc = acc * tl.load(v_scale_ptr + head)
@@ -346,6 +326,12 @@ def _sequence_and_head(row_order_ptr, place, KV_HEADS: tl.constexpr):
     """Sequence and KV head of the row at a place of the plan's order."""
     row = tl.load(row_order_ptr + place)
     return row // KV_HEADS, row % KV_HEADS
+
+
+@kernel
+def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
+    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
+    return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
 
 
 @kernel

@@ -24,7 +24,7 @@ from pallas_attn import device
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.portable.visibility import head_windows
-from pallas_attn.triton import tiles
+from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import (
     SMALLEST_UNIT,
@@ -36,13 +36,10 @@ from pallas_attn.triton.pieces import (
     tensor_core_operand,
     weights_in_units,
 )
-from pallas_attn.types import QMAX, PagedKV
-
-WIDEST_HEAD = 256
 
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    _refuse(call)
+    caches.refuse(call.q, call.kv)
     card = device.triton_card()
     num_tokens, q_heads, head_dim = call.q.shape
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
@@ -80,32 +77,13 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
             "SCALE": call.scale,
             "CAP": call.soft_cap,
             "HEAD_WISE": head_wise,
-            "GROUPS": _groups(call.kv),
+            "GROUPS": caches.scale_groups(call.kv),
             "NATIVE": tiles.has_e4m3(card),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     return out, lse
-
-
-def _refuse(call: PagedPrefillCall) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take."""
-    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {call.q.dtype.name}")
-    if call.kv.k.dtype != call.q.dtype and call.kv.k.dtype not in QMAX:
-        raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {call.q.dtype.name} over {call.kv.k.dtype.name}"
-        )
-    if call.head_dim > WIDEST_HEAD:
-        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {call.head_dim}")
-
-
-def _groups(kv: PagedKV) -> int | str | None:
-    """How scales lie: None, "head", "channel", or the number of groups of a page that have one each."""
-    if kv.k_scale is None:
-        return None
-    return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])
 
 
 @kernel

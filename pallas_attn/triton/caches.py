@@ -1,0 +1,30 @@
+"""What attention kernels over pages in Triton take, and how the scales of a cache lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn.types import QMAX, PagedKV
+
+WIDEST_HEAD = 256
+"""Columns of a head, at most: more would leave no registers for what is accumulated."""
+
+
+def refuse(q: jax.Array, kv: PagedKV) -> None:
+    """Raise NotImplementedError for queries and a cache that no kernel multiplies."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
+        raise NotImplementedError(
+            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
+        )
+    if q.shape[-1] > WIDEST_HEAD:
+        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {q.shape[-1]}")
+
+
+def scale_groups(kv: PagedKV) -> int | str | None:
+    """How scales lie: None, "head", "channel", or the number of groups of a page that have one each."""
+    if kv.k_scale is None:
+        return None
+    return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])
