@@ -106,7 +106,8 @@ def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> Fl
     """
     width = power_of_two(head_dim)
     by_warpgroup = card.capability is not None and card.capability[0] in (9, 10)  # whose operands need no registers
-    if width > 128 and demanding:
+    in_tensor_memory = card.capability is not None and card.capability[0] == 10  # read back beside what is scaled
+    if demanding and (width > 128 or in_tensor_memory):
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)
     if width > 128:
         return FlashTile(MOST_ROWS if by_warpgroup else 64, tokens=32, warps=8, stages=2)

@@ -47,6 +47,8 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     demanding = call.kv.k_scale is not None or call.soft_cap is not None
     tile = config.triton_tile(card, rows, head_dim, demanding=demanding)
     heads = tile.heads(call.group)
+    groups = caches.scale_groups(call.kv)
+    of_queries = tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     queries = tile.rows // heads
     head_wise = call.block_tables.ndim == 3
     windows = None if call.window is None else head_windows(call.window, kv_heads)
@@ -77,7 +79,10 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
             "SCALE": call.scale,
             "CAP": call.soft_cap,
             "HEAD_WISE": head_wise,
-            "GROUPS": caches.scale_groups(call.kv),
+            "GROUPS": groups,
+            "BY_TOKEN": isinstance(groups, int),
+            "QUERY_DTYPE": tl.bfloat16 if groups == "channel" else of_queries,
+            "VALUE_DTYPE": of_queries if groups is None else tl.float16,
             "NATIVE": tiles.has_e4m3(card),
         },
         num_warps=tile.warps,
@@ -120,13 +125,13 @@ def _attend(
     CAP: tl.constexpr,
     HEAD_WISE: tl.constexpr,
     GROUPS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    QUERY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    BY_TOKEN: tl.constexpr = GROUPS is not None and GROUPS != "head" and GROUPS != "channel"
-    query_dtype: tl.constexpr = tl.bfloat16 if GROUPS == "channel" else q_ptr.dtype.element_ty
-    value_dtype: tl.constexpr = q_ptr.dtype.element_ty if GROUPS is None else tl.float16
     head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal tiles at a sequence's end take longest: they start first
     sequence, first_token, q_len, first = _work_of(
@@ -188,15 +193,14 @@ def _attend(
             at = (row * PAGE + token % PAGE) * D
             loaded = seen[:, None] & real_d[None, :]
             k = tensor_core_operand(
-                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), query_dtype, NATIVE
+                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), QUERY_DTYPE, NATIVE
             )
             scores = tl.dot(q, tl.trans(k))
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
             scores = scores * score_scale
             if BY_TOKEN:
-                scale_at = row * GROUPS + token % PAGE // (PAGE // GROUPS)
-                scores = scores * tl.load(k_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                scores = scores * _token_scales(k_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
             if CAP is not None:
                 scores = soft_capped(scores, CAP)
             # One comparison says both whether a key is there and whether it is past the query.
@@ -206,12 +210,12 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total)
             if BY_TOKEN:
-                weights = weights * tl.load(v_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                weights = weights * _token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
                 weights, keep, unit = weights_in_units(weights, keep, unit)
             v = tensor_core_operand(
-                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), value_dtype, NATIVE
+                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), VALUE_DTYPE, NATIVE
             )
-            acc = tl.dot(weights.to(value_dtype), v, acc * keep[:, None])
+            acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
 
         if BY_TOKEN:
             acc = acc * unit[:, None]
@@ -227,6 +231,12 @@ def _attend(
         out = tl.where((total != 0)[:, None], acc * inverse[:, None], 0.0)
         tl.store(out_ptr + out_row[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
         tl.store(lse_ptr + out_row, lse, mask=real_row)
+
+
+@kernel
+def _token_scales(scale_ptr, row, token, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
+    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
+    return tl.load(scale_ptr + row * GROUPS + token % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
 
 
 @kernel

@@ -64,12 +64,13 @@ def _write_rows(call: WriteKVCall) -> PagedKV:
     scales = None if kv.k_scale is None else {1: "head", 2: "channel", 3: "token"}[kv.k_scale.ndim]
     dynamic = scales == "token"
     no_scale = jax.ShapeDtypeStruct((1,), jnp.float32)
+    written: list[Any] = [kv.k, kv.v, *((kv.k_scale, kv.v_scale) if dynamic else (no_scale, no_scale))]
     k, v, k_scale, v_scale = launch(
         _write_tokens,
         *(call.k, call.v, call.slots, kv.k, kv.v, kv.k_scale, kv.v_scale),
         *((None, None, None) if rope is None else (rope.cos, rope.sin, rope.k_norm)),
         call.num_tokens,
-        outputs=[kv.k, kv.v, *((kv.k_scale, kv.v_scale) if dynamic else (no_scale, no_scale))],
+        outputs=written,
         grid=(-(-call.num_tokens // _tokens(call)), kv.k.shape[1], 2),
         constants=_row_constants(call) | _pool_constants(call) | {"SCALES": scales},
         aliases={3: 0, 4: 1} | ({5: 2, 6: 3} if dynamic else {}),
@@ -83,12 +84,13 @@ def _write_groups(call: WriteKVCall) -> PagedKV:
     kv, rope = call.kv, call.rope
     group, width = _group_tokens(kv), tiles.power_of_two(kv.k.shape[-1], at_least=2)
     scanned = min(MOST_SCANNED, max(1, call.num_tokens * kv.k.shape[1] // FEW_ENTRIES))
+    written: list[Any] = [kv.k, kv.v, kv.k_scale, kv.v_scale]
     k, v, k_scale, v_scale = launch(
         _write_led_groups,
         *(call.k, call.v, call.slots, _writers(call), kv.k, kv.v, kv.k_scale, kv.v_scale),
         *((None, None, None) if rope is None else (rope.cos, rope.sin, rope.k_norm)),
         call.num_tokens,
-        outputs=[kv.k, kv.v, kv.k_scale, kv.v_scale],
+        outputs=written,
         grid=(-(-call.num_tokens // scanned), kv.k.shape[1], 2),
         constants=_row_constants(call)
         | _pool_constants(call)
