@@ -11,6 +11,7 @@ from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
 
 # A whole step in one call, new tokens written first, as engines for TPUs have it.
+from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
 # Sparse attention: which keys a token attends to, and attention to those.

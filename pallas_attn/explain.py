@@ -12,6 +12,7 @@ from pallas_attn.types import Implementation
 CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {
     "mla_prefill": "ragged_attention",
     "ragged_paged_attention": "paged_prefill",
+    "mla_ragged_paged_attention": "mla_decode",
 }
 """By operation, the one whose implementations are its candidates: itself or, for a composition, its main part."""
 

@@ -508,7 +508,7 @@ def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any
 )
 def test_the_grid_of_tpu_inference(file: str, name: str, case: str, call: Callable[..., Any]) -> None:
     """Their tests hold our operation to their reference."""
-    module = tpu_inference.tests(f"kernels/ragged_paged_attention_kernel_{file}_test")
+    module = tpu_inference.module(f"tests/kernels/ragged_paged_attention_kernel_{file}_test")
     with mock.patch.object(module, name, call):
         refused = tpu_inference.run(getattr(module, case), "test_ragged_paged_attention_")
     assert {reason for _, reason in refused} <= {"q_scale", "e5m2"}, refused

@@ -19,8 +19,8 @@ import pytest
 from jax._src import test_util
 
 
-def tests(file: str) -> Any:
-    """A module of its folder of tests; without the parts of its package that need vLLM or a TPU."""
+def module(path: str) -> Any:
+    """One of its files, without the parts of its package that need vLLM or a TPU."""
     root = os.environ.get("TPU_INFERENCE")
     if not root:
         pytest.skip("the environment variable TPU_INFERENCE names no checkout of tpu-inference")
@@ -33,12 +33,12 @@ def tests(file: str) -> Any:
         stand_in = types.ModuleType(name)
         vars(stand_in).update(names)
         sys.modules.setdefault(name, stand_in)
-    spec = importlib.util.spec_from_file_location(Path(file).name, Path(root) / "tests" / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(Path(path).name, Path(root) / f"{path}.py")
     if spec is None or spec.loader is None:
-        raise ValueError(f"TPU_INFERENCE: expected a checkout with tests/{file}.py, got {root}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        raise ValueError(f"TPU_INFERENCE: expected a checkout with {path}.py, got {root}")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
