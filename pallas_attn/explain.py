@@ -11,6 +11,7 @@ from pallas_attn.types import Implementation
 
 CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {
     "mla_prefill": "ragged_attention",
+    "cascade_decode": "paged_decode",
     "ragged_paged_attention": "paged_prefill",
     "mla_ragged_paged_attention": "mla_decode",
 }

@@ -31,7 +31,7 @@ from tests.ops import harness
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-S, P, PS, N, T, L, R = 5, 4, 16, 24, 40, 64, 32
+S, P, PS, N, T, L, R = 5, 4, 16, 24, 40, 128, 32
 REFERENCE, XLA = (next(backend for backend in BACKENDS if backend.name == name) for name in ("reference", "xla"))
 every_backend = functools.partial(backends.every_backend, "mla_decode")
 HEADS = {"rows of 8": 3, "rows of 3": 20, "rows of 1": 40}
@@ -152,7 +152,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
 @every_backend(backends.is_compiled)
 def test_mixes(backend: Backend, name: str, heads: int) -> None:
     step = Step.draw(*MIXES[name], heads, backend.dtype, harness.fresh_rng())
-    check(backend, step, run(backend, step.arguments()))
+    check(backend, step, run(backend, step.arguments(distribution=True)))
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -227,25 +227,17 @@ def test_without_an_update_the_pages_hold_the_new_tokens() -> None:
 
 def test_latents_in_8_bits() -> None:
     step = Step.draw(*MIXED, 3, "float32", harness.fresh_rng())
-    wide = {
-        name: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 64)]) for name, x in step.arguments().items() if "latent" in name
-    }
-    spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=L + 64, rope_dim=R, dtype=jnp.float8_e4m3fn)
+    spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=L, rope_dim=R, dtype=jnp.float8_e4m3fn)
     held = np.nan_to_num(step.pages, posinf=0, neginf=0).reshape(N * PS, L + R)
-    held = np.concatenate([np.pad(held[:, :L], ((0, 0), (0, 64))), held[:, L:]], axis=1)
-    all_slots = np.arange(N * PS, dtype=np.int32)
-    arrays = {"cache": PagedLatent.allocate(spec), "latent": held, "slots": all_slots}
+    arrays = {"cache": PagedLatent.allocate(spec), "latent": held, "slots": np.arange(N * PS, dtype=np.int32)}
     cache = backends.call(write_latent, XLA, arrays)
-    arguments = step.arguments() | wide | {"cache": cache}
-    out, after = run(XLA, arguments)
-    new = np.concatenate([arguments["new_latent"], arguments["new_rope"]], axis=1)
+    out, after = run(XLA, step.arguments() | {"cache": cache})
     slots = np.full(T, -1, np.int32)
     slots[: sum(step.new)] = step.slots()
-    written = {"cache": cache, "latent": new, "slots": slots}
+    written = {"cache": cache, "latent": step.latents, "slots": slots}
     harness.assert_same_bits(after, backends.call(write_latent, XLA, written))
-    meant = np.asarray(after.pages, np.float32)[..., :L] * np.asarray(after.scale)
-    pages = np.concatenate([meant, np.asarray(after.rope, np.float32)], axis=-1)
-    harness.assert_close("output", out[..., :L], step.expected(pages), harness.F32_OUT)
+    pages = np.concatenate([after.pages.astype(jnp.float32) * after.scale, after.rope.astype(jnp.float32)], axis=-1)
+    harness.assert_close("output", out, step.expected(pages), harness.F32_OUT)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -322,9 +314,12 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"q_rope": np.zeros((T, 2, R), np.float32)},
         r"q_rope: expected shape \[T=40, Hq=3, R\], got \[40, 2, 32\]",
     ),
-    "new_latent": ({"new_latent": np.zeros((T, R), np.float32)}, r"new_latent: expected shape \[T=40, L=64\]"),
+    "new_latent": (
+        {"new_latent": np.zeros((T, R), np.float32)},
+        r"new_latent: expected shape \[T=40, L=128\], got \[40, 32\]",
+    ),
     "no new_rope": ({"new_rope": None}, "new_rope: expected the new tokens', or update_kv_cache=False; got None"),
-    "cache": ({"cache": PagedLatent(jnp.zeros((N, PS, L)))}, "cache.pages: expected L . R = 64 . 32 columns, got 64"),
+    "cache": ({"cache": PagedLatent(jnp.zeros((N, PS, L)))}, "cache.pages: expected L . R = 128 . 32 columns, got 128"),
     "page_indices": ({"page_indices": np.zeros((S, 2, P), np.int32)}, r"page_indices: expected shape \[S=5, P\]"),
     "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
     "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),

@@ -163,7 +163,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) ->
 @every_backend(backends.is_compiled)
 def test_mixes(backend: Backend, name: str) -> None:
     step = Step.draw(*MIXES[name], backend.dtype, harness.fresh_rng())
-    check(backend, step, run(backend, step.arguments()))
+    check(backend, step, run(backend, step.arguments(distribution=True)))
 
 
 @every_backend(lambda backend: backend.kernels)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from jax._src import test_util
@@ -67,6 +68,8 @@ def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
             assert not trouble or (reasons and ("NotImplementedError" in last or "ValueError" in last)), trouble
             refused += [(name, reason) for reason in reasons[:1]]
             ran += not trouble
+            print(name, *reasons, flush=True)
+            jax.clear_caches()  # each compiles hundreds of small modules
     assert ran
     print(f"{ran} passed, {len(refused)} refused")
     return refused
