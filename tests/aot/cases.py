@@ -12,11 +12,12 @@ from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
 from tests.aot.real import REAL
+from tests.aot.steps import STEPS
 from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
+    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
 }
 
 MODULES = {
@@ -30,6 +31,7 @@ MODULES = {
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
     **dict.fromkeys(ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
+    **dict.fromkeys(STEPS, "steps"),
 }
 """Module of this package that defines each case."""
 
@@ -39,6 +41,7 @@ SLOW = (
     | LATENT_MORE.keys()
     | ENGINE.keys()
     | REAL.keys()
+    | (STEPS.keys() - {"ragged-step-bf16"})
     | (MLA_SWAP_AB_MORE.keys() - MLA_SWAP_AB.keys())
     | (MLA_SEESAW_MORE.keys() - MLA_SEESAW.keys())
     | (PREFILL_MORE.keys() - PREFILL.keys())
