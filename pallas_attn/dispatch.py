@@ -58,7 +58,7 @@ MODULES: dict[str, Modules] = {
     "plan_decode": {**_ON_SM90, ("xla", None): "xla"},
     "write_kv": {**_ON_SM90, **_ANYWHERE},
     "write_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
-    "gather_latent": {**_ON_SM90, **_ANYWHERE},
+    "gather_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "index_scores": _ANYWHERE,
     "select_top_k": _ANYWHERE,
     "index_top_k": _ANYWHERE,
