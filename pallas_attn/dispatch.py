@@ -51,7 +51,7 @@ _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
 _IN_TRITON: Modules = {("triton", None): "triton"}
 
 MODULES: dict[str, Modules] = {
-    "paged_decode": {**_ON_SM90, **_ANYWHERE},
+    "paged_decode": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "paged_prefill": {**_ON_SM90, **_ANYWHERE},
     "mla_decode": {**_ON_SM90, **_ANYWHERE},
     "ragged_attention": {**_ON_SM90, **_ANYWHERE},

@@ -180,7 +180,8 @@ def run(
     with _lock:
         _memory = LaunchMemory(list(read.values()), written, [written[i] for i in held])
         try:
-            function[grid](*arguments, *written, **constants)
+            with np.errstate(all="ignore"):
+                function[grid](*arguments, *written, **constants)
         except interpreter.InterpreterError as error:
             raise _cause(error) from error
         finally:
@@ -209,7 +210,7 @@ _lock = threading.Lock()  # the interpreter keeps its place in the grid in one g
 _Builder: Any = interpreter.InterpreterBuilder
 _load, _store = _Builder.create_masked_load, _Builder.create_masked_store
 _cast, _dot = _Builder.cast_impl, _Builder.create_dot
-_patch_tensor = interpreter._patch_lang_tensor
+_patch_tensor, _reduce = interpreter._patch_lang_tensor, interpreter.ReduceOps.min_max
 
 
 def _program(builder: Any) -> int:
@@ -267,6 +268,13 @@ def _patch_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 fails with numpy 2.5
 
 
+def _min_max(self: Any, values: Any, val_reduce_op: Any = None, idx_reduce_op: Any = None) -> Any:
+    """Maxima as the hardware has them: NaN only where there is nothing else, and without numpy's warning."""
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+    return _reduce(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+
 interpreter._patch_lang_tensor = _patch_index
+interpreter.ReduceOps.min_max = _min_max
 _Builder.create_masked_load, _Builder.create_masked_store = _checked_load, _checked_store
 _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _rounding_cast, _rounding_cast, _dot_of_values

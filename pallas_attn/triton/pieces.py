@@ -1,11 +1,124 @@
-"""Device functions that Triton kernels share: what a query sees, where tokens lie, and 8-bit numbers."""
+"""Device functions that Triton kernels share: what a query sees, where tokens lie, softmax, 8-bit numbers, plans.
+
+Scores stay in natural units until a difference of two of them is exponentiated: times log2(e) first, scores of 5e5
+would be rounded by 1/32.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# --- float8_e4m3fn, whose bytes kernels get as uint8
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# --- visibility
+
+
+@triton.jit
+def in_window(token, position, window, sink_tokens):
+    """Whether a query at `position` has a token within its window or among the sink tokens."""
+    return (token < sink_tokens) | (token > position - window)  # window <= 2**31 - 1 and position >= 0: no overflow
+
+
+@triton.jit
+def draft_visible(token, first, query, q_len, tree_ptr, QUERIES: tl.constexpr):
+    """Whether query i, at position first + i, sees a token: causally or, among the tokens of the draft, by a tree.
+
+    Args:
+      token: [tokens] positions, below kv_len.
+      first: kv_len - q_len.
+      query: [rows] index of each row's query.
+      tree_ptr: the sequence's draft mask [QUERIES, QUERIES], or None.
+
+    Returns:
+      [rows, tokens].
+    """
+    column = token - first
+    if tree_ptr is None:
+        shown = column[None, :] <= query[:, None]
+    else:
+        drafted = (column >= 0) & (column < QUERIES)
+        at = tree_ptr + query[:, None] * QUERIES + column[None, :]
+        in_tree = tl.load(at, mask=drafted[None, :] & (query < QUERIES)[:, None], other=0) != 0
+        shown = (column < 0)[None, :] | in_tree
+    return shown & (query < q_len)[:, None]
+
+
+# --- pages
+
+
+@triton.jit
+def walked_token(n, sink_pages, first_page, PAGE: tl.constexpr):
+    """Table entry and position of the n-th token of a row's visible pages: those of sink tokens, then the window's."""
+    page = n // PAGE
+    entry = tl.where(page < sink_pages, page, page - sink_pages + first_page)
+    return entry, entry * PAGE + n % PAGE
+
+
+@triton.jit
+def pool_rows(page_id, head, NUM_HEADS: tl.constexpr, HEAD_WISE: tl.constexpr):
+    """int64 rows of the pool (a page of one head) that table entries name: ids of pages or, head-wise, of rows."""
+    row = page_id.to(tl.int64)
+    return row if HEAD_WISE else row * NUM_HEADS + head
+
+
+# --- softmax
+
+
+@triton.jit
+def finite_or_zero(top):
+    """A maximum to subtract: 0 for -inf, that of a row which has seen nothing."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def softmax_step(scores, top, total):
+    """One step of an online softmax over scores [rows, tokens], -inf where not visible.
+
+    Returns:
+      The new maximum and total [rows], the factor for what was accumulated before [rows], and weights [rows, tokens].
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shift = finite_or_zero(new_top)
+    keep = tl.exp2((top - shift) * LOG2E)
+    weights = tl.exp2((scores - shift[:, None]) * LOG2E)
+    return new_top, total * keep + tl.sum(weights, 1), keep, weights
+
+
+@triton.jit
+def merge_step(other_top, other_total, top, total):
+    """The maximum and total of two states, and the factors for what each accumulated; all [rows]."""
+    new_top = tl.maximum(top, other_top)
+    shift = finite_or_zero(new_top)
+    keep, others = tl.exp2((top - shift) * LOG2E), tl.exp2((other_top - shift) * LOG2E)
+    return new_top, total * keep + other_total * others, keep, others
+
+
+@triton.jit
+def softmax_result(top, total, sink):
+    """The factor that normalises what was accumulated, and the LSE; 0 and -inf for rows that have seen nothing.
+
+    Args:
+      sink: learned logits [rows], which enter the denominator only; -inf for none.
+    """
+    seen = total != 0  # also NaN
+    shift = finite_or_zero(top)
+    inverse = 1.0 / tl.where(seen, total + tl.exp2((sink - shift) * LOG2E), 1.0)
+    lse = tl.where(seen, shift + tl.log2(tl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
+    return tl.where(seen, inverse, 0.0), lse
+
+
+@triton.jit
+def soft_capped(scores, CAP: tl.constexpr):
+    """CAP · tanh(scores / CAP), with an error of 2e-7 times the smaller of |scores| and CAP."""
+    x = scores / CAP
+    square = x * x
+    small = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    large = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+    return CAP * tl.where(square < 0.0625, small, large)
+
+
+# --- 8-bit numbers: kernels get float8_e4m3fn as bytes, uint8
 
 
 @triton.jit
@@ -37,7 +150,30 @@ def f16_from_e4m3(byte, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def tensor_core_operand(stored, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Values of a cache in a 16-bit dtype, exactly: int8 and float8 fit both, 16-bit caches are of that dtype."""
+    return f16_from_e4m3(stored, NATIVE).to(dtype) if stored.dtype == tl.uint8 else stored.to(dtype)
+
+
+@triton.jit
 def amax_scale(amax, QMAX: tl.constexpr):
     """Scale that lets 8 bits hold values up to `amax`: amax / QMAX, correctly rounded; 1 for a subnormal one."""
     scale = tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
     return tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
+
+
+# --- plans
+
+
+@triton.jit
+def split_end(page, num_pages, is_last, end_page, SPLIT_PAGES: tl.constexpr):
+    """Page at which the split that starts at `page` of a row ends.
+
+    Args:
+      is_last: whether this row is the one that the program ends in, at `end_page`.
+      SPLIT_PAGES: of the plan.
+    """
+    stop = tl.where(is_last, tl.minimum(end_page, num_pages), num_pages)
+    if SPLIT_PAGES:
+        stop = tl.minimum(stop, (page // SPLIT_PAGES + 1) * SPLIT_PAGES)
+    return stop

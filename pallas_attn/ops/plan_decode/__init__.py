@@ -152,7 +152,7 @@ def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_prog
         made_for=call.plan_key,
         implementation=implementation,
     )
-    return dispatch.run(own, ("mosaic", "xla"))
+    return dispatch.run(own, ("mosaic", "xla") if implementation.startswith("mosaic") else "xla")
 
 
 def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:

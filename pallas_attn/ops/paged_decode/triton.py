@@ -1,0 +1,358 @@
+"""`paged_decode` in Triton, for any card from Ampere (sm80) on.
+
+All query rows of a KV head of a sequence (heads of its group, times queries) are a tile's rows, tokens its columns:
+
+    S [rows, tokens] = q Kᵀ      O [rows, D] += P V      m, l [rows]
+
+so a page is read once for the whole group. A program follows the plan: it walks the visible pages of its rows, whole
+tiles of tokens at a time, whichever pages these lie in. A row that one program has to itself is written right away; of
+others each split leaves a partial state (O, m, l), and a second kernel merges those, and writes zeros for idle rows.
+
+8-bit K and V are multiplied as 16-bit numbers that hold them exactly. Scales of a head multiply scores and sums. Those
+of channels multiply sums, and the query, which then is the sum of two bfloat16 numbers. Those of tokens multiply scores
+and weights, which then are bfloat16, since float16 would lose small ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from pallas_attn import device
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.triton import plans, tiles
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.pieces import (
+    draft_visible,
+    in_window,
+    merge_step,
+    pool_rows,
+    soft_capped,
+    softmax_result,
+    softmax_step,
+    split_end,
+    tensor_core_operand,
+    walked_token,
+)
+from pallas_attn.triton.tiles import TritonTile
+from pallas_attn.types import QMAX, HeadWindow, PagedKV
+
+WIDEST_HEAD = 256
+
+
+def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    plan = plan_of(call, "triton", num_programs(call))
+    card, tile = _card_and_tile(call)
+    batch, num_queries, q_heads, head_dim = call.q.shape
+    num_pages, kv_heads, page_size, _ = call.kv.k.shape
+    table_pages = call.block_tables.shape[-1]
+    rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
+    window = call.window
+    shape = {
+        "QUERIES": num_queries,
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "ROWS": tile.rows,
+        "WIDTH": tile.width,
+    }
+    states = (plans.most_splits(plan, table_pages), rows)
+    out, lse, *partial = launch(
+        _attend,
+        *(call.q, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
+        *(call.block_tables, call.kv_lens, call.q_lens),
+        *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
+        *(call.draft_mask, call.sinks, *plans.followed(plan)),
+        *(table_pages, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
+        outputs=[
+            jax.ShapeDtypeStruct(call.q.shape, call.output_dtype),
+            jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct((*states, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(states, jnp.float32),
+            jax.ShapeDtypeStruct(states, jnp.float32),
+        ],
+        grid=(plans.num_programs(plan), blocks),
+        constants=shape
+        | {
+            "PAGE": page_size,
+            "TOKENS": tile.tokens,
+            "SCALE": call.scale,
+            "CAP": call.soft_cap,
+            "WINDOW": window if isinstance(window, int) else None,
+            "HEAD_WISE": call.block_tables.ndim == 3,
+            "GROUPS": _groups(call.kv),
+            "SPLIT_PAGES": plan.split_pages,
+            "NATIVE": tiles.has_e4m3(card),
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    out, lse = launch(
+        _merge,
+        *(out, lse, *partial, call.sinks, plan.row_order, plan.merged_rows, plan.split_indptr, plan.row_order.shape[0]),
+        outputs=[out, lse],
+        grid=(batch * kv_heads, blocks),
+        constants=shape,
+        num_warps=tile.warps,
+        aliases={0: 0, 1: 1},
+    )
+    return out, lse
+
+
+def num_programs(call: PagedDecodeCall) -> int:
+    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    _refuse(call)
+    card, tile = _card_and_tile(call)
+    if card.multiprocessors is None:
+        raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
+    token_bytes = 2 * tile.width * call.kv.k.dtype.itemsize
+    blocks = -(-call.group * call.num_queries // tile.rows)
+    return max(1, tile.programs_per_multiprocessor(card, token_bytes) * card.multiprocessors // blocks)
+
+
+def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
+    card = device.triton_card()
+    return card, tiles.decode_tile(card, call.group * call.num_queries, call.head_dim)
+
+
+def _refuse(call: PagedDecodeCall) -> None:
+    """Raise NotImplementedError for calls that the kernel does not take."""
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {call.q.dtype.name}")
+    if call.kv.k.dtype != call.q.dtype and call.kv.k.dtype not in QMAX:
+        raise NotImplementedError(
+            f"takes queries and an unquantised cache of one dtype, got {call.q.dtype.name} over {call.kv.k.dtype.name}"
+        )
+    if call.head_dim > WIDEST_HEAD:
+        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {call.head_dim}")
+
+
+def _groups(kv: PagedKV) -> Any:
+    """How scales lie: None, "head", "channel", or the number of groups of a page that have one each."""
+    if kv.k_scale is None:
+        return None
+    return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])
+
+
+@kernel
+def _attend(
+    q_ptr,  # [B, QUERIES, Q_HEADS, D]
+    k_ptr,  # [pool rows, PAGE, D]
+    v_ptr,
+    k_scale_ptr,  # [KV_HEADS], [KV_HEADS, D], [pool rows, GROUPS] or None
+    v_scale_ptr,
+    tables_ptr,  # [B, table_pages] or [B, KV_HEADS, table_pages]
+    kv_lens_ptr,  # [B]
+    q_lens_ptr,  # [B] or None
+    window_ptr,  # [KV_HEADS] or None
+    sink_tokens_ptr,
+    draft_ptr,  # [B, QUERIES, QUERIES] or None
+    sinks_ptr,  # [Q_HEADS] or None
+    row_order_ptr,  # [B * KV_HEADS] each
+    sink_pages_ptr,
+    first_page_ptr,
+    num_pages_ptr,
+    next_row_ptr,
+    cta_row_ptr,  # [programs + 1] each
+    cta_page_ptr,
+    cta_split_ptr,
+    table_pages,
+    num_rows,
+    out_ptr,  # [B, QUERIES, Q_HEADS, D]
+    lse_ptr,  # [B, QUERIES, Q_HEADS]
+    part_ptr,  # [splits, group * QUERIES, D]
+    part_top_ptr,  # [splits, group * QUERIES] each
+    part_total_ptr,
+    QUERIES: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_WISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    BY_TOKEN: tl.constexpr = GROUPS is not None and GROUPS != "head" and GROUPS != "channel"
+    query_dtype: tl.constexpr = tl.bfloat16 if GROUPS == "channel" else q_ptr.dtype.element_ty
+    value_dtype: tl.constexpr = tl.bfloat16 if BY_TOKEN else q_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
+    query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
+    real_row = row_in_group < QUERIES * GROUP
+    d = tl.arange(0, WIDTH)
+    real_d = d < D
+
+    place, page = tl.load(cta_row_ptr + program), tl.load(cta_page_ptr + program)
+    end_place, end_page = tl.load(cta_row_ptr + program + 1), tl.load(cta_page_ptr + program + 1)
+    split = tl.load(cta_split_ptr + program)
+    while (place < end_place) | ((place == end_place) & (page < end_page)):
+        num_pages = tl.load(num_pages_ptr + place)
+        stop = split_end(page, num_pages, place == end_place, end_page, SPLIT_PAGES)
+        sequence, head = _sequence_and_head(row_order_ptr, place, KV_HEADS)
+        sink_pages, first_page = tl.load(sink_pages_ptr + place), tl.load(first_page_ptr + place)
+        kv_len = tl.load(kv_lens_ptr + sequence)
+        q_len = QUERIES
+        if q_lens_ptr is not None:
+            q_len = tl.load(q_lens_ptr + sequence)
+        first = kv_len - q_len
+        window, sink_tokens = 0, 0
+        if window_ptr is not None:
+            window, sink_tokens = tl.load(window_ptr + head), tl.load(sink_tokens_ptr + head)
+        elif WINDOW is not None:
+            window = WINDOW
+        table_row = sequence.to(tl.int64)
+        if HEAD_WISE:
+            table_row = table_row * KV_HEADS + head
+        tree_ptr = None
+        if draft_ptr is not None:
+            tree_ptr = draft_ptr + sequence.to(tl.int64) * (QUERIES * QUERIES)
+
+        q_head = head * GROUP + head_in_group
+        out_row = (sequence.to(tl.int64) * QUERIES + query) * Q_HEADS + q_head
+        held = real_row[:, None] & real_d[None, :]
+        q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
+        q_rest = q
+        score_scale = SCALE
+        if GROUPS == "head":
+            score_scale = SCALE * tl.load(k_scale_ptr + head)
+        if GROUPS == "channel":
+            wide = q.to(tl.float32) * tl.load(k_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
+            q = wide.to(tl.bfloat16)
+            q_rest = (wide - q.to(tl.float32)).to(tl.bfloat16)
+
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        for start in range(page * PAGE, stop * PAGE, TOKENS):
+            n = start + tl.arange(0, TOKENS)
+            entry, token = walked_token(n, sink_pages, first_page, PAGE)
+            seen = (n < stop * PAGE) & (token < kv_len) & (entry < table_pages)
+            if window_ptr is not None or WINDOW is not None:  # of the oldest query, the most of all
+                seen = seen & in_window(token, tl.maximum(first, 0), window, sink_tokens)
+            page_id = tl.load(tables_ptr + table_row * table_pages + entry, mask=seen, other=-1)
+            row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
+            seen = seen & (page_id >= 0) & (row < num_rows)
+            visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
+            if QUERIES > 1 or q_lens_ptr is not None:
+                visible = visible & draft_visible(token, first, query, q_len, tree_ptr, QUERIES)
+                if window_ptr is not None or WINDOW is not None:
+                    position = tl.maximum(first + query, 0)
+                    visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
+                if draft_ptr is not None:  # a tree may hide a token from all queries
+                    seen = tl.max(visible.to(tl.int32), 0) > 0
+            at = (row * PAGE + n % PAGE) * D
+            loaded = seen[:, None] & real_d[None, :]
+            k = tensor_core_operand(
+                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), query_dtype, NATIVE
+            )
+            scores = tl.dot(q, tl.trans(k))
+            if GROUPS == "channel":
+                scores = tl.dot(q_rest, tl.trans(k), scores)
+            scores = scores * score_scale
+            if BY_TOKEN:
+                scale_at = row * GROUPS + n % PAGE // (PAGE // GROUPS)
+                scores = scores * tl.load(k_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+            if CAP is not None:
+                scores = soft_capped(scores, CAP)
+            scores = tl.where(visible, scores, float("-inf"))
+            top, total, keep, weights = softmax_step(scores, top, total)
+            if BY_TOKEN:
+                weights = weights * tl.load(v_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+            v = tensor_core_operand(
+                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), value_dtype, NATIVE
+            )
+            acc = tl.dot(weights.to(value_dtype), v, acc * keep[:, None])
+
+        if GROUPS == "head":
+            acc = acc * tl.load(v_scale_ptr + head)
+        if GROUPS == "channel":
+            acc = acc * tl.load(v_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
+        if (page == 0) & (stop >= num_pages):
+            _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
+        else:
+            state = split.to(tl.int64) * (QUERIES * GROUP) + row_in_group
+            tl.store(part_ptr + state[:, None] * D + d[None, :], acc, mask=held)
+            tl.store(part_top_ptr + state, top, mask=real_row)
+            tl.store(part_total_ptr + state, total, mask=real_row)
+        split += 1
+        row_ends = stop >= num_pages
+        place = tl.where(row_ends, tl.load(next_row_ptr + place), place)
+        page = tl.where(row_ends, 0, stop)
+
+
+@kernel
+def _merge(
+    _aliased_out_ptr,
+    _aliased_lse_ptr,
+    part_ptr,  # [splits, group * QUERIES, D]
+    part_top_ptr,  # [splits, group * QUERIES] each
+    part_total_ptr,
+    sinks_ptr,  # [Q_HEADS] or None
+    row_order_ptr,  # [rows]
+    merged_rows_ptr,  # [rows + 1]
+    split_indptr_ptr,  # [rows + 1]
+    rows,
+    out_ptr,  # [B, QUERIES, Q_HEADS, D]
+    lse_ptr,  # [B, QUERIES, Q_HEADS]
+    QUERIES: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    place = tl.load(merged_rows_ptr + tl.program_id(0))
+    if place < rows:
+        row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        real_row = row_in_group < QUERIES * GROUP
+        d = tl.arange(0, WIDTH)
+        held = real_row[:, None] & (d < D)[None, :]
+        sequence, head = _sequence_and_head(row_order_ptr, place, KV_HEADS)
+        q_head = head * GROUP + row_in_group % GROUP
+        out_row = (sequence.to(tl.int64) * QUERIES + row_in_group // GROUP) * Q_HEADS + q_head
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        for split in range(tl.load(split_indptr_ptr + place), tl.load(split_indptr_ptr + place + 1)):
+            state = tl.cast(split, tl.int64) * (QUERIES * GROUP) + row_in_group
+            other_top = tl.load(part_top_ptr + state, mask=real_row, other=float("-inf"))
+            other_total = tl.load(part_total_ptr + state, mask=real_row, other=0.0)
+            part = tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held, other=0.0)
+            top, total, keep, others = merge_step(other_top, other_total, top, total)
+            part = tl.where((other_total != 0)[:, None], part, 0.0)  # one that saw nothing may hold 0 times infinity
+            acc = acc * keep[:, None] + part * others[:, None]
+        _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
+
+
+@kernel
+def _sequence_and_head(row_order_ptr, place, KV_HEADS: tl.constexpr):
+    """Sequence and KV head of the row at a place of the plan's order."""
+    row = tl.load(row_order_ptr + place)
+    return row // KV_HEADS, row % KV_HEADS
+
+
+@kernel
+def _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D: tl.constexpr):
+    """Normalises a state over all keys of its rows, and writes it."""
+    sink = tl.full(top.shape, float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
+    inverse, lse = softmax_result(top, total, sink)
+    # A row that sees nothing may have added 0 times an infinite value.
+    out = tl.where((total != 0)[:, None], acc * inverse[:, None], 0.0)
+    tl.store(out_ptr + out_row[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(lse_ptr + out_row, lse, mask=real_row)

@@ -1,0 +1,72 @@
+"""Sizes of Triton kernels by card: the one table, by how much shared memory a thread block may have.
+
+Nothing here was timed on a card but the tile of 64 tokens by 128 columns, 4 warps and 2 stages, on an H100.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_attn.device import Device
+
+SMALL_SHARED_BYTES = 100 * 1024
+"""A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""
+
+MOST_PROGRAMS = 4
+"""Programs of a decode kernel on a multiprocessor, at most: more take registers that are not there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTile:
+    """Sizes of an attention kernel.
+
+    Attributes:
+      rows: query rows of a program, a power of two from 16 on.
+      tokens: tokens of a step, a power of two from 16 on.
+      width: columns, padded to a power of two.
+      warps, stages: as Triton has them.
+    """
+
+    rows: int
+    tokens: int
+    width: int
+    warps: int
+    stages: int
+
+    def programs_per_multiprocessor(self, card: Device, token_bytes: int) -> int:
+        """Programs that run side by side, by the shared memory of their tokens.
+
+        Args:
+          token_bytes: bytes of a token's keys and values, padded.
+        """
+        shared = card.shared_bytes_per_multiprocessor or SMALL_SHARED_BYTES
+        return min(MOST_PROGRAMS, max(1, shared // (self.stages * self.tokens * token_bytes + 1024)))
+
+
+def power_of_two(n: int, at_least: int = 16) -> int:
+    """The next power of two, `at_least` so much: what tiles of tensor cores are made of."""
+    return max(at_least, 1 << (n - 1).bit_length())
+
+
+def has_small_shared_memory(card: Device) -> bool:
+    """Whether a thread block has no more than 99 KiB, or nobody knows."""
+    return (card.shared_bytes_per_block or 0) <= SMALL_SHARED_BYTES
+
+
+def has_e4m3(card: Device) -> bool:
+    """Whether the card has instructions for float8_e4m3fn."""
+    return card.capability is not None and card.capability >= (8, 9)
+
+
+def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
+    """Tile of decode attention.
+
+    Args:
+      rows: query rows that share keys.
+      head_dim: columns of keys, and of values.
+    """
+    width = power_of_two(head_dim)
+    most_rows = 32 if width > 128 else 64
+    small = has_small_shared_memory(card)
+    tokens = 64 if width <= (64 if small else 128) else 32
+    return TritonTile(min(power_of_two(rows), most_rows), tokens, width, warps=4, stages=2)
