@@ -65,12 +65,6 @@ def block_columns(width: int) -> int:
     return min((512, 256, 128, 64, 32), key=lambda columns: -(-width // columns) * columns)
 
 
-def has_float8() -> bool:
-    """Whether the card converts float8_e4m3fn by an instruction (sm89 on)."""
-    capability = device.triton_card().capability
-    return capability is not None and capability >= (8, 9)
-
-
 class CompiledKernel(NamedTuple):
     """What comes of a kernel for a set of dtypes and constants.
 

@@ -43,26 +43,49 @@ CARDS = {
 }
 
 
-def write_latents() -> dict[str, TritonCase]:
-    cases = {}
-    for name, dtype, new in (("bf16", jnp.bfloat16, jnp.bfloat16), ("fp8", jnp.float8_e4m3fn, jnp.bfloat16)):
-        for latent_dim, rope_dim in ((512, 64), (128, 32)):
-            spec = latent_cache_spec(
-                num_pages=1024, page_size=64, latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype
-            )
-            cases[f"write-latent-{name}-{latent_dim}-{rope_dim}"] = TritonCase(
-                functools.partial(pallas_attn.write_latent, implementation="triton"),
-                {
-                    "cache": allocated(PagedLatent, spec),
-                    "latent": shape(64, latent_dim + rope_dim, dtype=new),
-                    "slots": shape(64, dtype=jnp.int32),
-                },
-                tensor_cores=False,
-            )
-    return cases
+def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}[name]
+    sizes = {"num_pages": 1024, "page_size": page_size, "latent_dim": latent_dim, "rope_dim": rope_dim}
+    return allocated(PagedLatent, latent_cache_spec(**sizes, dtype=dtype))
 
 
-TRITON_CASES: dict[str, TritonCase] = {**write_latents()}
+def write_latents(name: str, latent_dim: int, rope_dim: int) -> TritonCase:
+    return TritonCase(
+        functools.partial(pallas_attn.write_latent, implementation="triton"),
+        {
+            "cache": latents(name, latent_dim, rope_dim),
+            "latent": shape(64, latent_dim + rope_dim, dtype=jnp.bfloat16),
+            "slots": shape(64, dtype=jnp.int32),
+        },
+        tensor_cores=False,
+    )
 
-ORDINARY = frozenset({("write-latent-bf16-512-64", "sm86"), ("write-latent-fp8-512-64", "sm80")})
+
+def gather_latents(name: str, latent_dim: int, rope_dim: int, num_new: int = 64) -> TritonCase:
+    ints = functools.partial(shape, dtype=jnp.int32)
+    return TritonCase(
+        functools.partial(pallas_attn.gather_latent, length=4096, implementation="triton"),
+        {
+            "cache": latents(name, latent_dim, rope_dim),
+            "latent_new": shape(num_new, latent_dim + rope_dim, dtype=jnp.bfloat16),
+            "block_tables": ints(16, 64),
+            "cu_q_lens": ints(17),
+            "kv_lens": ints(16),
+        },
+        tensor_cores=False,
+    )
+
+
+LATENTS = {
+    f"{op}-latent-{name}-{latent_dim}-{rope_dim}": case(name, latent_dim, rope_dim)
+    for op, case in (("write", write_latents), ("gather", gather_latents))
+    for name in ("bf16", "fp8")
+    for latent_dim, rope_dim in ((512, 64), (128, 32))
+} | {"gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0)}
+
+TRITON_CASES: dict[str, TritonCase] = {**LATENTS}
+
+ORDINARY = frozenset(
+    {("write-latent-bf16-512-64", "sm86"), ("write-latent-fp8-512-64", "sm80"), ("gather-latent-fp8-512-64", "sm86")}
+)
 """Cases and cards of the ordinary run; the slow run has all others."""

@@ -235,5 +235,5 @@ def test_kernels_refuse_8_bits_in_words_and_the_portable_implementation_runs(
         plan = plan_decode((q_latent, q_rope), cache, tables, lens)
     for explanation in explanations:
         assert explanation.chosen == "xla"
-        assert explanation.refused == {"mosaic": "takes no quantised latents, got float8_e4m3fn"}
+        assert explanation.refused["mosaic"] == "takes no quantised latents, got float8_e4m3fn"
     assert plan.implementation == "xla"

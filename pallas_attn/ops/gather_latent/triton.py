@@ -17,15 +17,20 @@ import jax
 import triton.language as tl
 from jaxtyping import Array, Float
 
+from pallas_attn import device
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
-from pallas_attn.triton.launch import block_columns, has_float8, kernel, launch
+from pallas_attn.triton import tiles
+from pallas_attn.triton.launch import block_columns, kernel, launch
 from pallas_attn.triton.pieces import f16_from_e4m3
 from pallas_attn.types import LATENT_GROUP
 
 TILE_ELEMENTS = 2048
 """Elements of a block: 16 for each of 128 threads, two accesses of 16 bytes in 16 bits."""
 
-SEQUENCES = 128
+MOST_ROWS = 32
+"""Rows of a program, at most: each is compared with the ends of many sequences, in registers."""
+
+SEQUENCES = 32
 """Sequences whose lengths are looked at together."""
 
 
@@ -34,7 +39,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     num_pages, page_size, pages_width = cache.pages.shape
     width = new.shape[1]
     columns = block_columns(width) if cache.scale is None else LATENT_GROUP
-    rows = max(1, TILE_ELEMENTS // columns)
+    rows = min(TILE_ELEMENTS // columns, MOST_ROWS)
     (out,) = launch(
         _gather_rows,
         *(cache.pages, cache.scale, cache.rope, new if call.num_new else None),
@@ -47,7 +52,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
             "TABLE_PAGES": call.block_tables.shape[1],
             "PAGES_WIDTH": pages_width,
             "WIDTH": width,
-            "FLOAT8": has_float8(),
+            "NATIVE": tiles.has_e4m3(device.triton_card()),
             "SEQUENCES": SEQUENCES,
             "ROWS": rows,
             "COLUMNS": columns,
@@ -74,16 +79,16 @@ def _gather_rows(
     TABLE_PAGES: tl.constexpr,
     PAGES_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    NATIVE: tl.constexpr,
     SEQUENCES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < length
-    sequence, start = _sequence_of(kv_lens_ptr, row, num_sequences, SEQUENCES)
+    sequence, start = _sequence_of(kv_lens_ptr, row, num_sequences, length, SEQUENCES)
     held = there & (sequence < num_sequences)
-    position = (row - start).to(tl.int32)  # in the sequence, of rows that it holds
+    position = row - start
     first_new = tl.load(cu_q_lens_ptr + sequence, mask=held, other=0)
     num_new = tl.load(cu_q_lens_ptr + sequence + 1, mask=held, other=0) - first_new
     num_cached = tl.load(kv_lens_ptr + sequence, mask=held, other=0) - num_new
@@ -101,7 +106,7 @@ def _gather_rows(
             values = tl.load(at, mask=is_cached[:, None] & inside, other=0.0)
         elif first_column < PAGES_WIDTH:
             at = pages_ptr + (slot * PAGES_WIDTH)[:, None] + column[None, :]
-            stored = f16_from_e4m3(tl.load(at, mask=is_cached[:, None], other=0), FLOAT8).to(tl.float32)
+            stored = f16_from_e4m3(tl.load(at, mask=is_cached[:, None], other=0), NATIVE).to(tl.float32)
             scale_at = slot * (PAGES_WIDTH // COLUMNS) + first_column // COLUMNS
             scale = tl.load(scale_ptr + scale_at, mask=is_cached, other=0.0)
             values = (stored * scale[:, None]).to(out_ptr.dtype.element_ty)
@@ -116,19 +121,21 @@ def _gather_rows(
 
 
 @kernel
-def _sequence_of(kv_lens_ptr, row, num_sequences, SEQUENCES: tl.constexpr):
-    """The sequence that holds each row, `num_sequences` for rows past the last, and the row where it starts (int64).
+def _sequence_of(kv_lens_ptr, row, num_sequences, length, SEQUENCES: tl.constexpr):
+    """The sequence that holds each row below `length`, `num_sequences` for rows past the last, and where it starts.
 
-    Ends of sequences never fall, so that as many of them are at or before a row as there are sequences before its own.
+    Ends of sequences never fall: as many of them are at or before a row as there are sequences before its own, and the
+    last of those is where its own starts.
     """
-    sequence, start = tl.zeros_like(row), tl.zeros_like(row).to(tl.int64)
+    sequence, start = tl.zeros_like(row), tl.zeros_like(row)
     total = tl.full([], 0, tl.int64)  # tokens of the sequences so far, which may be more than an int32 holds
     for first in range(0, num_sequences, SEQUENCES):
         number = first + tl.arange(0, SEQUENCES)
         kv_len = tl.load(kv_lens_ptr + number, mask=number < num_sequences, other=0).to(tl.int64)
-        end = total + tl.cumsum(kv_len)
-        is_before = (end[None, :] <= row[:, None]) & (number < num_sequences)[None, :]
+        end = tl.minimum(total + tl.cumsum(kv_len), length).to(tl.int32)
+        end = tl.where(number < num_sequences, end, length)
+        is_before = end[None, :] <= row[:, None]
         sequence += tl.sum(is_before.to(tl.int32), 1)
-        start += tl.sum(tl.where(is_before, kv_len[None, :], 0), 1)
+        start = tl.maximum(start, tl.max(tl.where(is_before, end[None, :], 0), 1))
         total += tl.sum(kv_len)
     return sequence, start
