@@ -70,3 +70,16 @@ def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
     small = has_small_shared_memory(card)
     tokens = 64 if width <= (64 if small else 128) else 32
     return TritonTile(min(power_of_two(rows), most_rows), tokens, width, warps=4, stages=2)
+
+
+def latent_tile(card: Device, rows: int, latent_dim: int) -> TritonTile:
+    """Tile of decode attention over latents, whose columns are key and value.
+
+    Args:
+      rows: query rows of a sequence.
+      latent_dim: columns of the value; the key has those of the rotated part besides.
+    """
+    width = power_of_two(latent_dim)
+    if rows <= 32 or has_small_shared_memory(card):
+        return TritonTile(16, 32, width, warps=4, stages=2)
+    return TritonTile(64, 64, width, warps=8, stages=2)

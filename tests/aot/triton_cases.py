@@ -83,7 +83,74 @@ LATENTS = {
     for latent_dim, rope_dim in ((512, 64), (128, 32))
 } | {"gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0)}
 
-TRITON_CASES: dict[str, TritonCase] = {**LATENTS}
+def mla_decode(
+    cache: str = "bf16",
+    heads: int = 16,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    *,
+    page_size: int = 64,
+    queries: int = 1,
+    tree: bool = False,
+    fixed: bool = False,
+    **options: Any,
+) -> TritonCase:
+    """A decode of 16 sequences over latents; `cache` names a dtype."""
+    batch, table_pages = 16, 4096 // page_size
+    q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q_latent": shape(batch, queries, heads, latent_dim, dtype=q_dtype),
+        "q_rope": shape(batch, queries, heads, rope_dim, dtype=q_dtype),
+        "cache": latents(cache, latent_dim, rope_dim, page_size),
+        "block_tables": ints(batch, table_pages),
+        "kv_lens": ints(batch),
+    }
+    if queries > 1:
+        arguments["q_lens"] = ints(batch)
+    if tree:
+        arguments["draft_mask"] = shape(batch, queries, queries, dtype=jnp.bool_)
+
+    def call(**arguments: Any) -> Any:
+        plan = None
+        if fixed:
+            q = arguments["q_latent"], arguments["q_rope"]
+            shown = [arguments[name] for name in ("cache", "block_tables", "kv_lens")]
+            plan = pallas_attn.plan_decode(q, *shown, mode="fixed", implementation="triton")
+        return pallas_attn.mla_decode(
+            **arguments, sm_scale=0.1, plan=plan, **options, implementation="triton", return_lse=True
+        )
+
+    return TritonCase(call, arguments)
+
+
+MLA_DECODE = {
+    **{
+        f"mla-decode-{cache}-h{heads}": mla_decode(cache, heads)
+        for cache in ("bf16", "fp8")
+        for heads in (16, 32, 64, 128)
+    },
+    **{
+        f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_decode(cache, heads, latent_dim, rope_dim)
+        for cache, latent_dim, rope_dim in (
+            *(("bf16", 256, 32), ("bf16", 128, 32), ("bf16", 96, 16), ("bf16", 448, 64), ("bf16", 512, 128)),
+            *(("fp8", 384, 64), ("fp8", 128, 128)),
+        )
+        for heads in (16, 128)
+    },
+    **{f"mla-decode-bf16-p{page_size}": mla_decode(page_size=page_size) for page_size in (1, 16, 128)},
+    "mla-decode-f16": mla_decode("f16"),
+    "mla-decode-f16-h128-f32": mla_decode("f16", 128, out_dtype=jnp.float32),
+    **{
+        f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
+        for cache in ("bf16", "fp8")
+        for heads in (16, 128)
+    },
+    "mla-decode-drafts": mla_decode(queries=4),
+    "mla-decode-fixed": mla_decode(fixed=True),
+}
+
+TRITON_CASES: dict[str, TritonCase] = {**LATENTS, **MLA_DECODE}
 
 ORDINARY = frozenset(
     {("write-latent-bf16-512-64", "sm86"), ("write-latent-fp8-512-64", "sm80"), ("gather-latent-fp8-512-64", "sm86")}
