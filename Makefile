@@ -45,7 +45,7 @@ test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for
 
 test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, and the contract suites on compiled kernels (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/contract -m "not slow and not gpu" -k mosaic
+	$(BIN)/python -m pytest tests/contract -m "not slow and not gpu" -k "mosaic or triton"
 
 test-latest: | python  ## the tests, on the newest jax that pyproject.toml admits
 	$(call create,.venv-latest)

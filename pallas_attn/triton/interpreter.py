@@ -177,14 +177,17 @@ def run(
         if isinstance(x, np.ndarray) and i not in aliases
     }
     arguments = [written[aliases[i]] if i in aliases else read.get(i, x) for i, x in enumerate(operands)]
+    standard: Any = tl.zeros
     with _lock:
         _memory = LaunchMemory(list(read.values()), written, [written[i] for i in held])
+        patched = interpreter._patch_lang(standard.fn)  # triton.language.core, too, whose functions call one another
         try:
             with np.errstate(all="ignore"):
                 function[grid](*arguments, *written, **constants)
         except interpreter.InterpreterError as error:
             raise _cause(error) from error
         finally:
+            patched.restore()
             _memory = None
     return results
 
@@ -274,7 +277,13 @@ def _min_max(self: Any, values: Any, val_reduce_op: Any = None, idx_reduce_op: A
     return _reduce(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
+def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a device function; the launch has patched the language, which triton's own does at each call anew."""
+    return self.rewrite()(*args, **kwargs)
+
+
 interpreter._patch_lang_tensor = _patch_index
+interpreter.InterpretedFunction.__call__ = _call_device_function
 interpreter.ReduceOps.min_max = _min_max
 _Builder.create_masked_load, _Builder.create_masked_store = _checked_load, _checked_store
 _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _rounding_cast, _rounding_cast, _dot_of_values

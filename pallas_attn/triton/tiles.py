@@ -12,8 +12,8 @@ from pallas_attn.device import Device
 SMALL_SHARED_BYTES = 100 * 1024
 """A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""
 
-MOST_PROGRAMS = 4
-"""Programs of a decode kernel on a multiprocessor, at most: more take registers that are not there."""
+MOST_PROGRAMS = 3
+"""Programs of 4 warps on a multiprocessor, at most: more take registers that are not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class TritonTile:
           token_bytes: bytes of a token's keys and values, padded.
         """
         shared = card.shared_bytes_per_multiprocessor or SMALL_SHARED_BYTES
-        return min(MOST_PROGRAMS, max(1, shared // (self.stages * self.tokens * token_bytes + 1024)))
+        most = MOST_PROGRAMS * 4 // self.warps
+        return max(1, min(most, shared // (self.stages * self.tokens * token_bytes)))
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
@@ -69,7 +70,8 @@ def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
     most_rows = 32 if width > 128 else 64
     small = has_small_shared_memory(card)
     tokens = 64 if width <= (64 if small else 128) else 32
-    return TritonTile(min(power_of_two(rows), most_rows), tokens, width, warps=4, stages=2)
+    rows = min(power_of_two(rows), most_rows)
+    return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=2)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int) -> TritonTile:

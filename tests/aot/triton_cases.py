@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn import PagedLatent, device, latent_cache_spec
+from pallas_attn import HeadWindow, PagedKV, PagedLatent, device, kv_cache_spec, latent_cache_spec
 from tests.aot.case import allocated, shape
 
 
@@ -83,6 +83,7 @@ LATENTS = {
     for latent_dim, rope_dim in ((512, 64), (128, 32))
 } | {"gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0)}
 
+
 def mla_decode(
     cache: str = "bf16",
     heads: int = 16,
@@ -150,9 +151,92 @@ MLA_DECODE = {
     "mla-decode-fixed": mla_decode(fixed=True),
 }
 
-TRITON_CASES: dict[str, TritonCase] = {**LATENTS, **MLA_DECODE}
+
+def paged_decode(
+    cache: str = "bf16",
+    head_dim: int = 128,
+    group: int = 4,
+    *,
+    page_size: int = 16,
+    queries: int = 1,
+    head_windows: bool = False,
+    head_wise: bool = False,
+    tree: bool = False,
+    sinks: bool = False,
+    fixed: bool = False,
+    **options: Any,
+) -> TritonCase:
+    """A decode of 16 sequences over 8 KV heads; `cache` names a dtype, and the layout of its scales."""
+    batch, kv_heads, table_pages = 16, 8, 4096 // page_size
+    name, _, scales = cache.partition("-")
+    q_dtype = jnp.float16 if name == "f16" else jnp.bfloat16
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}[name]
+    spec = kv_cache_spec(
+        num_pages=2 * table_pages,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        scales=int(scales) if scales.isdigit() else scales or None,
+    )
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
+        "kv": allocated(PagedKV, spec),
+        "block_tables": ints(batch, kv_heads, table_pages) if head_wise else ints(batch, table_pages),
+        "kv_lens": ints(batch),
+    }
+    if queries > 1:
+        arguments["q_lens"] = ints(batch)
+    if head_windows:
+        arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
+    if tree:
+        arguments["draft_mask"] = shape(batch, queries, queries, dtype=jnp.bool_)
+    if sinks:
+        arguments["sinks"] = shape(group * kv_heads, dtype=jnp.float32)
+
+    def call(**arguments: Any) -> Any:
+        plan = None
+        if fixed:
+            shown = [arguments[name] for name in ("q", "kv", "block_tables", "kv_lens")]
+            plan = pallas_attn.plan_decode(*shown, mode="fixed", implementation="triton")
+        return pallas_attn.paged_decode(**arguments, plan=plan, **options, implementation="triton", return_lse=True)
+
+    return TritonCase(call, arguments)
+
+
+PAGED_DECODE = {
+    **{f"paged-decode-bf16-d{d}": paged_decode(head_dim=d) for d in (64, 80, 96, 128, 256)},
+    **{f"paged-decode-bf16-d128-g{group}": paged_decode(group=group) for group in (1, 8, 16, 40)},
+    **{f"paged-decode-bf16-d256-g{group}": paged_decode(head_dim=256, group=group) for group in (1, 16, 40)},
+    **{f"paged-decode-bf16-p{size}": paged_decode(page_size=size) for size in (1, 8, 64, 128)},
+    **{
+        f"paged-decode-{cache}-d{d}": paged_decode(cache, d)
+        for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
+        for d in (64, 128, 256)
+    },
+    "paged-decode-f16": paged_decode("f16"),
+    "paged-decode-f16-windows": paged_decode("f16", head_windows=True, head_wise=True, sinks=True, soft_cap=30.0),
+    "paged-decode-window": paged_decode(window=1024, sinks=True),
+    "paged-decode-drafts": paged_decode(queries=4, window=1024),
+    "paged-decode-tree": paged_decode(queries=8, tree=True, head_windows=True, head_wise=True, page_size=64),
+    "paged-decode-tree-fp8-d256": paged_decode("fp8-16", 256, queries=8, tree=True, head_windows=True, soft_cap=50.0),
+    "paged-decode-tree-int8-channel-d256": paged_decode(
+        "int8-channel", 256, queries=8, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
+    ),
+    "paged-decode-fixed": paged_decode(fixed=True),
+}
+
+TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE
 
 ORDINARY = frozenset(
-    {("write-latent-bf16-512-64", "sm86"), ("write-latent-fp8-512-64", "sm80"), ("gather-latent-fp8-512-64", "sm86")}
+    {
+        ("write-latent-bf16-512-64", "sm86"),
+        ("write-latent-fp8-512-64", "sm80"),
+        ("gather-latent-fp8-512-64", "sm86"),
+        ("paged-decode-bf16-d128", "sm90"),
+        ("paged-decode-fp8-16-d128", "sm86"),
+        ("paged-decode-tree", "sm120"),
+    }
 )
 """Cases and cards of the ordinary run; the slow run has all others."""

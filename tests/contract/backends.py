@@ -150,6 +150,11 @@ MOSAIC_SLOW = (
     r"test_gather_(of_any_lengths|lays.*float16|of_a_single.*-1\]).*mosaic|test_gather_lays.*mosaic-float16",
 )
 
+TRITON_REFUSALS = {
+    r"test_decode\[triton-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
+    r"test_decode\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+}
+
 TRITON_SLOW = (
     r"test_write_places.*triton-float16|test_write_(fills|casts).*triton",
     r"test_latent_8bit.*triton-(bfloat16|float16)",
@@ -178,7 +183,15 @@ BACKENDS = (
         slow=MOSAIC_SLOW,
     ),
     # Interpreted wherever there is no GPU (tests/conftest.py).
-    Backend("triton", configs=(CUT_SHORT_ROWS,), dtype="bfloat16", kernels=True, slow=TRITON_SLOW),
+    Backend(
+        "triton",
+        configs=(CUT_SHORT_ROWS,),
+        dtype="bfloat16",
+        kernels=True,
+        plans=True,
+        refuses=TRITON_REFUSALS,
+        slow=TRITON_SLOW,
+    ),
 )
 
 

@@ -167,7 +167,9 @@ def _attend(
         first_row = sequence * (QUERIES * HEADS)  # of the queries, and of the output
         q_latent, acc = (), ()  # by chunk
         for chunk in tl.static_range(CHUNKS):
-            q_latent = q_latent + (_columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
+            q_latent = q_latent + (
+                _columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),
+            )
             acc = acc + (tl.zeros([ROWS, CHUNK], tl.float32),)
         q_rope = _columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
         top = tl.full([ROWS], float("-inf"), tl.float32)

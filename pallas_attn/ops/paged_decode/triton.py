@@ -10,7 +10,8 @@ others each split leaves a partial state (O, m, l), and a second kernel merges t
 
 8-bit K and V are multiplied as 16-bit numbers that hold them exactly. Scales of a head multiply scores and sums. Those
 of channels multiply sums, and the query, which then is the sum of two bfloat16 numbers. Those of tokens multiply scores
-and weights, which then are bfloat16, since float16 would lose small ones.
+and weights, and the weights are two bfloat16 numbers; else float16 ones, which err less, but lose what a scale makes
+small.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def _attend(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BY_TOKEN: tl.constexpr = GROUPS is not None and GROUPS != "head" and GROUPS != "channel"
     query_dtype: tl.constexpr = tl.bfloat16 if GROUPS == "channel" else q_ptr.dtype.element_ty
-    value_dtype: tl.constexpr = tl.bfloat16 if BY_TOKEN else q_ptr.dtype.element_ty
+    value_dtype: tl.constexpr = q_ptr.dtype.element_ty if GROUPS is None else tl.bfloat16 if BY_TOKEN else tl.float16
     program = tl.program_id(0)
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
@@ -259,7 +260,10 @@ def _attend(
             v = tensor_core_operand(
                 tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), value_dtype, NATIVE
             )
-            acc = tl.dot(weights.to(value_dtype), v, acc * keep[:, None])
+            rounded = weights.to(value_dtype)
+            acc = tl.dot(rounded, v, acc * keep[:, None])
+            if BY_TOKEN:
+                acc = tl.dot((weights - rounded.to(tl.float32)).to(value_dtype), v, acc)
 
         if GROUPS == "head":
             acc = acc * tl.load(v_scale_ptr + head)

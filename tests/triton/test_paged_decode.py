@@ -1,0 +1,69 @@
+"""`paged_decode` in Triton: widths and pages that the contract suite leaves out, and tiles of other cards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import PagedKV, device, explain, paged_decode, plan_decode
+from tests.contract import backends, paged_cases
+from tests.contract.paged_case import Inputs, PagedCase
+from tests.ops import harness
+
+TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
+
+
+def check(case: PagedCase) -> None:
+    inputs = Inputs.draw(replace(case, dtype=case.dtype or TRITON.dtype), harness.fresh_rng())
+    got = backends.call(paged_decode, TRITON, inputs.decode(), return_lse=True, **case.static)
+    harness.assert_attention_close(got, inputs.expected_decode(), TRITON.variant.tolerance(inputs.case.dtype))
+
+
+WIDTHS = {
+    "D 80, pages of 24": paged_cases.shape(3, 1, 80, 24),
+    "D 96, float16, pages of 1": paged_cases.shape(
+        2, 1, 96, 1, dtype="float16", kv_lens=(0, 1, 37), q_lens=(0, 1, 1), pages_per_row=40, num_pages=60
+    ),
+    "D 80, int8 per channel": paged_cases.shape(4, 2, 80, 16, cache_dtype="int8", scales="channel"),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_that_are_padded(name: str) -> None:
+    check(WIDTHS[name])
+
+
+@pytest.mark.parametrize("capability", ["8.6", "9.0", pytest.param("12.0", marks=pytest.mark.slow)])
+def test_the_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """Smaller ones where there is little shared memory; and instructions for float8."""
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, capability)
+    case = paged_cases.shape(2, 1, 128, 16, cache_dtype=paged_cases.FP8, scales=4, kv_lens=(0, 64), q_lens=(0, 1))
+    inputs = Inputs.draw(replace(case, dtype="bfloat16"), harness.fresh_rng())
+    arrays = jax.tree.map(jnp.asarray, inputs.decode())
+    got = paged_decode(**arrays, return_lse=True, implementation="triton")
+    harness.assert_attention_close(got, inputs.expected_decode(), TRITON.variant.tolerance("bfloat16"))
+
+
+def test_heads_too_wide_are_refused() -> None:
+    pages, ints = jax.ShapeDtypeStruct((4, 1, 16, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    q, lens = jax.ShapeDtypeStruct((1, 1, 4, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    explanation = explain("paged_decode", q, PagedKV(pages, pages), ints, lens, implementation="triton")
+    assert explanation.refused == {"triton": "takes heads of up to 256 columns, got 512"}
+
+
+def test_plan_decode_makes_plans_for_it() -> None:
+    """By XLA, for as many programs as its tiles let run side by side."""
+    case = replace(paged_cases.SAMPLE, dtype="bfloat16")
+    arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).decode())
+    shown = {
+        name: arrays[name] for name in ("q", "kv", "block_tables", "kv_lens", "q_lens", "window") if name in arrays
+    }
+    plan = plan_decode(**shown, implementation="triton")
+    assert plan.implementation == "triton"
+    assert np.shape(plan.cta_row) == (3 * device.INTERPRETED_MULTIPROCESSORS + 1,)
+    with pytest.raises(ValueError, match="plan: was made for implementation 'other', this call runs 'triton'"):
+        paged_decode(**arrays, plan=replace(plan, implementation="other"), implementation="triton")
