@@ -74,14 +74,19 @@ def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
     return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=2)
 
 
-def latent_tile(card: Device, rows: int, latent_dim: int) -> TritonTile:
+def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool) -> TritonTile:
     """Tile of decode attention over latents, whose columns are key and value.
+
+    Wide ones leave few registers: more tokens, or more rows a warp, would be spilled where the compile gate looks.
 
     Args:
       rows: query rows of a sequence.
       latent_dim: columns of the value; the key has those of the rotated part besides.
+      quantised: whether latents are in 8 bits.
     """
     width = power_of_two(latent_dim)
-    if rows <= 32 or has_small_shared_memory(card):
-        return TritonTile(16, 32, width, warps=4, stages=2)
-    return TritonTile(64, 64, width, warps=8, stages=2)
+    if quantised or rows <= 16:
+        return TritonTile(16, 32, width, warps=8 if quantised else 4, stages=2)
+    if card.capability == (9, 0) and rows % 64 == 0:  # for which Hopper has instructions
+        return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2)
+    return TritonTile(32, 32, width, warps=8, stages=2)

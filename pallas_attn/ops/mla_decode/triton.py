@@ -85,7 +85,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
     card = device.triton_card()
-    return card, tiles.latent_tile(card, call.query_rows, call.latent_dim)
+    return card, tiles.latent_tile(card, call.query_rows, call.latent_dim, quantised=call.cache.is_quantised)
 
 
 def _refuse(call: MlaDecodeCall) -> None:
@@ -147,12 +147,15 @@ def _attend(
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
     program = tl.program_id(0)
     query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # of the sequence: all heads of a query are neighbours
-    query, real_row = query_row // HEADS, query_row < QUERIES * HEADS
+    query, real_row = query_row // HEADS, tl.full([ROWS], True, tl.int1)
+    if QUERIES * HEADS % ROWS:
+        real_row = query_row < QUERIES * HEADS
 
     place, page = tl.load(cta_row_ptr + program), tl.load(cta_page_ptr + program)
-    end_place, end_page = tl.load(cta_row_ptr + program + 1), tl.load(cta_page_ptr + program + 1)
-    split = tl.load(cta_split_ptr + program)
-    while (place < end_place) | ((place == end_place) & (page < end_page)):
+    split, end_place = tl.load(cta_split_ptr + program), tl.load(cta_row_ptr + program + 1)
+    # What is needed once a row is loaded once a row, since an accumulator leaves few registers.
+    while (place < end_place) | ((place == end_place) & (page < tl.load(cta_page_ptr + program + 1))):
+        end_page = tl.load(cta_page_ptr + program + 1)
         num_pages = tl.load(num_pages_ptr + place)
         stop = split_end(page, num_pages, place == end_place, end_page, SPLIT_PAGES)
         sequence = tl.load(row_order_ptr + place).to(tl.int64)
@@ -160,6 +163,7 @@ def _attend(
         q_len = QUERIES
         if q_lens_ptr is not None:
             q_len = tl.load(q_lens_ptr + sequence)
+        table_ptr = tables_ptr + sequence * table_pages
         tree_ptr = None
         if draft_ptr is not None:
             tree_ptr = draft_ptr + sequence * (QUERIES * QUERIES)
@@ -174,11 +178,11 @@ def _attend(
         q_rope = _columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        for start in range(page * PAGE, stop * PAGE, TOKENS):
+        end = tl.minimum(stop * PAGE, kv_len)  # for which the table has entries
+        for start in range(page * PAGE, end, TOKENS):
             token = start + tl.arange(0, TOKENS)
-            entry = token // PAGE
-            seen = (token < stop * PAGE) & (token < kv_len) & (entry < table_pages)
-            page_id = tl.load(tables_ptr + sequence * table_pages + entry, mask=seen, other=-1)
+            seen = token < end
+            page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
             seen = seen & (page_id >= 0) & (page_id < pool_pages)
             visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
             if QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None:
@@ -218,7 +222,7 @@ def _attend(
                 new_acc = new_acc + (kept,)
             acc = new_acc
 
-        is_whole_row = (page == 0) & (stop >= num_pages)
+        is_whole_row = (page == 0) & (stop >= tl.load(num_pages_ptr + place))
         first_state = split.to(tl.int64) * (QUERIES * HEADS)
         inverse, lse = softmax_result(top, total, tl.full([ROWS], float("-inf"), tl.float32))
         for chunk in tl.static_range(CHUNKS):
@@ -233,7 +237,7 @@ def _attend(
             tl.store(part_top_ptr + first_state + query_row, top, mask=real_row)
             tl.store(part_total_ptr + first_state + query_row, total, mask=real_row)
         split += 1
-        row_ends = stop >= num_pages
+        row_ends = stop >= tl.load(num_pages_ptr + place)
         place = tl.where(row_ends, tl.load(next_row_ptr + place), place)
         page = tl.where(row_ends, 0, stop)
 
