@@ -169,7 +169,7 @@ def _process() -> tuple[str, ...]:
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    names = sorted(name for name in os.environ if name.startswith(("MOSAIC_GPU_", "PALLAS_ATTN_PATCH")))
+    names = sorted(name for name in os.environ if name.startswith(("MOSAIC_GPU_", "TRITON_", "PALLAS_ATTN_PATCH")))
     return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
 
 

@@ -130,7 +130,7 @@ class EngineStats:
         heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up.
       preemptions: times a request gave up its pages to an older one.
       compilations, compile_s: step shapes compiled, and the seconds that took.
-      cache_bytes: bytes of all layers' caches; on a mesh, of each device's.
+      cache_bytes: bytes of all layers' caches, and of what speculation keeps beside them; on a mesh, of each device's.
       groups: statistics of every cache group.
       num_steps: number of all steps.
       drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.

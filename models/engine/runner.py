@@ -123,8 +123,9 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all layers' caches, on each device."""
-        return sum(spec.num_bytes for spec in self._specs)
+        """Bytes of all layers' caches and of what speculation keeps beside them, on each device."""
+        kept = () if self._config.speculate is None else jax.tree.leaves(jax.eval_shape(self._make_last_tokens))
+        return sum(spec.num_bytes for spec in self._specs) + sum(array.size * array.dtype.itemsize for array in kept)
 
     def reset(self) -> None:
         """Gives up the caches, which may be gone after a step was cut short; the next step starts with empty ones. Asks

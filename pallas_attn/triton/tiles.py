@@ -12,8 +12,8 @@ from pallas_attn.device import Device
 SMALL_SHARED_BYTES = 100 * 1024
 """A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""
 
-MOST_PROGRAMS = 3
-"""Programs of 4 warps on a multiprocessor, at most: more take registers that are not there."""
+MOST_PROGRAMS, MOST_WIDE_PROGRAMS = 3, 2
+"""Programs of 4 warps that a multiprocessor has registers for: up to 168 a thread, and 255 past 128 columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TritonTile:
           token_bytes: bytes of a token's keys and values, padded.
         """
         shared = card.shared_bytes_per_multiprocessor or SMALL_SHARED_BYTES
-        most = MOST_PROGRAMS * 4 // self.warps
+        most = (MOST_PROGRAMS if self.width <= 128 else MOST_WIDE_PROGRAMS) * 4 // self.warps
         return max(1, min(most, shared // (self.stages * self.tokens * token_bytes)))
 
 
@@ -59,19 +59,20 @@ def has_e4m3(card: Device) -> bool:
     return card.capability is not None and card.capability >= (8, 9)
 
 
-def decode_tile(card: Device, rows: int, head_dim: int) -> TritonTile:
+def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> TritonTile:
     """Tile of decode attention.
 
     Args:
       rows: query rows that share keys.
       head_dim: columns of keys, and of values.
+      cache_bytes: bytes of a stored value. 8-bit ones become 16-bit ones in registers, of which there are few.
     """
     width = power_of_two(head_dim)
     most_rows = 32 if width > 128 else 64
-    small = has_small_shared_memory(card)
+    small = has_small_shared_memory(card) or cache_bytes == 1
     tokens = 64 if width <= (64 if small else 128) else 32
     rows = min(power_of_two(rows), most_rows)
-    return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=2)
+    return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=4 - cache_bytes)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool) -> TritonTile:

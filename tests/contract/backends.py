@@ -151,14 +151,47 @@ MOSAIC_SLOW = (
 )
 
 TRITON_REFUSALS = {
-    r"test_decode\[triton-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
-    r"test_decode\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"test_(decode|dtypes|latents_in_8_bits)\[triton-float32( over .*)?\]": (
+        "takes bfloat16 and float16 queries, got float32"
+    ),
+    r"test_(decode|dtypes)\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
 }
 
+TRITON_SAMPLE = "|".join(
+    (
+        "head-wise windows and sink tokens, absent pages",
+        "tree of 3, windowed",
+        "soft cap, sinks, scale",
+        "int8 per channel, windows, float16",
+        "int8 per head, odd group",
+        "fp8 per token, windows",
+        "page of 1 token",
+        "float32",
+    )
+)
+"""Cases of attention over pages that the ordinary run interprets; between them, most options meet."""
+
+TRITON_MLA_SAMPLE = "|".join(
+    (
+        r"test_several_queries\[triton-many heads-4, tree\]",
+        r"test_several_queries\[triton-few heads-4 each, of rows",
+        r"test_latents_in_8_bits\[triton-(4, tree|float32)\]",
+        r"test_dtypes\[triton-(float32|bfloat16 over|bfloat16, large|latents of 96)",
+        r"test_a_row_does_not_depend_on_the_batch\[triton-few",
+    )
+)
+"""Tests of attention over latents that the ordinary run interprets."""
+
 TRITON_SLOW = (
+    rf"test_paged_attention.py::test_decode\[triton-(?!{TRITON_SAMPLE})",
+    r"test_paged_attention.py::test_(?!decode|prefill|a_row_does_not_depend).*paged_decode-triton",
+    r"test_paged_attention.py::test_(a_plan|without_a_plan|a_query_of_nan).*triton",
+    r"test_bad_metadata.py.*triton-decode",
     r"test_write_places.*triton-float16|test_write_(fills|casts).*triton",
     r"test_latent_8bit.*triton-(bfloat16|float16)",
     r"test_gather_(of_any_lengths|lays.*|of_a_single.*)\[triton(-float16|-float32|-1)?\]",
+    rf"test_mla_decode.py::(?!{TRITON_MLA_SAMPLE}).*triton",
+    r"test_bad_metadata.py.*triton-latents",
 )
 
 BACKENDS = (

@@ -189,6 +189,15 @@ def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
     assert MTPProposer(mtp).draft_bytes == 4 * (sum(sizes.values()) - experts // 2 + head)
 
 
+def test_what_the_module_keeps_counts_as_cache():
+    """Entries of its one layer, as many as the model's one; of each slot a hidden state, a token and a length; and the
+    tokens of all pages."""
+    model, _ = modules()
+    plain = Engine(model, padded(SIZES)).stats().cache_bytes
+    of_slots = SIZES.max_num_seqs * (LAYER.hidden_size + 2) * 4
+    assert drafting()[0].stats().cache_bytes == 2 * plain + of_slots + SIZES.num_pages * SIZES.page_size * 4
+
+
 def test_what_cannot_be_is_refused():
     _, mtp = modules()
     two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))

@@ -56,8 +56,8 @@ def test_names_are_tried_in_order():
 
 
 def test_what_cannot_run_says_why():
-    explained = explain_attention(CONFIG, AttentionSettings(implementation="triton"), SIZES, "float32")
-    assert all(explanation.chosen is None and "triton" in explanation.refused for explanation in explained.values())
+    explained = explain_attention(CONFIG, AttentionSettings(implementation="mosaic"), SIZES, "float32")
+    assert all(explanation.chosen is None and "mosaic" in explanation.refused for explanation in explained.values())
 
 
 def test_unknown_names_are_refused():

@@ -1,4 +1,4 @@
-"""The replaced function of jax's layout inference gives the same classes, and only a known one is replaced."""
+"""The replaced functions of jax's layout inference find what jax's own do, and only known ones are replaced."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.mosaic.gpu import constraints
+from jax._src.lib import mosaic_gpu_dialect as mosaic_gpu
+from jax.experimental.mosaic.gpu import constraints, layouts
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu.constraints import ConstraintSystem, RegisterLayout, Unsatisfiable, Variable
+from jaxlib.mlir import ir
 
 from pallas_attn.mosaic import faster_lowering
+from pallas_attn.mosaic.faster_lowering import REPLACEMENTS
+
+JAX = {replacement.name: replacement.original for replacement in REPLACEMENTS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,25 +30,29 @@ class Key:
     memory_space: constraints.MemorySpace = constraints.MemorySpace.REG
 
 
-def system(pairs: list[tuple[int, int]]) -> constraints.ConstraintSystem:
-    variables = [constraints.Variable(Key(i)) for i in range(12)]
-    equal = [constraints.Equals(variables[a], variables[b]) for a, b in pairs]
-    return constraints.ConstraintSystem(constraints=[*equal, constraints.Divides(variables[0], (64,))])
+VARIABLES = [Variable(Key(i)) for i in range(12)]
+LAYOUTS = (fa.WGMMA_LAYOUT, fa.WGMMA_ROW_LAYOUT, fa.WGMMA_COL_LAYOUT, fa.TCGEN05_LAYOUT, fa.TMEM_NATIVE_LAYOUT)
+
+
+def system(pairs: list[tuple[int, int]]) -> ConstraintSystem:
+    equal = [constraints.Equals(VARIABLES[a], VARIABLES[b]) for a, b in pairs]
+    return ConstraintSystem(constraints=[*equal, constraints.Divides(VARIABLES[0], (64,))])
 
 
 @pytest.fixture
 def unpatched(monkeypatch: pytest.MonkeyPatch):
-    """Starts from jax's own function, whatever ran before."""
+    """Starts from jax's own functions, whatever ran before."""
     faster_lowering.apply.cache_clear()
-    monkeypatch.setattr(constraints, faster_lowering.NAME, faster_lowering.ORIGINAL)
+    for replacement in REPLACEMENTS:
+        monkeypatch.setattr(replacement.place, replacement.name, replacement.original)
     yield
     faster_lowering.apply.cache_clear()
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=16))
 def test_same_classes_as_jax(pairs: list[tuple[int, int]]) -> None:
-    assert faster_lowering.ORIGINAL is not None
-    ours, theirs = faster_lowering.equal_variables(system(pairs)), faster_lowering.ORIGINAL(system(pairs))
+    ours = faster_lowering.equal_variables(system(pairs))
+    theirs = JAX["compute_transitively_equal_vars"](system(pairs))
     assert {v: set(others) for v, others in ours.items()} == {v: set(others) for v, others in theirs.items()}
     assert all(len(others) == len(set(others)) for others in ours.values())
 
@@ -54,28 +65,80 @@ def test_order_is_that_of_the_constraints() -> None:
     assert orders == {(3, 7, 5, 1)}
 
 
+assignments = st.dictionaries(
+    st.sampled_from(VARIABLES), st.sampled_from([RegisterLayout(x) for x in LAYOUTS]), max_size=6
+)
+
+
+@given(assignments, assignments, st.booleans())
+def test_two_systems_together_are_those_of_jax(first: dict, second: dict, no_second: bool) -> None:
+    one = ConstraintSystem(assignments=first, constraints=[constraints.Divides(VARIABLES[0], (64,))])
+    other = Unsatisfiable() if no_second else ConstraintSystem(assignments=second, constraints=[])
+    ours, theirs = faster_lowering.both_systems(one, other), JAX["__and__"](one, other)
+    assert type(ours) is type(theirs)
+    if isinstance(ours, ConstraintSystem):
+        assert ours == theirs
+        assert list(ours.assignments) == list(theirs.assignments)
+
+
+def test_assignments_are_those_of_jax() -> None:
+    """Of variables that are known, equal to known ones, and guessed, in the order they are given in."""
+    known = ConstraintSystem(
+        assignments={VARIABLES[3]: RegisterLayout(fa.WGMMA_ROW_LAYOUT)},
+        constraints=[
+            constraints.Equals(VARIABLES[1], VARIABLES[3]),
+            constraints.Relayout(VARIABLES[2], VARIABLES[3], bitwidth=32),
+        ],
+    )
+    find, unknowns = JAX["find_assignments_for"], [VARIABLES[i] for i in (3, 1, 2)]
+    theirs = find(unknowns, known, fuel=9, arch=(9, 0))
+    ours = faster_lowering.looking_up_quickly(find)(unknowns, known, fuel=9, arch=(9, 0))
+    assert ours == theirs
+    assert list(ours[0]) == list(theirs[0])
+    assert len(ours[0]) == 3
+
+
+def test_layouts_are_those_of_jax() -> None:
+    """Also in a second MLIR context, for which nothing is built again."""
+    built = []
+
+    def build(attribute: ir.Attribute) -> fa.TiledLayout:
+        built.append(attribute)
+        return JAX["_from_tiled_layout_attr"](attribute)
+
+    quickly = faster_lowering.keeping_by_text(build)
+    for _ in range(2):
+        with ir.Context() as context, ir.Location.unknown():
+            mosaic_gpu.register_dialect(context)
+            assert [quickly(layouts.to_layout_attr(layout)) for layout in LAYOUTS] == list(LAYOUTS)
+    assert len(built) == len(LAYOUTS)
+
+
 @pytest.mark.usefixtures("unpatched")
-def test_the_known_function_is_replaced() -> None:
-    assert faster_lowering.apply() == (faster_lowering.fingerprint(faster_lowering.ORIGINAL) in faster_lowering.KNOWN)
+def test_known_functions_are_replaced() -> None:
+    known = [r.name for r in REPLACEMENTS if faster_lowering.fingerprint(r.original) == r.source]
+    assert faster_lowering.apply() == tuple(known)
+    assert all((getattr(r.place, r.name) is r.original) == (r.name not in known) for r in REPLACEMENTS)
     if jax.__version__ == "0.11.2":
-        assert getattr(constraints, faster_lowering.NAME) is faster_lowering.equal_variables
+        assert known == list(JAX)
 
 
 @pytest.mark.usefixtures("unpatched")
 def test_another_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(system):
-        return {}
+    def other(*args, **kwargs):
+        raise NotImplementedError
 
-    monkeypatch.setattr(constraints, faster_lowering.NAME, other)
-    assert not faster_lowering.apply()
-    assert getattr(constraints, faster_lowering.NAME) is other
+    for replacement in REPLACEMENTS:
+        monkeypatch.setattr(replacement.place, replacement.name, other)
+    assert faster_lowering.apply() == ()
+    assert all(getattr(r.place, r.name) is other for r in REPLACEMENTS)
 
 
 @pytest.mark.usefixtures("unpatched")
 def test_the_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faster_lowering.ENVIRONMENT_VARIABLE, "0")
-    assert not faster_lowering.apply()
-    assert getattr(constraints, faster_lowering.NAME) is faster_lowering.ORIGINAL
+    assert faster_lowering.apply() == ()
+    assert all(getattr(r.place, r.name) is r.original for r in REPLACEMENTS)
 
 
 @pytest.mark.usefixtures("unpatched")

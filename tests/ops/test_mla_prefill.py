@@ -17,11 +17,11 @@ from tests.contract import naive, transformations
 from tests.ops import harness
 from tests.ops.harness import Variant
 
-# Of those that both operations have; with Mosaic's kernels, see test_mla_prefill_mosaic.py.
+# Of those that both operations have, but kernels; with Mosaic's, see test_mla_prefill_mosaic.py.
 PORTABLE = [
     name
     for name in dispatch.implementations("ragged_attention")
-    if name in dispatch.implementations("gather_latent") and name != "mosaic"
+    if name in dispatch.implementations("gather_latent") and name not in dispatch.KERNELS
 ]
 every_variant = harness.variants(PORTABLE)
 bounded_variant = harness.variants(name for name in PORTABLE if name != "reference")

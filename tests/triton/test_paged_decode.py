@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -44,7 +45,8 @@ def test_the_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: s
     case = paged_cases.shape(2, 1, 128, 16, cache_dtype=paged_cases.FP8, scales=4, kv_lens=(0, 64), q_lens=(0, 1))
     inputs = Inputs.draw(replace(case, dtype="bfloat16"), harness.fresh_rng())
     arrays = jax.tree.map(jnp.asarray, inputs.decode())
-    got = paged_decode(**arrays, return_lse=True, implementation="triton")
+    call = functools.partial(paged_decode, return_lse=True, implementation="triton")
+    got = jax.jit(lambda arrays: call(**arrays))(arrays)
     harness.assert_attention_close(got, inputs.expected_decode(), TRITON.variant.tolerance("bfloat16"))
 
 
@@ -59,10 +61,9 @@ def test_plan_decode_makes_plans_for_it() -> None:
     """By XLA, for as many programs as its tiles let run side by side."""
     case = replace(paged_cases.SAMPLE, dtype="bfloat16")
     arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).decode())
-    shown = {
-        name: arrays[name] for name in ("q", "kv", "block_tables", "kv_lens", "q_lens", "window") if name in arrays
-    }
-    plan = plan_decode(**shown, implementation="triton")
+    shown = {name: arrays[name] for name in ("q_lens", "window") if name in arrays}
+    decoded = (arrays["q"], arrays["kv"], arrays["block_tables"], arrays["kv_lens"])
+    plan = jax.jit(lambda decoded, shown: plan_decode(*decoded, **shown, implementation="triton"))(decoded, shown)
     assert plan.implementation == "triton"
     assert np.shape(plan.cta_row) == (3 * device.INTERPRETED_MULTIPROCESSORS + 1,)
     with pytest.raises(ValueError, match="plan: was made for implementation 'other', this call runs 'triton'"):

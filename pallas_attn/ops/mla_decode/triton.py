@@ -171,10 +171,8 @@ def _attend(
         first_row = sequence * (QUERIES * HEADS)  # of the queries, and of the output
         q_latent, acc = (), ()  # by chunk
         for chunk in tl.static_range(CHUNKS):
-            q_latent = q_latent + (
-                _columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),
-            )
-            acc = acc + (tl.zeros([ROWS, CHUNK], tl.float32),)
+            q_latent += (_columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
+            acc += (tl.zeros([ROWS, CHUNK], tl.float32),)
         q_rope = _columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -198,13 +196,13 @@ def _attend(
             latent, scales = (), ()
             for chunk in tl.static_range(CHUNKS):
                 stored = _columns(pages_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
-                latent = latent + (stored,)
+                latent += (stored,)
                 k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
                 if scale_ptr is None:
                     scores = tl.dot(q_latent[chunk], k, scores)
                 else:
                     scale = tl.load(scale_ptr + slot * CHUNKS + chunk, mask=seen, other=0.0)
-                    scales = scales + (scale,)
+                    scales += (scale,)
                     scores += tl.dot(q_latent[chunk], k) * scale[None, :]
             scores = tl.where(visible, scores * SCALE, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total)
@@ -219,7 +217,7 @@ def _attend(
                     v = tensor_core_operand(latent[chunk], tl.bfloat16, NATIVE)
                     kept = tl.dot(rounded, v, kept)
                     kept = tl.dot((scaled - rounded.to(tl.float32)).to(tl.bfloat16), v, kept)
-                new_acc = new_acc + (kept,)
+                new_acc += (kept,)
             acc = new_acc
 
         is_whole_row = (page == 0) & (stop >= tl.load(num_pages_ptr + place))

@@ -103,7 +103,7 @@ def num_programs(call: PagedDecodeCall) -> int:
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
     card = device.triton_card()
-    return card, tiles.decode_tile(card, call.group * call.num_queries, call.head_dim)
+    return card, tiles.decode_tile(card, call.group * call.num_queries, call.head_dim, call.kv.k.dtype.itemsize)
 
 
 def _refuse(call: PagedDecodeCall) -> None:
