@@ -87,7 +87,7 @@ def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool) ->
     """
     width = power_of_two(latent_dim)
     if quantised or rows <= 16:
-        return TritonTile(16, 32, width, warps=8 if quantised else 4, stages=2)
+        return TritonTile(16, 32, width, warps=8 if quantised or card.capability == (8, 0) else 4, stages=2)
     if card.capability == (9, 0) and rows % 64 == 0:  # for which Hopper has instructions
         return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2)
     return TritonTile(32, 32, width, warps=8, stages=2)

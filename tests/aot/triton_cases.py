@@ -126,26 +126,22 @@ def mla_decode(
 
 
 MLA_DECODE = {
-    **{
-        f"mla-decode-{cache}-h{heads}": mla_decode(cache, heads)
-        for cache in ("bf16", "fp8")
-        for heads in (16, 32, 64, 128)
-    },
+    **{f"mla-decode-bf16-h{heads}": mla_decode(heads=heads) for heads in (3, 16, 40, 128)},
+    **{f"mla-decode-fp8-h{heads}": mla_decode("fp8", heads) for heads in (3, 128)},
     **{
         f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_decode(cache, heads, latent_dim, rope_dim)
-        for cache, latent_dim, rope_dim in (
-            *(("bf16", 256, 32), ("bf16", 128, 32), ("bf16", 96, 16), ("bf16", 448, 64), ("bf16", 512, 128)),
-            *(("fp8", 384, 64), ("fp8", 128, 128)),
+        for cache, latent_dim, rope_dim, heads in (
+            *(("bf16", 512, 128, 16), ("bf16", 512, 128, 128), ("bf16", 448, 64, 16), ("bf16", 448, 64, 128)),
+            *(("bf16", 256, 32, 16), ("bf16", 256, 32, 128), ("bf16", 128, 32, 128), ("bf16", 96, 16, 16)),
+            *(("fp8", 512, 128, 16), ("fp8", 384, 64, 16), ("fp8", 128, 128, 16)),
         )
-        for heads in (16, 128)
     },
-    **{f"mla-decode-bf16-p{page_size}": mla_decode(page_size=page_size) for page_size in (1, 16, 128)},
+    "mla-decode-bf16-p1": mla_decode(page_size=1),
     "mla-decode-f16": mla_decode("f16"),
-    "mla-decode-f16-h128-f32": mla_decode("f16", 128, out_dtype=jnp.float32),
+    "mla-decode-f16-h128-f32": mla_decode("f16", 128, page_size=128, out_dtype=jnp.float32),
     **{
         f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
-        for cache in ("bf16", "fp8")
-        for heads in (16, 128)
+        for cache, heads in (("bf16", 2), ("bf16", 5), ("bf16", 16), ("fp8", 16))
     },
     "mla-decode-drafts": mla_decode(queries=4),
     "mla-decode-fixed": mla_decode(fixed=True),
@@ -234,6 +230,8 @@ ORDINARY = frozenset(
         ("write-latent-bf16-512-64", "sm86"),
         ("write-latent-fp8-512-64", "sm80"),
         ("gather-latent-fp8-512-64", "sm86"),
+        ("mla-decode-bf16-h128", "sm90"),
+        ("mla-decode-fp8-128-128-h16", "sm89"),
         ("paged-decode-bf16-d128", "sm90"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),

@@ -242,7 +242,7 @@ def _attend(
 
 @kernel
 def _places(row_start, first, held, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of columns, from the first one on, of rows that start at offsets; and which are in rows held, and exist."""
+    """Offsets of columns, from the first one on, of rows that start at offsets; and which exist, in rows held."""
     column = first + tl.arange(0, COLUMNS)
     is_held = tl.broadcast_to(held[:, None], [held.shape[0], COLUMNS])
     if WIDTH % COLUMNS:
