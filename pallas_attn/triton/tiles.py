@@ -75,19 +75,22 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> Tri
     return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=4 - cache_bytes)
 
 
-def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool) -> TritonTile:
+def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
     """Tile of decode attention over latents, whose columns are key and value.
 
-    Wide ones leave few registers: more tokens, or more rows a warp, would be spilled where the compile gate looks.
+    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills.
 
     Args:
       rows: query rows of a sequence.
       latent_dim: columns of the value; the key has those of the rotated part besides.
       quantised: whether latents are in 8 bits.
+      tree: whether drafts have a mask.
     """
     width = power_of_two(latent_dim)
-    if quantised or rows <= 16:
-        return TritonTile(16, 32, width, warps=8 if quantised or card.capability == (8, 0) else 4, stages=2)
-    if card.capability == (9, 0) and rows % 64 == 0:  # for which Hopper has instructions
+    if quantised:
+        return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2)
+    if rows <= 16:
+        return TritonTile(16, 32, width, warps=8 if tree or card.capability == (8, 0) else 4, stages=2)
+    if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
         return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2)
-    return TritonTile(32, 32, width, warps=8, stages=2)
+    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=2)

@@ -84,8 +84,8 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
-    card = device.triton_card()
-    return card, tiles.latent_tile(card, call.query_rows, call.latent_dim, quantised=call.cache.is_quantised)
+    card, quantised, tree = device.triton_card(), call.cache.is_quantised, call.draft_mask is not None
+    return card, tiles.latent_tile(card, call.query_rows, call.latent_dim, quantised=quantised, tree=tree)
 
 
 def _refuse(call: MlaDecodeCall) -> None:
