@@ -1,6 +1,7 @@
 """Sizes of Triton kernels by card: the one table, by how much shared memory a thread block may have.
 
-Nothing here was timed on a card but the tile of 64 tokens by 128 columns, 4 warps and 2 stages, on an H100.
+None was timed on a card, but a like kernel with 64 tokens of 128 columns and 4 warps, on an H100. They are chosen so
+that no configuration spills, and each program has a tile of keys and values on its way while it uses another.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from pallas_attn.device import Device
 SMALL_SHARED_BYTES = 100 * 1024
 """A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""
 
-MOST_PROGRAMS, MOST_WIDE_PROGRAMS = 3, 2
-"""Programs of 4 warps that a multiprocessor has registers for: up to 168 a thread, and 255 past 128 columns."""
+STAGES = 3
+"""A page table's entries are loaded one step before the keys and values that they name, and those one before their use:
+with 2 stages the second would wait for the first, and only 5 hold two tiles.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class TritonTile:
       tokens: tokens of a step, a power of two from 16 on.
       width: columns, padded to a power of two.
       warps, stages: as Triton has them.
+      programs: programs that a multiprocessor has registers and shared memory for.
     """
 
     rows: int
@@ -32,16 +36,7 @@ class TritonTile:
     width: int
     warps: int
     stages: int
-
-    def programs_per_multiprocessor(self, card: Device, token_bytes: int) -> int:
-        """Programs that run side by side, by the shared memory of their tokens.
-
-        Args:
-          token_bytes: bytes of a token's keys and values, padded.
-        """
-        shared = card.shared_bytes_per_multiprocessor or SMALL_SHARED_BYTES
-        most = (MOST_PROGRAMS if self.width <= 128 else MOST_WIDE_PROGRAMS) * 4 // self.warps
-        return max(1, min(most, shared // (self.stages * self.tokens * token_bytes)))
+    programs: int
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
@@ -68,11 +63,13 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> Tri
       cache_bytes: bytes of a stored value. 8-bit ones become 16-bit ones in registers, of which there are few.
     """
     width = power_of_two(head_dim)
-    most_rows = 32 if width > 128 else 64
     small = has_small_shared_memory(card) or cache_bytes == 1
     tokens = 64 if width <= (64 if small else 128) else 32
-    rows = min(power_of_two(rows), most_rows)
-    return TritonTile(rows, tokens, width, warps=8 if rows * width > 4096 else 4, stages=4 - cache_bytes)
+    rows = min(power_of_two(rows), 32 if width > 128 else 64)
+    warps = 8 if rows * width > 4096 else 4
+    # 168 registers a thread with up to 4,096 stored values, else up to 255.
+    programs = 1 if warps == 8 else 3 if tokens * width <= 4096 else 2
+    return TritonTile(rows, tokens, width, warps, STAGES, programs)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
@@ -88,9 +85,12 @@ def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tr
     """
     width = power_of_two(latent_dim)
     if quantised:
-        return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2)
+        return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2, programs=1)
     if rows <= 16:
-        return TritonTile(16, 32, width, warps=8 if tree or card.capability == (8, 0) else 4, stages=2)
+        warps = 8 if tree or card.capability == (8, 0) else 4
+        return TritonTile(
+            16, 32, width, warps, stages=2, programs=1 if warps == 8 or has_small_shared_memory(card) else 2
+        )
     if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
-        return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2)
-    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=2)
+        return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2, programs=1)
+    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=2, programs=1)

@@ -78,9 +78,8 @@ def num_programs(call: MlaDecodeCall) -> int:
     card, tile = _card_and_tile(call)
     if card.multiprocessors is None:
         raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
-    token_bytes = (tile.width + power_of_two(call.rope_dim)) * 2
     blocks = -(-call.query_rows // tile.rows)
-    return max(1, tile.programs_per_multiprocessor(card, token_bytes) * card.multiprocessors // blocks)
+    return max(1, tile.programs * card.multiprocessors // blocks)
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:

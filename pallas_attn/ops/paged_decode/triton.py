@@ -96,9 +96,8 @@ def num_programs(call: PagedDecodeCall) -> int:
     card, tile = _card_and_tile(call)
     if card.multiprocessors is None:
         raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
-    token_bytes = 2 * tile.width * call.kv.k.dtype.itemsize
     blocks = -(-call.group * call.num_queries // tile.rows)
-    return max(1, tile.programs_per_multiprocessor(card, token_bytes) * card.multiprocessors // blocks)
+    return max(1, tile.programs * card.multiprocessors // blocks)
 
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
