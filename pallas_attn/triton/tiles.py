@@ -86,11 +86,11 @@ def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tr
     width = power_of_two(latent_dim)
     if quantised:
         return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2, programs=1)
+    stages = 2 if tree else STAGES
     if rows <= 16:
         warps = 8 if tree or card.capability == (8, 0) else 4
-        return TritonTile(
-            16, 32, width, warps, stages=2, programs=1 if warps == 8 or has_small_shared_memory(card) else 2
-        )
+        programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
+        return TritonTile(16, 32, width, warps, stages, programs)
     if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
         return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2, programs=1)
-    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=2, programs=1)
+    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1)
