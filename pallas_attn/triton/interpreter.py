@@ -271,10 +271,10 @@ def _patch_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 fails with numpy 2.5
 
 
-def _min_max(self: Any, values: Any, val_reduce_op: Any = None, idx_reduce_op: Any = None) -> Any:
+def _min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:  # noqa: A002
     """Maxima as the hardware has them: NaN only where there is nothing else, and without numpy's warning."""
     quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-    return _reduce(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+    return _reduce(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ def launch(
     *operands: Operand,
     outputs: Sequence[Shaped],
     grid: tuple[int, ...],
-    constants: Mapping[str, int | float | bool | str | None],
+    constants: Mapping[str, Any],
     num_warps: int = 4,
     num_stages: int = 2,
     aliases: Mapping[int, int] | None = None,
@@ -99,11 +99,11 @@ def launch(
       operands: inputs.
       outputs: shapes and dtypes, or arrays that have them. What no program writes is undefined, or the aliased input.
       grid: up to three numbers of programs, each at least 1.
-      constants: compile-time arguments.
+      constants: compile-time arguments: numbers, strings, None and types of triton.
       num_warps: warps of a program.
       num_stages: iterations of a loop whose loads are under way at once.
       aliases: operand to output that takes its place in memory; both pointers are the same there.
-      bytes_accessed, flops: cost of the launch, by which XLA schedules; 0 where unknown.
+      bytes_accessed, flops: cost estimate of the custom call, for XLA; 0 where unknown.
 
     Returns:
       An array for each output.

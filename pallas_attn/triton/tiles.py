@@ -65,8 +65,8 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> Tri
     width = power_of_two(head_dim)
     small = has_small_shared_memory(card) or cache_bytes == 1
     tokens = 64 if width <= (64 if small else 128) else 32
-    rows = min(power_of_two(rows), 32 if width > 128 else 64)
-    warps = 8 if rows * width > 4096 else 4
+    rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
+    warps = 8 if rows * width > 4096 or (cache_bytes == 1 and width > 128) else 4
     # 168 registers a thread with up to 4,096 stored values, else up to 255.
     programs = 1 if warps == 8 else 3 if tokens * width <= 4096 else 2
     return TritonTile(rows, tokens, width, warps, STAGES, programs)

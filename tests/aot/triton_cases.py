@@ -164,7 +164,8 @@ def paged_decode(
 ) -> TritonCase:
     """A decode of 16 sequences over 8 KV heads; `cache` names a dtype, and the layout of its scales."""
     batch, kv_heads, table_pages = 16, 8, 4096 // page_size
-    name, _, scales = cache.partition("-")
+    name, _, layout = cache.partition("-")
+    scales: Any = int(layout) if layout.isdigit() else layout or None
     q_dtype = jnp.float16 if name == "f16" else jnp.bfloat16
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}[name]
     spec = kv_cache_spec(
@@ -173,9 +174,9 @@ def paged_decode(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        scales=int(scales) if scales.isdigit() else scales or None,
+        scales=scales,
     )
-    ints = functools.partial(shape, dtype=jnp.int32)
+    ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
         "kv": allocated(PagedKV, spec),
@@ -211,6 +212,8 @@ PAGED_DECODE = {
         for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
         for d in (64, 128, 256)
     },
+    "paged-decode-fp8-16-d128-g40": paged_decode("fp8-16", 128, 40),
+    "paged-decode-int8-channel-d256-g40": paged_decode("int8-channel", 256, 40),
     "paged-decode-f16": paged_decode("f16"),
     "paged-decode-f16-windows": paged_decode("f16", head_windows=True, head_wise=True, sinks=True, soft_cap=30.0),
     "paged-decode-window": paged_decode(window=1024, sinks=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,8 @@ def test_the_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: s
 
 
 def test_heads_too_wide_are_refused() -> None:
-    pages, ints = jax.ShapeDtypeStruct((4, 1, 16, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    pages: Any = jax.ShapeDtypeStruct((4, 1, 16, 512), jnp.bfloat16)
+    ints = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     q, lens = jax.ShapeDtypeStruct((1, 1, 4, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
     explanation = explain("paged_decode", q, PagedKV(pages, pages), ints, lens, implementation="triton")
     assert explanation.refused == {"triton": "takes heads of up to 256 columns, got 512"}

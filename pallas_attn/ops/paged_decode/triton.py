@@ -53,7 +53,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
     table_pages = call.block_tables.shape[-1]
     rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
-    window = call.window
+    window, groups = call.window, _groups(call.kv)
+    by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     out, lse, *partial = launch(
         _attend,
         *(call.q, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
@@ -80,7 +81,10 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
             "CAP": call.soft_cap,
             "WINDOW": window if isinstance(window, int) else None,
             "HEAD_WISE": call.block_tables.ndim == 3,
-            "GROUPS": _groups(call.kv),
+            "GROUPS": groups,
+            "BY_TOKEN": by_token,
+            "QUERY_DTYPE": tl.bfloat16 if groups == "channel" else q_dtype,
+            "VALUE_DTYPE": q_dtype if groups is None else tl.bfloat16 if by_token else tl.float16,
             "SPLIT_PAGES": plan.split_pages,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -166,13 +170,13 @@ def _attend(
     WINDOW: tl.constexpr,
     HEAD_WISE: tl.constexpr,
     GROUPS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    QUERY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    BY_TOKEN: tl.constexpr = GROUPS is not None and GROUPS != "head" and GROUPS != "channel"
-    query_dtype: tl.constexpr = tl.bfloat16 if GROUPS == "channel" else q_ptr.dtype.element_ty
-    value_dtype: tl.constexpr = q_ptr.dtype.element_ty if GROUPS is None else tl.bfloat16 if BY_TOKEN else tl.float16
     program = tl.program_id(0)
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
@@ -241,28 +245,27 @@ def _attend(
             at = (row * PAGE + n % PAGE) * D
             loaded = seen[:, None] & real_d[None, :]
             k = tensor_core_operand(
-                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), query_dtype, NATIVE
+                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), QUERY_DTYPE, NATIVE
             )
             scores = tl.dot(q, tl.trans(k))
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
             scores = scores * score_scale
             if BY_TOKEN:
-                scale_at = row * GROUPS + n % PAGE // (PAGE // GROUPS)
-                scores = scores * tl.load(k_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                scores = scores * _token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             if CAP is not None:
                 scores = soft_capped(scores, CAP)
             scores = tl.where(visible, scores, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total)
             if BY_TOKEN:
-                weights = weights * tl.load(v_scale_ptr + scale_at, mask=seen, other=0.0)[None, :]
+                weights = weights * _token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             v = tensor_core_operand(
-                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), value_dtype, NATIVE
+                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), VALUE_DTYPE, NATIVE
             )
-            rounded = weights.to(value_dtype)
+            rounded = weights.to(VALUE_DTYPE)
             acc = tl.dot(rounded, v, acc * keep[:, None])
             if BY_TOKEN:
-                acc = tl.dot((weights - rounded.to(tl.float32)).to(value_dtype), v, acc)
+                acc = tl.dot((weights - rounded.to(tl.float32)).to(VALUE_DTYPE), v, acc)
 
         if GROUPS == "head":
             acc = acc * tl.load(v_scale_ptr + head)
@@ -279,6 +282,12 @@ def _attend(
         row_ends = stop >= num_pages
         place = tl.where(row_ends, tl.load(next_row_ptr + place), place)
         page = tl.where(row_ends, 0, stop)
+
+
+@kernel
+def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
+    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
+    return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
 
 
 @kernel
