@@ -9,9 +9,10 @@ BASE := .[plot,triton,cuda$(CUDA)]
 else
 BASE := .[plot]
 endif
-# uv where there is one, else venv and pip.
-install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
-create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+# uv where there is one, else venv and pip: .venv's, for the others, too. Python compiles what is imported; compiling all
+# that is installed took a third of the time.
+install = $(if $(UV),$(UV) pip install --quiet --python,$(BIN)/python -m pip --quiet --disable-pip-version-check --python) $(1)/bin/python $(if $(UV),,install --no-compile)
+create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(2) $(1))
 
 # Tests spend their time compiling, not running what was compiled; XLA's older emitters take half the time of those
 # that go through MLIR. Neighbours compile the same, so a worker gets neighbours. What took how long is printed in part,
@@ -26,10 +27,12 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench dist clean python
+.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+environment: $(VENV)/all.stamp $(AOT)  ## install at once what the other targets install when they need it
 
 demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and check it (CUDA=13 or 12 for a GPU)
 	$(BIN)/python scripts/run_decode.py --verify
@@ -47,8 +50,8 @@ test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, and the contract suit
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/contract -m "not slow and not gpu" -k "mosaic or triton"
 
-test-latest: | python  ## the tests, on the newest jax that pyproject.toml admits
-	$(call create,.venv-latest)
+test-latest: | $(BIN)/python  ## the tests, on the newest jax that pyproject.toml admits
+	$(call create,.venv-latest,--without-pip)
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	@echo "left out: tests/aot, whose compilers are pinned to the jax of constraints.txt, and what is marked slow or gpu"
@@ -76,10 +79,10 @@ bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here;
 	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
 	$(BIN)/python scripts/bench_ops.py write_kv --grid $(if $(CUDA),writes,small)
 
-dist: | python  ## a wheel in dist/, tried in an empty environment with the README's example
+dist: | $(BIN)/python  ## a wheel in dist/, tried in an empty environment with the README's example
 	rm -rf dist .venv-dist
-	$(call create,.venv-dist)
-	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,.venv-dist/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
+	$(call create,.venv-dist,--without-pip)
+	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
 	$(call install,.venv-dist) -c constraints.txt dist/*.whl
 	cd dist && ../.venv-dist/bin/python ../scripts/tools/readme_example.py ../README.md
 	@ls dist/*.whl
@@ -91,7 +94,7 @@ python:
 	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }
 
 $(BIN)/python: | python
-	$(call create,$(VENV))
+	$(call create,$(VENV),)
 
 $(VENV)/demo$(CUDA).stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(VENV)) -c constraints.txt -e '$(BASE)'
@@ -104,6 +107,10 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(VENV)) -c constraints.txt -e '.[dev]'
 	@touch $@
+
+$(VENV)/all.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV)) -c constraints.txt -e '.[dev,docs]'
+	@touch $@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/test.stamp
 
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(VENV)) -c constraints.txt -e '.[docs]'

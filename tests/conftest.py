@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 from tests import faster_interpreter
+from tests.slow import SLOW
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -52,8 +54,17 @@ _CHECKED = [
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, and so counts, what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is slow, and skips, and so counts, what needs a GPU where there is none."""
+    any_of, slow = re.compile("|".join(SLOW)), set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if any_of.search(name):
+            item.add_marker(pytest.mark.slow)
+            slow.add(name)
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("ignore")
+    if everything and (unused := [p for p in SLOW if not any(re.search(p, name) for name in slow)]):
+        raise pytest.UsageError(f"tests/slow.py: no test has the name {unused}")
     if jax.default_backend() == "gpu":
         return
     for item in items:

@@ -36,48 +36,35 @@ MODULES = {
 }
 """Module of this package that defines each case."""
 
-SLOW = (
-    (DECODE_MORE.keys() - DECODE.keys())
-    | WRITES_MORE.keys()
-    | LATENT_MORE.keys()
-    | ENGINE.keys()
-    | REAL.keys()
-    | {"triton-write-latent-bf16-512-64"}
-    | (MLA_SWAP_AB_MORE.keys() - MLA_SWAP_AB.keys())
-    | (MLA_SEESAW_MORE.keys() - MLA_SEESAW.keys())
-    | (PREFILL_MORE.keys() - PREFILL.keys())
-    | {f"experts-{tokens}-tokens" for tokens in (5, 171, 1024)}
-    | {"biased-experts-4-tokens", "biased-experts-1024-tokens"}
-    | {f"xla-write-kv-{kind}" for kind in ("int8", "fp8", "int8-groups", "fp8-groups", "int8-groups-decode")}
-    | {f"paged-decode-{kind}" for kind in ("bf16-d64-n8", "bf16-d256-n8", "int8-head-d64-n8", "int8-head-d256-n8")}
-    | {f"paged-decode-fp8-{kind}" for kind in ("head-d128-n8", "token-d64-n8", "token-d256-n8")}
-    | {f"paged-decode-{kind}" for kind in ("bf16-d64-group-of-4", "bf16-d256-group-of-4", "one-sequence", "vmap")}
-    | {"write-kv-bf16-interleaved", "write-kv-int8-by-64", "write-kv-vmap", "mla-swap-ab-256-32-n16"}
-    | {"ragged-64-64", "ragged-256-256", "ragged-vmap", "ragged-export"}
-    | {f"paged-prefill-{kind}" for kind in ("p16", "p128", "group1", "group2", "group16", "window", "d64", "d256")}
-    | {f"paged-prefill-{kind}" for kind in ("d64-group8-window-sinks", "fp8-head-d64", "fp8-head-d256-but-cap")}
-    | {f"paged-decode-{kind}" for kind in ("bf16-d128-n64", "f16-d128-n8", "bf16-d128-group-of-4", "fixed-plan")}
-    | {f"paged-decode-int8-head-{kind}" for kind in ("d128-n8", "d128-n32", "d64-n8@nvidia_h200")}
-    | {f"paged-decode-fp8-token-{kind}" for kind in ("d128-n8", "d128-n32", "d256-n16")}
-    | {f"{kind}-large-pool" for kind in ("write-kv", "write-latent", "gather-latent")}
-    | {"mla-decode-layers", "mla-decode-one-sequence", "mla-prefill-narrow", "plan-decode-1", "plan-decode-fixed-1024"}
-    | {"biased-experts-64-tokens", "xla-paged-decode-int8", "xla-mla-prefill", "write-kv-bf16", "write-kv-fp8-by-1"}
-)
-"""Cases of the slow run: more of a kind, or of a kind of which the ordinary run has one that asks for more."""
+IN_EVERY_RUN = frozenset(
+    {
+        # Portable implementations: quantised ones do what others do, and more.
+        "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
+        "xla-gather-latent-fp8", "xla-ragged-attention",
+        "experts-1-tokens", "experts-64-tokens",
+        "plan-decode-64-windows",
+        # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
+        "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16", "paged-decode-int8-channel-d128-n8",
+        "paged-decode-bf16-d128-n64-p16-all-features", "paged-decode-fp8-token-d128-n32-p16-all-features",
+        "paged-decode-blocks",
+        "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
+        "write-kv-fp8-by-16-head-slots",
+        "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
+        "mla-swap-ab-512-64-n16", "mla-swap-ab-draft-tree", "mla-seesaw-512-64-h128",
+        "ragged-192-128", "ragged-64-64-all-options",
+        "triton-write-latent-fp8-512-64", "triton-paged-decode-tree",
+        "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
+    }
+)  # fmt: skip
+"""Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
-        "mla-swap-ab-512-64-n16",
-        "mla-seesaw-512-64-h128",
-        "gather-latent-bf16",
         "paged-decode-bf16-d128-n8",
-        "paged-decode-int8-channel-d128-n8",
-        "plan-decode-64-windows",
-        "paged-decode-fp8-token-d128-n8",
-        "ragged-128-128",
         "write-kv-bf16-no-norm",
-        "write-kv-scan",
         "write-latent-scan",
+        "mla-swap-ab-512-64-n16",
+        "ragged-128-128",
     }
 )
-"""Cases that the ordinary run compiles with the other plugin, too: one of each kernel."""
+"""Cases that the ordinary run compiles with the other plugin, too: one for each way in which kernels use the card."""

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import DecodePlan, HeadWindow, PagedKV, PlanKey
+from pallas_attn.ops.plan_decode import sharing_of
 from tests.aot.case import Case, shape
 
 KV_HEADS, PAGE_SIZE, PAGES, PROGRAMS = 8, 64, 256, 396
@@ -29,11 +29,20 @@ def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> di
     }
 
 
-@functools.cache  # every case of decode has a plan, and importing them is part of every start
-def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int) -> Any:
-    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call."""
-    make = functools.partial(pallas_attn.plan_decode, num_programs=num_programs, mode=mode, implementation="xla")
-    return dataclasses.replace(jax.eval_shape(make, **step(batch, page_size, kv_heads)), implementation="mosaic_sm90")
+def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int) -> DecodePlan:
+    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call. Tracing one takes half a second, and every
+    process of the tests makes the cases of decode."""
+    rows, rows_plus_1, programs_plus_1 = (
+        shape(n, dtype=jnp.int32) for n in (batch * kv_heads, batch * kv_heads + 1, num_programs + 1)
+    )
+    fields = {
+        **dict.fromkeys(("row_order", "sink_pages", "first_page", "num_pages", "next_row"), rows),
+        **dict.fromkeys(("merged_rows", "split_indptr"), rows_plus_1),
+        **dict.fromkeys(("cta_row", "cta_page", "cta_split"), programs_plus_1),
+    }
+    made_for = PlanKey("paged_decode", batch, 1, kv_heads, kv_heads, page_size, PAGES, window=None, q_lens=False)
+    split_pages = sharing_of(mode, page_size).split_pages
+    return DecodePlan(**fields, made_for=made_for, implementation="mosaic_sm90", split_pages=split_pages)  # pyrefly: ignore[bad-argument-type]
 
 
 def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:

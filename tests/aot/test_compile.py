@@ -4,20 +4,21 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot import decode
-from tests.aot.cases import CASES, MODULES, ON_BOTH_PLUGINS, SLOW
+from tests.aot.cases import CASES, IN_EVERY_RUN, MODULES, ON_BOTH_PLUGINS
 from tests.aot.report import complaints
 
 
-def named(slow):
-    return [pytest.param(name, marks=pytest.mark.slow if name in slow else []) for name in CASES]
+def named(in_every_run):
+    assert in_every_run <= CASES.keys()
+    return [pytest.param(name, marks=[] if name in in_every_run else pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize("name", named(SLOW))
+@pytest.mark.parametrize("name", named(IN_EVERY_RUN))
 def test_cuda13(compilers, name):
     assert not list(complaints(compilers("cuda13").report(name), CASES[name]))
 
 
-@pytest.mark.parametrize("name", named(CASES.keys() - ON_BOTH_PLUGINS))
+@pytest.mark.parametrize("name", named(ON_BOTH_PLUGINS))
 def test_cuda12(compilers, name):
     assert not list(complaints(compilers("cuda12").report(name), CASES[name]))
 

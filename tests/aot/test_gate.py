@@ -1,12 +1,15 @@
 """The gate lets through what is sound and catches what is not."""
 
+import dataclasses
+import functools
 import shutil
 from pathlib import Path
 
 import jax
 import pytest
 
-from tests.aot import environment, gate, sources
+import pallas_attn
+from tests.aot import environment, gate, plans, sources
 from tests.aot.case import Case, shape
 from tests.aot.compile import kernels_on_slices, large_copies
 from tests.aot.gate import Compiler
@@ -228,6 +231,16 @@ def test_thread_blocks_have_to_fit(registers, shared_memory, fit):
     assert list(complaints(report, case)) == [
         f"is meant for 4 thread blocks a multiprocessor, of which {fit} fit" for _ in range(4 - fit)
     ]
+
+
+@pytest.mark.parametrize("mode", ["balanced", "fixed"])
+def test_shapes_of_plans_are_those_that_are_made(mode):
+    made = jax.eval_shape(
+        functools.partial(pallas_attn.plan_decode, num_programs=5, mode=mode, implementation="xla"),
+        **plans.step(3, page_size=16, kv_heads=2),
+    )
+    got = plans.plan_shapes(page_size=16, kv_heads=2, num_programs=5, mode=mode, batch=3)
+    assert dataclasses.replace(got, implementation="xla") == made
 
 
 def test_kernels_on_slices_are_found():

@@ -351,7 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ class HeadPageMachine(RuleBasedStateMachine):
 
 
 TestHeadPageMachine = HeadPageMachine.TestCase
-TestHeadPageMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHeadPageMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Backend:
       plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
       refuses: the tests whose calls are refused, as patterns of "file::test[parameters]", and why, as patterns of the
         error's message.
-      slow: the tests, as patterns, that the interpreter leaves to the slow run.
+      slow: the tests, as patterns, that are left to the slow run; on a GPU, kernels run them all.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Backend:
         return reasons[0] if reasons else None
 
     def is_slow(self, test: str) -> bool:
-        return self.interpreted and any(re.search(pattern, test) for pattern in self.slow)
+        return self.kernels == self.interpreted and any(re.search(pattern, test) for pattern in self.slow)
 
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
@@ -110,8 +110,49 @@ MOSAIC_REFUSALS = {
     r"test_write_turns.*1-before_rope-neox-mosaic": "two pairs of columns or more that are rotated in neox style",
 }
 
+PORTABLE_SLOW = (
+    # Decode and prefill are one engine: each runs the options, shapes and dtypes that the other leaves out.
+    r"test_decode\[\w+-(head-wise drafts|large soft cap|G (2|4|7|14),? |page of 8|heads of 16|float16, windows)",
+    r"test_decode\[\w+-(bfloat16|bfloat16 over float16|int8 per head, odd.*|int8 in 4.*|fp8 (per channel|in 4).*)\]",
+    r"test_prefill\[\w+-(int window (ps|longer)|head-wise windows|soft cap|scores to|small scale|page of 1 )",
+    r"test_prefill\[\w+-(G (1|3|5|8|12|16|67)\b|float32|bfloat16 over float32|fp8 (per [ht]|in 1))",
+    r"test_prefill\[\w+-(int8 per head, head-wise|int8 per channel|a single sequence|no padding|chunks, scores)",
+    r"test_decode\[\w+-(tree of (2|3, full|8, windowed))",
+    # Heads are a dimension like any other to XLA, and how many they are matters only to kernels.
+    r"test_mla_decode.py::test_[^\[]*\[\w+-many heads",
+    # XLA has no grid whose axes could be too short; what is lowered for decode is lowered alike.
+    r"test_more_query_tokens_than_a_grid_axis|test_seventy_thousand_tokens|test_no_host_callbacks_and_a_named_scope\[paged_prefill",
+    # Other dtypes of one layout.
+    r"test_options\[\w+-(a soft cap, Deep|large soft|a window longer|scores of either)",
+    r"test_no_copy_of_the_cache\[(bfloat16|float8)|test_memory_does_not_grow_with_the_table\[\w+-bfloat16",
+    r"test_ragged_attention.py::test_widths_and_heads\[\w+-(MHA of odd|GQA of [34])",
+    # What is made of garbage in 8 bits, or in tables of heads, differs in kernels; here all read pages alike.
+    r"test_garbage.*\[\w+-(decode, int8|prefill, int8|latents, many heads|prefill of heads|choice of keys, 8 bits)",
+    # Decode runs the same for the reference, of which both are one function; what others vary, numpy checks there.
+    r"test_prefill\[reference-(head-wise|large|G |heads of|page of|float|bfloat|int8|fp8|small|full|chunks, [ip])",
+    r"test_(heads_and_widths|pages|dtypes|widths_and_heads|options)\[reference-(?!DeepSeek|float32\]|a window of s)",
+    # Transformations of jax and what surrounds a call do with the reference what they do with xla; it is held to numpy.
+    r"^(?!test_bad)[^\[]*::test_(?!decode|prefill|lengths|long_len|values|scores|a_choice|queries|large|several|gather"
+    r"|plain|static|dynamic)"
+    r"[^\[]*\[([^\]]*-)?reference",
+    r"test_memory_grows_with_the_queries.*-full|test_keys_before_every_window",
+    r"test_index_keys.py::test_memory_does_not_grow.*-chunk|test_a_choice_is_exact\[\w+-decode, absent",
+)
+
 MOSAIC_SLOW = (
     # Combinations whose parts all meet in faster cases, and values near those of others.
+    r"test_(decode|prefill)\[mosaic-(no option|fp8 per token, windows|G 3,)",
+    r"test_decode\[mosaic-(head-wise windows|tree of 8|int window ps \+ 1|fp8 in 4 groups|G 7,)",
+    r"test_prefill\[mosaic-(soft cap, sinks|int window ps \+ 1|head-wise windows|chunks, int8)",
+    r"test_prefill\[mosaic-(int8 per channel|fp8 in 4|chunks, parts of pages)",
+    r"test_several_queries\[mosaic-many heads",
+    r"test_ragged_attention.py::test_(widths_and_heads\[mosaic-GQA of 14|dtypes\[mosaic-float16)",  # paged prefill's
+    r"test_options\[mosaic-a window, more queries",
+    r"test_gradients_are_refused_by_name\[mosaic-(?!decode\])",
+    r"test_paged_attention.py::test_vmap\[paged_prefill",
+    r"test_heads_and_widths\[mosaic-(9-|20-)|test_pages\[mosaic-pages of 64",
+    r"test_a_plan_changes_no_meaning\[mosaic-many heads-balanced",
+    r"test_mla_decode.py::test_dtypes\[mosaic-float16",  # trees of test_mla_decode_seesaw.py are float16
     r"test_(decode|prefill)\[mosaic-(tokens cached|all of |a window longer|a page of sink)",
     r"test_(decode|prefill)\[mosaic-(drafts, ragged|tiles that end)",
     r"test_(decode|prefill)\[mosaic-(no keys but|int window (ps - 1|longer)|head-wise drafts)",
@@ -179,9 +220,9 @@ TRITON_SLOW = (
 )
 
 BACKENDS = (
-    Backend("reference", dense=True),
+    Backend("reference", dense=True, slow=PORTABLE_SLOW),
     # Tiles so small that small inputs make many of them, groups that do not divide the rows.
-    Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),)),
+    Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),), slow=PORTABLE_SLOW),
     Backend(
         "mosaic",
         configs=(

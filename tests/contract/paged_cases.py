@@ -193,7 +193,7 @@ PREFILL = SHARED | {
     # Queries of all blocks see all tiles, where there are fewer keys than queries, too.
     "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
     "full, more queries than keys": packed(
-        (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, sinks=None
+        (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, soft_cap=4.0
     ),
     "full, absent pages of any head's rows, int8 per token": replace(
         CHUNK, causal=False, head_windows=None, head_wise=True, absent_pages=True, cache_dtype="int8", scales=PS

@@ -11,7 +11,7 @@ import jax
 
 from models.checkpoints import random_model
 from models.config import DeepSeekConfig, YarnConfig
-from models.decoder import Decoder
+from models.decoder import AttentionSettings, Decoder
 from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 
 MAX_TOKENS = 20
@@ -70,9 +70,13 @@ ENGINES = {
 """Sizes of pools and budgets that cause chunks, hits and preemptions of different kinds."""
 
 
+QUICK = AttentionSettings(implementation="reference")
+"""Attention that compiles in two thirds of the time, for tests of what is around it; others run engines with `xla`."""
+
+
 @functools.cache
 def model() -> Decoder:
-    return random_model(CONFIG, seed=3)
+    return random_model(CONFIG, seed=3, settings=QUICK)
 
 
 @functools.cache

@@ -42,12 +42,14 @@ KINDS = {
     "windows of heads": ("windows", None),
     "windows of heads, int8": ("windows", jnp.int8),
 }
+LATENT_KIND, HEADWISE = "latents and index keys", "windows of heads, int8"
+"""The kinds that have all parts of the others; what is about neither takes them, and they are in every run."""
 SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4, max_model_len=96)
 
 
 @functools.cache
 def model(name: str, seed: int = 3) -> Decoder:
-    return random_model(MODELS[name], seed=seed)
+    return random_model(MODELS[name], seed=seed, settings=engine_case.QUICK)
 
 
 def make(kind: str, *, seed: int = 3, **changes: Any) -> Engine:
@@ -119,8 +121,8 @@ def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
 
 def test_pages_arrive_while_every_slot_is_taken() -> None:
     """They are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
-    first, tokens = computed("windows of heads")
-    second = make("windows of heads", max_num_seqs=2)
+    first, tokens = computed(HEADWISE)
+    second = make(HEADWISE, max_num_seqs=2)
     ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]
     for _ in range(3):
         second.step()
@@ -133,7 +135,7 @@ def test_pages_arrive_while_every_slot_is_taken() -> None:
 
 
 def test_pages_of_a_running_request_are_those_that_are_written() -> None:
-    first, second = make("latents"), make("latents")
+    first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS)
     first.step()  # 16 of 50 tokens
     second.import_pages(passed_on(first.export_pages(request)))
@@ -146,7 +148,7 @@ def test_pages_of_a_running_request_are_those_that_are_written() -> None:
 
 
 def test_a_salt_stays_with_its_pages() -> None:
-    first, second = make("latents"), make("latents")
+    first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS, salt="one's own")
     while first.has_unfinished:
         first.step()
@@ -158,9 +160,9 @@ def test_a_salt_stays_with_its_pages() -> None:
 
 
 def test_of_more_than_the_pages_hold_a_part_stays() -> None:
-    first, tokens = computed("latents")
+    first, tokens = computed(LATENT_KIND)
     pages = passed_on(first.export_prefix_cache())
-    second = make("latents", num_pages=20)
+    second = make(LATENT_KIND, num_pages=20)
     taken = second.import_pages(pages)
     assert 0 < taken < sum(len(sequence.tokens) for sequence in pages.sequences)
     check(second)
@@ -170,18 +172,18 @@ def test_of_more_than_the_pages_hold_a_part_stays() -> None:
 
 
 def test_nothing_is_exported_of_what_is_not_there() -> None:
-    engine = make("latents")
+    engine = make(LATENT_KIND)
     request = engine.add_request(PROMPTS[4], PARAMS)
     pages = passed_on(engine.export_pages(request))
     assert (pages.sequences, pages.num_bytes) == ((), 0)
-    assert make("latents").import_pages(pages) == 0
+    assert make(LATENT_KIND).import_pages(pages) == 0
     with pytest.raises(ValueError, match="request_id: no request 'another'"):
         engine.export_pages("another")
 
 
 def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, tokens = computed("windows of heads")
-    second = make("windows of heads")
+    first, tokens = computed(HEADWISE)
+    second = make(HEADWISE)
     ids = [second.add_request(prompt, PARAMS) for prompt in PROMPTS]
     second.step()
     write, calls = second._runner.write_rows, []
@@ -205,11 +207,11 @@ def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        ("latents", {"seed": 4}, "pages: expected those of an engine like this one, got weights of "),
-        ("latents", {"page_size": 8}, "got page_size of 4, this engine's is 8"),
-        ("latents", {"cache_dtype": "float16"}, "got arrays of .*float32.*, this engine's is .*float16"),
-        ("windows of heads", {"recycling": False}, "got groups of "),
-        ("latents", {"prefix_caching": False}, "prefix_caching: expected True"),
+        (LATENT_KIND, {"seed": 4}, "pages: expected those of an engine like this one, got weights of "),
+        (LATENT_KIND, {"page_size": 8}, "got page_size of 4, this engine's is 8"),
+        (LATENT_KIND, {"cache_dtype": "float16"}, "got arrays of .*float32.*, this engine's is .*float16"),
+        (HEADWISE, {"recycling": False}, "got groups of "),
+        (LATENT_KIND, {"prefix_caching": False}, "prefix_caching: expected True"),
     ],
     ids=["other weights", "other pages", "other dtype", "other windows", "no prefix cache"],
 )
@@ -244,23 +246,25 @@ MALFORMED = {
 
 def test_pages_of_another_configuration_are_refused() -> None:
     """Weights and shapes are the same, and keys are rotated otherwise."""
-    other = random_model(dataclasses.replace(MODELS["latents"], rope_theta=500_000.0), seed=3)
+    other = random_model(
+        dataclasses.replace(MODELS["sparse"], rope_theta=500_000.0), seed=3, settings=engine_case.QUICK
+    )
     with pytest.raises(ValueError, match=r"got config\.rope_theta of 10000\.0, this engine's is 500000\.0"):
-        Engine(other, SIZES).import_pages(computed("latents")[0].export_prefix_cache())
+        Engine(other, SIZES).import_pages(computed(LATENT_KIND)[0].export_prefix_cache())
 
 
 @pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_pages_are_refused(spoil, match: str) -> None:
-    engine = make("latents")
+    engine = make(LATENT_KIND)
     with pytest.raises(ValueError, match=match):
-        engine.import_pages(spoil(computed("latents")[0].export_prefix_cache()))
+        engine.import_pages(spoil(computed(LATENT_KIND)[0].export_prefix_cache()))
     [output] = engine.generate([PROMPTS[1]], PARAMS)
-    assert tuple(output.output_ids) == computed("latents")[1][1]
+    assert tuple(output.output_ids) == computed(LATENT_KIND)[1][1]
     check(engine)
 
 
 def test_rows_that_did_not_come_are_not_found() -> None:
-    engine, pages = make("latents"), computed("latents")[0].export_prefix_cache()
+    engine, pages = make(LATENT_KIND), computed(LATENT_KIND)[0].export_prefix_cache()
     longest = max(pages.sequences, key=lambda sequence: len(sequence.tokens))
     rows = longest.rows[0].copy()
     rows[0, 2] = -1
@@ -270,7 +274,7 @@ def test_rows_that_did_not_come_are_not_found() -> None:
 
 @functools.cache
 def _bytes() -> bytes:
-    return computed("latents")[0].export_prefix_cache().to_bytes()
+    return computed(LATENT_KIND)[0].export_prefix_cache().to_bytes()
 
 
 def _with_about(**changes: Any) -> bytes:

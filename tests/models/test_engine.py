@@ -25,6 +25,7 @@ from tests.models.engine_case import (
     GREEDY,
     MAX_TOKENS,
     PROMPTS,
+    QUICK,
     VOCAB_SIZE,
     compile_events,
     engine,
@@ -222,7 +223,7 @@ def test_the_models_own_end_stops_unless_ignored():
 
 
 def random_model_with_eos(token: int):
-    return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3)
+    return random_model(dataclasses.replace(CONFIG, eos_token_ids=(token,)), seed=3, settings=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_a_callback_that_raises_costs_no_token():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
     """A broken embedding makes NaN of every prompt that holds its token."""
-    broken, token = random_model(CONFIG, seed=3), VOCAB_SIZE - 1
+    broken, token = random_model(CONFIG, seed=3, settings=QUICK), VOCAB_SIZE - 1
     broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
     under_test = Engine(broken, padded(ENGINES["ample"]))
     told: list[tuple[Any, ...]] = []

@@ -19,7 +19,7 @@ from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.packed_step import PackedStep
 from models.engine.verify import verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
-from tests.models.engine_case import PROMPTS, compile_events
+from tests.models.engine_case import PROMPTS, QUICK, compile_events
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -41,7 +41,7 @@ ENGINES = {
 
 @functools.cache
 def model() -> Decoder:
-    return random_model(CONFIG, seed=3)
+    return random_model(CONFIG, seed=3, settings=QUICK)
 
 
 def make(config: EngineConfig) -> Engine:

@@ -29,7 +29,7 @@ PREFILL = """
     from tests.models.engine_case import PROMPTS
     from tests.models.test_cached_pages import make
 
-    engine = make("windows of heads")
+    engine = make("windows of heads, int8")
     with Client(sys.argv[1], "AF_UNIX") as decode:
         for prompt in PROMPTS:
             request = engine.add_request(prompt, SamplingParams(max_tokens=1))
@@ -57,8 +57,8 @@ def received(connection: Connection) -> CachedPages:
 @pytest.mark.parametrize("dies_at", [pytest.param(None, marks=pytest.mark.slow), 4], ids=["whole", "killed half-way"])
 def test_tokens_are_those_of_one_engine(tmp_path: Path, dies_at: int | None) -> None:
     """Where the other process dies, what had arrived whole counts, and the rest is computed here."""
-    _, tokens = computed("windows of heads")
-    engine = make("windows of heads")
+    _, tokens = computed("windows of heads, int8")
+    engine = make("windows of heads, int8")
     with Listener(str(tmp_path / "pages"), "AF_UNIX") as listener:
         prefill = start(tmp_path / "pages", *([] if dies_at is None else [dies_at]))
         with listener.accept() as connection:

@@ -465,9 +465,22 @@ def made_first(name: str) -> tuple[str, ...]:
     return tuple(mistake for mistake in golden(name).mutations if mistake not in before)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("v3", "gpt-oss") else pytest.mark.slow) for name in NAMES]
-)
+SOME_MISTAKES = {
+    "v3": ("softmax_mscale_dropped", "group_score_is_the_best", "bias_in_weights"),
+    "gpt-oss": ("windows_one_wider", "sinks_dropped", "gates_not_clamped"),
+}
+
+
+@pytest.mark.parametrize(("name", "mistakes"), SOME_MISTAKES.items(), ids=SOME_MISTAKES)
+def test_a_right_model_passes_and_some_mistakes_show(name: str, mistakes: tuple[str, ...]):
+    """Tells in every run that the comparison notices; the slow run makes all mistakes."""
+    assert_parity(*longest_prompt_logits(name))
+    assert set(mistakes) <= {*golden(name).mutations}
+    assert not unseen_mistakes(name, mistakes)
+
+
+@pytest.mark.slow  # some of the mistakes are in every run
+@pytest.mark.parametrize("name", NAMES)
 def test_a_right_model_passes_and_mistakes_show(name: str):
     """Makes each mistake of the table in the first model that it can be made in."""
     assert_parity(*longest_prompt_logits(name))

@@ -65,7 +65,7 @@ def run_traffic(limits: Limits, actions: list[tuple]) -> None:
 
 
 @traffic
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_traffic(limits, actions):
     run_traffic(limits, actions)
 

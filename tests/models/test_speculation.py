@@ -57,7 +57,7 @@ FAMILIES = {
 
 @functools.cache
 def model(family: str = "latents") -> Decoder:
-    return random_model(FAMILIES[family][0], seed=3)
+    return random_model(FAMILIES[family][0], seed=3, settings=engine_case.QUICK)
 
 
 def make(family: str = "latents", **changes: Any) -> Engine:
@@ -251,7 +251,7 @@ def test_logits_that_are_not_finite_end_a_request_and_no_other():
     """The token whose embedding is broken may spoil the tokens before it in its row, but no accepted one is wrong."""
     wanted = plain()[GREEDY][1]
     at = next(i for i in range(5, 20) if wanted[i] not in wanted[:i] and wanted[i] not in PROMPTS[1])
-    broken = random_model(LATENTS, seed=3)
+    broken = random_model(LATENTS, seed=3, settings=engine_case.QUICK)
     broken.embed_tokens[...] = broken.embed_tokens[...].at[wanted[at]].set(jnp.nan)
     engine = Engine(broken, speculating().config)
     engine._runner._compiled = speculating()._runner._compiled

@@ -45,7 +45,7 @@ TREE = MlaCase(
     heads=40,
     page_size=16,
     pages_per_row=20,
-    num_pages=64,
+    num_pages=100,
     dtype="float16",
     tree=True,
     absent_pages=True,
@@ -81,7 +81,7 @@ def check(inputs: Inputs, variant: Variant) -> None:
 TWO_PAIRS = {
     "draft trees, absent pages": TREE,
     "tiles that end with the first draft": replace(TREE, kv_lens=(0, 66, 64, 129), absent_pages=False),
-    "all of maximum length": replace(TREE, kv_lens=(320,) * 4, absent_pages=False, num_pages=100),
+    "all of maximum length": replace(TREE, kv_lens=(320,) * 4, absent_pages=False),
 }
 
 

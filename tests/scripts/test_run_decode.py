@@ -232,13 +232,16 @@ def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp
 
 
 def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
+    """Over keys and values of 8 bits, so that one model is compiled for both."""
     qwen3, windows = GOLDEN.with_name("qwen3"), tmp_path / "windows.json"
     windows.write_text(json.dumps([None, 5, {"window": [None, 4], "sink_tokens": [0, 2]}]))
     prompt = json.loads((qwen3 / "prompts.json").read_text())[2]
-    asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids([prompt]), "--head-windows", windows, "--verify"]
-    result = run_json(*asked)
+    asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids([prompt]), "--kv-dtype", "int8", "--verify"]
+    asked += ["--decode-buckets", "2", "--prefill-buckets", "16"]
+    result = run_json(*asked, "--head-windows", windows)
     assert result["run"]["verified"] is True
     assert outputs(result)[0] != arrays_of(qwen3)["tokens_2"][:6].tolist()
+    assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
 
 
 class TestTexts:
@@ -405,10 +408,13 @@ def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, wri
     assert alone["run"]["compilations"] == together["run"]["compilations"] == 1
 
 
-def test_drafts_change_no_token_and_are_reported(run_json, write_ids, golden, capsys, tmp_path):
-    asked = [*SMALL, *write_ids(PROMPTS[:3]), "--speculate", "ngram:2", "--plot", tmp_path / "plot.png"]
-    result = run_json(*asked, "--max-tokens", 24, "--verify")
-    assert outputs(result) == [golden[f"tokens_{i}"].tolist() for i in range(3)]
+def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tmp_path):
+    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)  # quick to compile
+    save_random_checkpoint(tmp_path / "model", config)
+    sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
+    asked = ["--model", tmp_path / "model", *sizes, *write_ids(PROMPTS[:3]), "--plot", tmp_path / "plot.png"]
+    result = run_json(*asked, "--speculate", "ngram:2", "--max-tokens", 24, "--verify")
+    assert [len(ids) for ids in outputs(result)] == [24] * 3
     run = result["run"]
     assert (run["verified"], run["speculate"], run["compilations"]) == (True, "ngram:2", 3 + 1 + 2)
     for kind in ("drafted", "accepted"):
@@ -442,7 +448,8 @@ def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
     assert result["run"]["compilations"] == 2 + 1 + 1
 
 
-def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids, tmp_path):
+@pytest.mark.parametrize("flags", [("--plot", "--json"), ("--dump-logits", "--plot", "--json")], ids=["", "and logits"])
+def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids, tmp_path, flags):
     directory = tmp_path / "results"
     directory.mkdir()
     step = Engine.step
@@ -452,7 +459,7 @@ def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", step_and_remove)
-    files = {flag: directory / f"out{flag}" for flag in ("--dump-logits", "--plot", "--json")}
+    files = {flag: directory / f"out{flag}" for flag in flags}
     args = [*SMALL, *write_ids(PROMPTS[1:3]), "--verify", *(str(part) for file in files.items() for part in file)]
     assert run_decode.main(args) == 3
     captured = capsys.readouterr()
