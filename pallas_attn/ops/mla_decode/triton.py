@@ -68,6 +68,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        max_registers=tile.max_registers,
     )
     return merge_splits(out, lse, partial, plan)
 

@@ -90,6 +90,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        max_registers=tile.max_registers,
     )
     return merge_splits(out, lse, partial, plan, call.sinks)
 
