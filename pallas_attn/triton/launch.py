@@ -60,6 +60,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(inspect.unwrap(function))
 
 
+def block_columns(width: int) -> int:
+    """Columns that a program takes of rows this wide: the power of two that leaves the fewest lanes idle."""
+    return min((512, 256, 128, 64, 32), key=lambda columns: -(-width // columns) * columns)
+
+
 class CompiledKernel(NamedTuple):
     """What comes of a kernel for a set of dtypes and constants.
 
@@ -82,6 +87,7 @@ def launch(
     constants: Mapping[str, Any],
     num_warps: int = 4,
     num_stages: int = 2,
+    max_registers: int | None = None,
     aliases: Mapping[int, int] | None = None,
     bytes_accessed: int = 0,
     flops: int = 0,
@@ -96,6 +102,8 @@ def launch(
       grid: up to three numbers of programs, each at least 1.
       constants: compile-time arguments: numbers, strings, None and types of triton.
       num_warps: warps of a program.
+      max_registers: of a thread; None for as many as the assembler takes, which may spill a few so that another program
+        fits beside.
       num_stages: iterations of a loop whose loads are under way at once.
       aliases: operand to output that takes its place in memory; both pointers are the same there.
       bytes_accessed, flops: cost estimate of the custom call, for XLA; 0 where unknown.
@@ -117,7 +125,7 @@ def launch(
     typed = tuple((name, value, type(value)) for name, value in constants.items())
     kinds = tuple(_kind(x) for x in (*operands, *outputs))
     capability = _number(card)
-    found = compiled(function, kinds, typed, num_warps, num_stages, capability)
+    found = compiled(function, kinds, typed, num_warps, num_stages, max_registers, capability)
     attributes: dict[str, Any] = {"opaque": encoded_call(found, operands, len(outputs), grid, num_warps, capability)}
     if bytes_accessed or flops:
         cost = {"bytes_accessed": bytes_accessed, "flops": flops, "transcendentals": 0}
@@ -137,6 +145,7 @@ def compile_kernel(
     constants: tuple[tuple[str, Any, type], ...],
     num_warps: int,
     num_stages: int,
+    max_registers: int | None,
     capability: int,
 ) -> CompiledKernel:
     """Compiles a kernel to PTX.
@@ -164,9 +173,8 @@ def compile_kernel(
     }
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in values.items()}, attributes)
     version = PTX_VERSIONS.get(capability // 10, NEWEST_PTX_VERSION)
-    options = backend.parse_options(
-        {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": version, "enable_fp_fusion": True}
-    )
+    given_options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "ptx_version": version}
+    options = backend.parse_options(given_options | {"enable_fp_fusion": True})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

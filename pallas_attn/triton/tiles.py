@@ -29,6 +29,7 @@ class TritonTile:
       width: columns, padded to a power of two.
       warps, stages: as Triton has them.
       programs: programs that a multiprocessor has registers and shared memory for.
+      max_registers: of a thread; None for as many as the assembler takes.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class TritonTile:
     warps: int
     stages: int
     programs: int
+    max_registers: int | None
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
@@ -67,9 +69,33 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> Tri
     tokens = 64 if width <= (64 if small else 128) else 32
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
     warps = 8 if rows * width > 4096 or (cache_bytes == 1 and width > 128) else 4
-    # 168 registers a thread with up to 4,096 stored values, else up to 255.
-    programs = 1 if warps == 8 else 3 if tokens * width <= 4096 else 2
-    return TritonTile(rows, tokens, width, warps, STAGES, programs)
+    # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles take up to 168.
+    programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
+    return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 else 255)
+
+
+def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
+    """Tile of decode attention over latents, whose columns are key and value.
+
+    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills.
+
+    Args:
+      rows: query rows of a sequence.
+      latent_dim: columns of the value; the key has those of the rotated part besides.
+      quantised: whether latents are in 8 bits.
+      tree: whether drafts have a mask.
+    """
+    width = power_of_two(latent_dim)
+    if quantised:
+        return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2, programs=1, max_registers=255)
+    stages = 2 if tree else STAGES
+    if rows <= 16:
+        warps = 8 if tree or card.capability == (8, 0) else 4
+        programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
+        return TritonTile(16, 32, width, warps, stages, programs, max_registers=255)
+    if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
+        return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2, programs=1, max_registers=255)
+    return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
 @dataclasses.dataclass(frozen=True)

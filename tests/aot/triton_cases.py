@@ -45,23 +45,109 @@ CARDS = {
 }
 
 
-def write_latents() -> dict[str, TritonCase]:
-    cases = {}
-    for name, dtype, new in (("bf16", jnp.bfloat16, jnp.bfloat16), ("fp8", jnp.float8_e4m3fn, jnp.bfloat16)):
-        for latent_dim, rope_dim in ((512, 64), (128, 32)):
-            spec = latent_cache_spec(
-                num_pages=1024, page_size=64, latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype
-            )
-            cases[f"write-latent-{name}-{latent_dim}-{rope_dim}"] = TritonCase(
-                functools.partial(pallas_attn.write_latent, implementation="triton"),
-                {
-                    "cache": allocated(PagedLatent, spec),
-                    "latent": shape(64, latent_dim + rope_dim, dtype=new),
-                    "slots": shape(64, dtype=jnp.int32),
-                },
-                tensor_cores=False,
-            )
-    return cases
+def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}[name]
+    sizes = {"num_pages": 1024, "page_size": page_size, "latent_dim": latent_dim, "rope_dim": rope_dim}
+    return allocated(PagedLatent, latent_cache_spec(**sizes, dtype=dtype))
+
+
+def write_latents(name: str, latent_dim: int, rope_dim: int) -> TritonCase:
+    return TritonCase(
+        functools.partial(pallas_attn.write_latent, implementation="triton"),
+        {
+            "cache": latents(name, latent_dim, rope_dim),
+            "latent": shape(64, latent_dim + rope_dim, dtype=jnp.bfloat16),
+            "slots": shape(64, dtype=jnp.int32),
+        },
+        tensor_cores=False,
+    )
+
+
+def gather_latents(name: str, latent_dim: int, rope_dim: int, num_new: int = 64) -> TritonCase:
+    ints = functools.partial(shape, dtype=jnp.int32)
+    return TritonCase(
+        functools.partial(pallas_attn.gather_latent, length=4096, implementation="triton"),
+        {
+            "cache": latents(name, latent_dim, rope_dim),
+            "latent_new": shape(num_new, latent_dim + rope_dim, dtype=jnp.bfloat16),
+            "block_tables": ints(16, 64),
+            "cu_q_lens": ints(17),
+            "kv_lens": ints(16),
+        },
+        tensor_cores=False,
+    )
+
+
+LATENTS = {
+    f"{op}-latent-{name}-{latent_dim}-{rope_dim}": case(name, latent_dim, rope_dim)
+    for op, case in (("write", write_latents), ("gather", gather_latents))
+    for name in ("bf16", "fp8")
+    for latent_dim, rope_dim in ((512, 64), (128, 32))
+} | {"gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0)}
+
+
+def mla_decode(
+    cache: str = "bf16",
+    heads: int = 16,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    *,
+    page_size: int = 64,
+    queries: int = 1,
+    tree: bool = False,
+    fixed: bool = False,
+    **options: Any,
+) -> TritonCase:
+    """A decode of 16 sequences over latents; `cache` names a dtype."""
+    batch, table_pages = 16, 4096 // page_size
+    q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q_latent": shape(batch, queries, heads, latent_dim, dtype=q_dtype),
+        "q_rope": shape(batch, queries, heads, rope_dim, dtype=q_dtype),
+        "cache": latents(cache, latent_dim, rope_dim, page_size),
+        "block_tables": ints(batch, table_pages),
+        "kv_lens": ints(batch),
+    }
+    if queries > 1:
+        arguments["q_lens"] = ints(batch)
+    if tree:
+        arguments["draft_mask"] = shape(batch, queries, queries, dtype=jnp.bool_)
+
+    def call(**arguments: Any) -> Any:
+        plan = None
+        if fixed:
+            q = arguments["q_latent"], arguments["q_rope"]
+            shown = [arguments[name] for name in ("cache", "block_tables", "kv_lens")]
+            plan = pallas_attn.plan_decode(q, *shown, mode="fixed", implementation="triton")
+        return pallas_attn.mla_decode(
+            **arguments, sm_scale=0.1, plan=plan, **options, implementation="triton", return_lse=True
+        )
+
+    return TritonCase(call, arguments)
+
+
+MLA_DECODE = {
+    **{f"mla-decode-bf16-h{heads}": mla_decode(heads=heads) for heads in (3, 16, 40, 128)},
+    **{f"mla-decode-fp8-h{heads}": mla_decode("fp8", heads) for heads in (3, 128)},
+    **{
+        f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_decode(cache, heads, latent_dim, rope_dim)
+        for cache, latent_dim, rope_dim, heads in (
+            *(("bf16", 512, 128, 16), ("bf16", 512, 128, 128), ("bf16", 448, 64, 16), ("bf16", 448, 64, 128)),
+            *(("bf16", 256, 32, 16), ("bf16", 256, 32, 128), ("bf16", 128, 32, 128), ("bf16", 96, 16, 16)),
+            *(("fp8", 512, 128, 16), ("fp8", 384, 64, 16), ("fp8", 128, 128, 16)),
+        )
+    },
+    "mla-decode-bf16-p1": mla_decode(page_size=1),
+    "mla-decode-f16": mla_decode("f16"),
+    "mla-decode-f16-h128-f32": mla_decode("f16", 128, page_size=128, out_dtype=jnp.float32),
+    **{
+        f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
+        for cache, heads in (("bf16", 2), ("bf16", 5), ("bf16", 16), ("fp8", 16))
+    },
+    "mla-decode-drafts": mla_decode(queries=4),
+    "mla-decode-fixed": mla_decode(fixed=True),
+}
 
 
 def paged_decode(
@@ -248,12 +334,15 @@ WRITE_KV = {
     "write-kv-fp8-channel-head-slots": write_kv("fp8-channel", head_slots=True),
 }
 
-TRITON_CASES: dict[str, TritonCase] = write_latents() | PAGED_DECODE | PAGED_PREFILL | WRITE_KV
+TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | WRITE_KV
 
 ORDINARY = frozenset(
     {
         ("write-latent-bf16-512-64", "sm86"),
         ("write-latent-fp8-512-64", "sm80"),
+        ("gather-latent-fp8-512-64", "sm86"),
+        ("mla-decode-bf16-h128", "sm90"),
+        ("mla-decode-fp8-128-128-h16", "sm89"),
         ("paged-decode-bf16-d128", "sm90"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),

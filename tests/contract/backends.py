@@ -194,8 +194,10 @@ MOSAIC_SLOW = (
 )
 
 TRITON_REFUSALS = {
-    r"test_(decode|prefill)\[triton-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
-    r"triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"test_(decode|prefill|dtypes|latents_in_8_bits)\[triton-float32( over .*)?\]": (
+        "takes bfloat16 and float16 queries, got float32"
+    ),
+    r"test_(decode|prefill|dtypes)\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
 }
 
 TRITON_SAMPLE = "|".join(
@@ -211,6 +213,17 @@ TRITON_SAMPLE = "|".join(
     )
 )
 """Cases of attention over pages that the ordinary run interprets; between them, most options meet."""
+
+TRITON_MLA_SAMPLE = "|".join(
+    (
+        r"test_several_queries\[triton-many heads-4, tree\]",
+        r"test_several_queries\[triton-few heads-4 each, of rows",
+        r"test_latents_in_8_bits\[triton-(4, tree|float32)\]",
+        r"test_dtypes\[triton-(float32|bfloat16 over|bfloat16, large|latents of 96)",
+        r"test_a_row_does_not_depend_on_the_batch\[triton-few",
+    )
+)
+"""Tests of attention over latents that the ordinary run interprets."""
 
 TRITON_SLOW = (
     rf"test_paged_attention.py::test_decode\[triton-(?!{TRITON_SAMPLE})",
@@ -231,6 +244,9 @@ TRITON_SLOW = (
     r"test_dynamic_scales.*(1|4|8)-(int8|float8).*triton|test_dynamic_scales.*2-int8.*triton",
     r"test_write_kv_call.py::.*triton|test_write_(rounds|quantises).*triton",
     r"test_write_turns.*\[(?!4-before_rope-neox|4-after_rope-interleaved).*triton",
+    r"test_gather_(of_any_lengths|lays.*|of_a_single.*)\[triton(-float16|-float32|-1)?\]",
+    rf"test_mla_decode.py::(?!{TRITON_MLA_SAMPLE}).*triton",
+    r"test_bad_metadata.py.*triton-latents",
 )
 
 BACKENDS = (

@@ -238,6 +238,13 @@ def test_gather_of_a_single_sequence_into_any_length(variant: Variant, length: i
 
 
 @every_gather_variant
+def test_gather_of_more_sequences_than_are_looked_at_together(variant: Variant) -> None:
+    cached, new = [0, 1, 0, 2, 0] * 14, [0, 0, 1, 0, 0] * 14
+    arrays, tokens = ragged_case(fresh_rng(), cached, new)
+    assert_same_bits(compiled(gather_latent, variant, length=LENGTH + 20)(**arrays), fitted(tokens, LENGTH + 20))
+
+
+@every_gather_variant
 def test_gather_without_any_new_latents(variant: Variant) -> None:
     """`mla_prefill` passes an empty array to expand a prefix."""
     arrays, tokens = ragged_case(fresh_rng(), [6, 0, 9, 1], [0, 0, 0, 0], num_new=0)

@@ -29,7 +29,14 @@ from tests.ops.harness import (
 from tests.ops.write_kv_case import numpy_quantise
 
 every_variant = backends.every_variant("write_latent", backends.is_compiled)
-every_writer = backends.every_variant("write_latent", lambda backend: backend.name != "mosaic")  # which takes none
+
+
+def takes_8_bits(backend: backends.Backend) -> bool:
+    return backend.name != "mosaic"
+
+
+every_writer = backends.every_variant("write_latent", takes_8_bits)
+every_gatherer = backends.every_variant("gather_latent", takes_8_bits)
 lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_lean)
 
 NUM_PAGES, PAGE_SIZE, LATENT, ROPE = 12, 4, 256, 16
@@ -132,7 +139,7 @@ def held(rng: np.random.Generator, dead: np.ndarray) -> PagedLatent:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@every_variant
+@every_gatherer
 def test_gather_multiplies_by_the_scales_and_rounds_new_tokens_alike(variant: Variant, dtype: str) -> None:
     """Result and new latents have one dtype; an absent page gives zeros."""
     rng = fresh_rng()
@@ -228,5 +235,5 @@ def test_kernels_refuse_8_bits_in_words_and_the_portable_implementation_runs(
         plan = plan_decode((q_latent, q_rope), cache, tables, lens)
     for explanation in explanations:
         assert explanation.chosen == "xla"
-        assert explanation.refused == {"mosaic": "takes no quantised latents, got float8_e4m3fn"}
+        assert explanation.refused["mosaic"] == "takes no quantised latents, got float8_e4m3fn"
     assert plan.implementation == "xla"

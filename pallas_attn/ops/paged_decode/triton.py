@@ -29,7 +29,6 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import (
     draft_visible,
     in_window,
-    merge_step,
     pool_rows,
     soft_capped,
     softmax_result,
@@ -38,6 +37,7 @@ from pallas_attn.triton.pieces import (
     tensor_core_operand,
     walked_token,
 )
+from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_values
 from pallas_attn.triton.tiles import TritonTile
 from pallas_attn.types import HeadWindow
 
@@ -45,21 +45,12 @@ from pallas_attn.types import HeadWindow
 def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
-    batch, num_queries, q_heads, head_dim = call.q.shape
+    _, num_queries, q_heads, head_dim = call.q.shape
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
     table_pages = call.block_tables.shape[-1]
     rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
     window, groups = call.window, caches.scale_groups(call.kv)
     by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
-    shape = {
-        "QUERIES": num_queries,
-        "Q_HEADS": q_heads,
-        "KV_HEADS": kv_heads,
-        "D": head_dim,
-        "ROWS": tile.rows,
-        "WIDTH": tile.width,
-    }
-    states = (plans.most_splits(plan, table_pages), rows)
     out, lse, *partial = launch(
         _attend,
         *(call.q, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
@@ -70,13 +61,16 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         outputs=[
             jax.ShapeDtypeStruct(call.q.shape, call.output_dtype),
             jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32),
-            jax.ShapeDtypeStruct((*states, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(states, jnp.float32),
-            jax.ShapeDtypeStruct(states, jnp.float32),
+            *partial_states(plan, table_pages, rows, head_dim),
         ],
         grid=(plans.num_programs(plan), blocks),
-        constants=shape
-        | {
+        constants={
+            "QUERIES": num_queries,
+            "Q_HEADS": q_heads,
+            "KV_HEADS": kv_heads,
+            "D": head_dim,
+            "ROWS": tile.rows,
+            "WIDTH": tile.width,
             "PAGE": page_size,
             "TOKENS": tile.tokens,
             "SCALE": call.scale,
@@ -92,17 +86,9 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        max_registers=tile.max_registers,
     )
-    out, lse = launch(
-        _merge,
-        *(out, lse, *partial, call.sinks, plan.row_order, plan.merged_rows, plan.split_indptr, plan.row_order.shape[0]),
-        outputs=[out, lse],
-        grid=(batch * kv_heads, blocks),
-        constants=shape,
-        num_warps=tile.warps,
-        aliases={0: 0, 1: 1},
-    )
-    return out, lse
+    return merge_splits(out, lse, partial, plan, call.sinks)
 
 
 def num_programs(call: PagedDecodeCall) -> int:
@@ -182,7 +168,7 @@ def _attend(
     while (place < end_place) | ((place == end_place) & (page < end_page)):
         num_pages = tl.load(num_pages_ptr + place)
         stop = split_end(page, num_pages, place == end_place, end_page, SPLIT_PAGES)
-        sequence, head = _sequence_and_head(row_order_ptr, place, KV_HEADS)
+        sequence, head = sequence_and_head(row_order_ptr, place, KV_HEADS)
         sink_pages, first_page = tl.load(sink_pages_ptr + place), tl.load(first_page_ptr + place)
         kv_len = tl.load(kv_lens_ptr + sequence)
         q_len = QUERIES
@@ -277,58 +263,6 @@ def _attend(
 
 
 @kernel
-def _merge(
-    _aliased_out_ptr,
-    _aliased_lse_ptr,
-    part_ptr,  # [splits, group * QUERIES, D]
-    part_top_ptr,  # [splits, group * QUERIES] each
-    part_total_ptr,
-    sinks_ptr,  # [Q_HEADS] or None
-    row_order_ptr,  # [rows]
-    merged_rows_ptr,  # [rows + 1]
-    split_indptr_ptr,  # [rows + 1]
-    rows,
-    out_ptr,  # [B, QUERIES, Q_HEADS, D]
-    lse_ptr,  # [B, QUERIES, Q_HEADS]
-    QUERIES: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    place = tl.load(merged_rows_ptr + tl.program_id(0))
-    if place < rows:
-        row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        real_row = row_in_group < QUERIES * GROUP
-        d = tl.arange(0, WIDTH)
-        held = real_row[:, None] & (d < D)[None, :]
-        sequence, head = _sequence_and_head(row_order_ptr, place, KV_HEADS)
-        q_head = head * GROUP + row_in_group % GROUP
-        out_row = (sequence.to(tl.int64) * QUERIES + row_in_group // GROUP) * Q_HEADS + q_head
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        for split in range(tl.load(split_indptr_ptr + place), tl.load(split_indptr_ptr + place + 1)):
-            state = tl.cast(split, tl.int64) * (QUERIES * GROUP) + row_in_group
-            other_top = tl.load(part_top_ptr + state, mask=real_row, other=float("-inf"))
-            other_total = tl.load(part_total_ptr + state, mask=real_row, other=0.0)
-            part = tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held, other=0.0)
-            top, total, keep, others = merge_step(other_top, other_total, top, total)
-            part = tl.where((other_total != 0)[:, None], part, 0.0)  # one that saw nothing may hold 0 times infinity
-            acc = acc * keep[:, None] + part * others[:, None]
-        _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
-
-
-@kernel
-def _sequence_and_head(row_order_ptr, place, KV_HEADS: tl.constexpr):
-    """Sequence and KV head of the row at a place of the plan's order."""
-    row = tl.load(row_order_ptr + place)
-    return row // KV_HEADS, row % KV_HEADS
-
-
-@kernel
 def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
     """Scales [tokens] of tokens whose pages have GROUPS of them each."""
     return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
@@ -341,7 +275,5 @@ def _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, o
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
     inverse, lse = softmax_result(top, total, sink)
-    # A row that sees nothing may have added 0 times an infinite value.
-    out = tl.where((total != 0)[:, None], acc * inverse[:, None], 0.0)
-    tl.store(out_ptr + out_row[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
     tl.store(lse_ptr + out_row, lse, mask=real_row)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from pallas_attn.ops.write_latent.call import WriteLatentCall
-from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.launch import block_columns, kernel, launch
 from pallas_attn.triton.pieces import amax_scale, e4m3_from_f32
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, QMAX, PagedLatent
 
@@ -54,7 +54,7 @@ def _copied(latent: jax.Array, slots: jax.Array, pages: jax.Array, first_column:
     """Pages with the tokens' columns, from the first one on, in their slots."""
     num_tokens, source_width = latent.shape
     width = pages.shape[-1]
-    columns = _columns(width)
+    columns = block_columns(width)
     tokens = max(1, TILE_ELEMENTS // columns)
     (pages,) = launch(
         _copy_rows,
@@ -78,11 +78,6 @@ def _copied(latent: jax.Array, slots: jax.Array, pages: jax.Array, first_column:
 def _num_slots(pages: jax.Array) -> int:
     """Slots of the pool that an int32 names."""
     return min(pages.shape[0] * pages.shape[1], jnp.iinfo(jnp.int32).max)
-
-
-def _columns(width: int) -> int:
-    """Columns of a program: the power of two that leaves the fewest lanes idle."""
-    return min((512, 256, 128, 64, 32), key=lambda columns: -(-width // columns) * columns)
 
 
 @kernel
