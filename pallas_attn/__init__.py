@@ -1,6 +1,7 @@
 """The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
 
 # Attention over paged caches, and over packed sequences without one.
+from pallas_attn.ops.cascade_decode import cascade_decode as cascade_decode
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
 from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode
@@ -9,6 +10,10 @@ from pallas_attn.ops.ragged_attention import ragged_attention as ragged_attentio
 from pallas_attn.portable.merge import lse_from_base2 as lse_from_base2
 from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
+
+# A whole step in one call, new tokens written first, as engines for TPUs have it.
+from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
+from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
 # Sparse attention: which keys a token attends to, and attention to those.
 from pallas_attn.ops.index_scores import index_scores as index_scores

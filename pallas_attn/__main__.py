@@ -49,6 +49,8 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
     absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)
     scores = jax.ShapeDtypeStruct((TOKENS, PAGES * PAGE_SIZE), jnp.float32)
+    step = lens, tables, offsets
+    new_latent, new_rope = floats(TOKENS, LATENT_DIM), floats(TOKENS, ROPE_DIM)
     return {
         "paged_decode": ((decoded, kv, tables, lens), {}),
         "paged_prefill": ((packed, kv, tables, offsets, lens), {}),
@@ -64,6 +66,9 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "index_top_k": (indexed, {"top_k": TOP_K}),
         "mla_sparse": ((*absorbed, cache, ints(TOKENS, TOP_K)), {"sm_scale": 0.1}),
         "write_index_keys": ((index, floats(TOKENS, INDEX_DIM), slots), {}),
+        "cascade_decode": ((decoded, kv, tables, lens), {}),
+        "ragged_paged_attention": ((packed, packed_kv, packed_kv, kv, *step), {}),
+        "mla_ragged_paged_attention": ((*absorbed, new_latent, new_rope, cache, *step), {"sm_scale": 0.1}),
     }
 
 

@@ -329,33 +329,33 @@ def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
     check_positive("rope.norm_eps", rope.norm_eps)
 
 
-def check_window(window: int | HeadWindow | None, num_kv_heads: int) -> None:
+def check_window(window: int | HeadWindow | None, num_kv_heads: int, name: str = "window") -> None:
     """Checks an int window or a HeadWindow of one entry a KV head, whose values on the device stay unseen."""
     if isinstance(window, HeadWindow):
         dims = Dims(Hkv=num_kv_heads)
-        dims.check("window.window", window.window, "Hkv", INT)
-        dims.check("window.sink_tokens", window.sink_tokens, "Hkv", INT)
+        dims.check(f"{name}.window", window.window, "Hkv", INT)
+        dims.check(f"{name}.sink_tokens", window.sink_tokens, "Hkv", INT)
     elif isinstance(window, bool) or not isinstance(window, int | None):
-        raise ValueError(f"window: expected None, an int of at least 1 or a HeadWindow, got {_described(window)}")
+        raise ValueError(f"{name}: expected None, an int of at least 1 or a HeadWindow, got {_described(window)}")
     else:
-        check_int_window(window)
+        check_int_window(window, name)
 
 
-def check_int_window(window: int | None) -> None:
+def check_int_window(window: int | None, name: str = "window") -> None:
     """Checks a window that is the same for all heads."""
     if isinstance(window, bool) or not isinstance(window, int | None):
-        raise ValueError(f"window: expected None or an int of at least 1 for all heads, got {_described(window)}")
+        raise ValueError(f"{name}: expected None or an int of at least 1 for all heads, got {_described(window)}")
     if window is not None and not 1 <= window < 2**31:
-        raise ValueError(f"window: expected an int from 1 to 2**31 - 1, or None to hide nothing, got {window}")
+        raise ValueError(f"{name}: expected an int from 1 to 2**31 - 1, or None to hide nothing, got {window}")
 
 
-def check_causal_window(window: int | HeadWindow | None, *, causal: bool) -> None:
+def check_causal_window(window: int | HeadWindow | None, *, causal: bool, name: str = "window") -> None:
     """Raises ValueError for a window without causality: where all queries see all keys, none has a place among them
     that a window could end at.
     """
     if window is not None and not causal:
         raise ValueError(
-            "window: expected None with causal=False, where a query has no place among the keys for a window to end "
+            f"{name}: expected None with causal=False, where a query has no place among the keys for a window to end "
             f"at, got {_described(window)}"
         )
 

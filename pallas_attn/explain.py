@@ -9,7 +9,12 @@ from pallas_attn import dispatch
 from pallas_attn.dispatch import Explanation
 from pallas_attn.types import Implementation
 
-CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {"mla_prefill": "ragged_attention"}
+CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {
+    "mla_prefill": "ragged_attention",
+    "cascade_decode": "paged_decode",
+    "ragged_paged_attention": "paged_prefill",
+    "mla_ragged_paged_attention": "mla_decode",
+}
 """By operation, the one whose implementations are its candidates: itself or, for a composition, its main part."""
 
 

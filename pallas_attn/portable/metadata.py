@@ -76,8 +76,8 @@ def slot_mapping(
       length: packed tokens with padding.
 
     Returns:
-      page·ps + offset, or row·ps + offset per head; -1 for tokens of no sequence and where the page is absent or past
-      the table.
+      page·ps + offset, or row·ps + offset per head; -1 for tokens of no sequence and where the page is absent, past
+      the table, or of an id whose slots an int32 does not hold.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
@@ -99,7 +99,7 @@ def slot_mapping(
     page = block_tables[sequence, ..., jnp.clip(entry, 0, dims["P"] - 1)]
     if page.ndim == 2:
         position, inside = position[:, None], inside[:, None]
-    return jnp.where(inside & (page >= 0), page * page_size + position % page_size, PAGE_NONE)
+    return jnp.where(inside & _has_slots(page, page_size), page * page_size + position % page_size, PAGE_NONE)
 
 
 def token_slots(
@@ -144,7 +144,7 @@ def token_slots(
     real = ((token >= cu_q_lens[0]) & (token < cu_q_lens[-1]))[:, None]
     entry = positions // page_size
     page = block_tables[sequence[:, None], jnp.clip(entry, 0, dims["P"] - 1)]
-    inside = real & (positions >= 0) & (entry < dims["P"]) & (page >= 0) & (page < 2**31 // page_size)
+    inside = real & (positions >= 0) & (entry < dims["P"]) & _has_slots(page, page_size)
     return jnp.where(inside, page * page_size + positions % page_size, PAGE_NONE)
 
 
@@ -171,6 +171,11 @@ def is_prefill(
     cu_q_lens = checks.bound_sums(cu_q_lens, length)
     token = jnp.arange(length, dtype=jnp.int32) - num_decode_tokens
     return (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
+
+
+def _has_slots(page: Int32[Array, "*shape"], page_size: int) -> Bool[Array, "*shape"]:
+    """Whether ids are those of pages whose slots an int32 holds; others would wrap around to slots of other pages."""
+    return (page >= 0) & (page <= (2**31 - page_size) // page_size)
 
 
 def _locate(

@@ -12,12 +12,13 @@ from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
 from tests.aot.real import REAL
+from tests.aot.steps import STEPS
 from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL),
+    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **TRITON,
 }
 
@@ -32,6 +33,7 @@ MODULES = {
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
     **dict.fromkeys(ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
+    **dict.fromkeys(STEPS, "steps"),
     **dict.fromkeys(TRITON, "triton_xla"),
 }
 """Module of this package that defines each case."""

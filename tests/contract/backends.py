@@ -180,6 +180,7 @@ MOSAIC_SLOW = (
     r"test_ragged_attention.py::test_(any_lengths|scale_output|under_vmap|inside_a_scan)",
     r"test_bad_metadata.py::test_sums_of_.*\[mosaic-(padded with its|begins past 0\]|falls|past|below)",
     r"test_bad_metadata.py::test_garbage.*\[mosaic-(decode|decode, int8|latents, few.*|prefill|prefill of.*|write)\]",
+    r"test_(ragged_paged_attention|mla_ragged_paged_attention|cascade_decode).py::test_kernels",
     # Writes whose layouts and dtypes meet in other pairs.
     r"test_plain_caches.*\[(float32-.|bfloat16-2|float16-1)-mosaic",
     r"test_static_scales.*(channel-float8_e4m3fn|channel-int8-2|head-int8|head-float8_e4m3fn-1)-?.*mosaic",

@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_attn.portable.metadata import cumulative_lens, is_prefill, slot_mapping, token_positions, validate_metadata
+from pallas_attn.portable.metadata import (
+    cumulative_lens,
+    is_prefill,
+    slot_mapping,
+    token_positions,
+    token_slots,
+    validate_metadata,
+)
 from pallas_attn.types import FULL, PAGE_NONE, HeadWindow
 from tests.ops.harness import GARBAGE, fresh_rng
 
@@ -39,6 +46,18 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 # --- on the device
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_ids_whose_slots_no_int32_holds_have_none(page_size: int) -> None:
+    """They would wrap around to slots of other pages."""
+    last = 2**31 // page_size - 1
+    tables = jnp.asarray([[last], [min(last + 1, 2**31 - 1)], [min(last + 2, 2**31 - 1)]], jnp.int32)
+    sums, lens = jnp.arange(4, dtype=jnp.int32), jnp.ones((3,), jnp.int32)
+    want = [last * page_size] + [-1 if page_size > 1 else last] * 2
+    assert slots_of(tables, sums, lens, page_size=page_size, length=3).tolist() == want
+    chosen = token_slots(jnp.zeros((3, 1), jnp.int32), tables, sums, page_size=page_size)
+    assert chosen[:, 0].tolist() == want
 
 
 def test_cumulative_lens_starts_from_0() -> None:

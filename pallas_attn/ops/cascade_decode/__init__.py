@@ -1,0 +1,168 @@
+"""Decode of sequences that share their leading pages, such as samples of one prompt: the shared part is attended once,
+by the queries of all (cascade attention; Hydragen, arXiv:2402.05099).
+
+There are no kernels of its own: the shared part is one sequence of `paged_prefill`, the parts of their own are
+`paged_decode`'s, and `merge_states` joins them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.ops.paged_decode import paged_decode
+from pallas_attn.ops.paged_prefill import paged_prefill
+from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.merge import merge_states
+from pallas_attn.portable.visibility import real_queries
+from pallas_attn.types import HeadWindow, Implementation, PagedKV
+
+
+def cascade_decode(
+    q: Float[Array, "B Q Hq D"],
+    kv: PagedKV,
+    block_tables: Int32[Array, "B P"],
+    kv_lens: Int32[Array, "B"],
+    *,
+    q_lens: Int32[Array, "B"] | None = None,
+    window: int | HeadWindow | None = None,
+    shared_pages: Int32[Array, ""] | int | None = None,
+    sm_scale: float | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "B Q Hq D"] | tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    """What `paged_decode` computes, for sequences of which all begin with the same pages.
+
+    The shared pages are read once for all queries in place of once a sequence. Where nothing is shared the result is
+    right all the same.
+
+    Args:
+      q: queries in bfloat16, float16 or float32.
+      kv: the cache; see `PagedKV`.
+      block_tables: page ids; entries without a visible token may hold anything.
+      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
+      q_lens: real queries of each row, at most Q; None for Q each.
+      window: None: a window that moves with its sequence hides what others see.
+      shared_pages: columns of the tables, from the first on, that are taken to be equal in all rows that are not idle;
+        more than hold only tokens that every query sees count as those. None to find them, on the device.
+      sm_scale: multiplies the scores; None for D**-0.5.
+      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      return_lse: also return the LSE.
+      out_dtype: of the output; None for q's.
+      implementation: of `paged_prefill` and `paged_decode`.
+
+    Returns:
+      The output, exactly 0 for queries that see nothing; with `return_lse` also the float32 natural-log LSE of the
+      scaled, capped, masked scores without the learned sinks, -inf for those.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: a window, head-wise tables; or the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+      >>> kv = pallas_attn.PagedKV.allocate(spec)
+      >>> block_tables = jnp.array([[5, 0, 2], [5, 0, 3]], jnp.int32)  # the first 8 tokens are shared
+      >>> pallas_attn.cascade_decode(jnp.ones((2, 1, 2, 8)), kv, block_tables, jnp.array([9, 10], jnp.int32)).shape
+      (2, 1, 2, 8)
+    """
+    if window is not None:
+        raise NotImplementedError("window: takes None; with one, sequences do not see the same of their shared pages")
+    block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
+    dims = checks.Dims()
+    dims.check("q", q, "B Q Hq D", checks.PLAIN)
+    checks.check_kv(kv, dims)
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    checks.check_block_tables(block_tables, dims, rows="B")
+    if block_tables.ndim == 3:
+        raise NotImplementedError("block_tables: takes page ids [B, P], of which all heads share the same; got row ids")
+    dims.check("kv_lens", kv_lens, "B", checks.INT)
+    if q_lens is not None:
+        dims.check("q_lens", q_lens, "B", checks.INT)
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", checks.F32)
+    given = _as_count(shared_pages)
+    out_dtype = checks.output_dtype(out_dtype, q.dtype)
+    options: dict[str, Any] = {
+        "sm_scale": checks.number("sm_scale", sm_scale),
+        "soft_cap": checks.number("soft_cap", soft_cap),
+        "return_lse": True,
+        "out_dtype": jnp.float32,
+        "implementation": implementation,
+    }
+    if not q.size:
+        out, lse = jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:3], jnp.float32)
+        return (out, lse) if return_lse else out
+    q, kv, sinks = refuse_gradients("cascade_decode", (jnp.asarray(q), kv, sinks))
+    batch, queries, ps = dims["B"], dims["Q"], kv.page_size
+    with jax.named_scope("cascade_decode"):
+        block_tables = jnp.asarray(block_tables)
+        kv_lens = checks.bound_lens(jnp.asarray(kv_lens), dims["P"] * ps)
+        q_lens = None if q_lens is None else checks.bound_lens(jnp.asarray(q_lens), queries)
+        real = real_queries(q_lens, kv_lens, queries)
+        active = (kv_lens > 0) & (real > 0)
+        leader = jnp.argmax(active)
+        shared = _count_shared(block_tables, jnp.where(active, jnp.maximum(kv_lens - real, 0), -1), leader, given, ps)
+        out_shared, lse_shared = paged_prefill(
+            q.reshape(batch * queries, *q.shape[2:]),
+            kv,
+            block_tables[leader][None],
+            jnp.array([0, batch * queries], jnp.int32),
+            (shared * ps)[None],
+            causal=False,
+            **options,
+        )
+        seen = active[:, None] & (jnp.arange(queries, dtype=jnp.int32)[None] < real[:, None])
+        lse_shared = jnp.where(seen[..., None], lse_shared.reshape(q.shape[:3]), -jnp.inf)
+        column = jnp.minimum(shared + jnp.arange(dims["P"], dtype=jnp.int32), dims["P"] - 1)
+        own_lens = jnp.maximum(kv_lens - shared * ps, 0)
+        out_own, lse_own = paged_decode(q, kv, block_tables[:, column], own_lens, q_lens=q_lens, **options)
+        outs, lses = jnp.stack([out_shared.reshape(q.shape), out_own]), jnp.stack([lse_shared, lse_own])
+        out, lse = merge_states(outs, lses, sinks)
+    return (out.astype(out_dtype), lse) if return_lse else out.astype(out_dtype)
+
+
+def _as_count(shared_pages: Any) -> Any:
+    """A number of pages as an int32 array, or None."""
+    if shared_pages is None:
+        return None
+    (shared_pages,) = checks.int32(shared_pages=shared_pages)
+    if isinstance(shared_pages, int) and not isinstance(shared_pages, bool):
+        if shared_pages < 0:
+            raise ValueError(f"shared_pages: expected at least 0, got {shared_pages}")
+        shared_pages = jnp.int32(min(shared_pages, checks.INT32_RANGE.max))
+    checks.check_dtype("shared_pages", shared_pages, checks.INT)
+    if shared_pages.shape:
+        raise ValueError(f"shared_pages: expected one number, got shape {list(shared_pages.shape)}")
+    return shared_pages
+
+
+def _count_shared(
+    block_tables: Int32[Array, "B P"],
+    cached: Int32[Array, "B"],
+    leader: Int32[Array, ""],
+    given: Int32[Array, ""] | None,
+    page_size: int,
+) -> Int32[Array, ""]:
+    """Leading columns that are equal in all rows, and whole of whose tokens every query sees.
+
+    Args:
+      cached: tokens that the first query of each row sees beside its own, -1 for rows without a query.
+      leader: a row with a query.
+      given: the number of columns, if it is known.
+    """
+    without = cached < 0
+    seen = jnp.min(jnp.where(without, jnp.iinfo(jnp.int32).max, cached)) // page_size
+    if given is None:
+        alike = jnp.all((block_tables == block_tables[leader][None]) | without[:, None], axis=0)
+        given = jnp.sum(jnp.cumprod(alike.astype(jnp.int32)), dtype=jnp.int32)
+    most = jnp.where(jnp.all(without), 0, seen)
+    return jnp.clip(given, 0, jnp.minimum(most, block_tables.shape[1]))

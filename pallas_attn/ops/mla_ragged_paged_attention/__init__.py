@@ -1,0 +1,173 @@
+"""Absorbed multi-head latent attention of a step that mixes decodes and chunks of prompts, which writes its new latents
+first.
+
+The call that JAX engines for TPUs make. There are no kernels of its own: `write_latent` and `mla_decode` do the work.
+New tokens are cut into rows of a few, each a row of `mla_decode` that ends where its last token stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.ops.mla_decode import mla_decode
+from pallas_attn.ops.write_latent import write_latent
+from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.metadata import slot_mapping
+from pallas_attn.portable.mixed_step import MixedStep
+from pallas_attn.portable.segments import segment_of
+from pallas_attn.types import Implementation, PagedLatent
+
+FILLED_ROWS = 64
+"""Query rows (heads of each query) that kernels compute at once, in which a decode of few heads leaves room."""
+
+MAX_QUERIES = 8
+"""Queries of a row, at most: a decode pays for the room that it leaves."""
+
+
+def mla_ragged_paged_attention(
+    q_latent: Float[Array, "T Hq L"],
+    q_rope: Float[Array, "T Hq R"],
+    new_latent: Float[Array, "T L"] | None,
+    new_rope: Float[Array, "T R"] | None,
+    cache: PagedLatent,
+    kv_lens: Int32[Array, "S"],
+    page_indices: Int32[Array, "SP"] | Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    distribution: Int32[Array, "3"] | None = None,
+    *,
+    sm_scale: float,
+    update_kv_cache: bool = True,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "T Hq L"], PagedLatent]:
+    """Writes each sequence's new latents into its pages, and attends over them causally: for engines written for TPUs.
+
+    Every head reads the same [L + R] key, whose first L columns are also the value. The up-projections are absorbed
+    into `q_latent` and applied to the output by the caller. All arrays may be known on the device only.
+
+    Args:
+      q_latent: packed queries against the latent columns, W_UK absorbed; rows before cu_q_lens[0] and after its largest
+        are padding.
+      q_rope: rotated queries against the rotated key's columns; same dtype.
+      new_latent, new_rope: normed latents and rotated keys of the same tokens, in bfloat16, float16 or float32. Unused
+        with `update_kv_cache=False`, and may be None then.
+      cache: of any dtype; under donation written in place.
+      kv_lens: tokens each sequence holds, the new ones included.
+      page_indices: page ids, in a row for each sequence or all rows in one; entries past a sequence's tokens may hold
+        anything.
+      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
+      distribution: [i, j, n]: n sequences are real, and what stands past them may be anything; i and j do not matter.
+        None for S sequences.
+      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
+      update_kv_cache: False where the new latents are in the pages already.
+      out_dtype: of the output; None for q_latent's.
+      implementation: of both operations.
+
+    Returns:
+      Latent-space output, exactly 0 for padding rows, and the cache.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+      NotImplementedError: the implementation named does not support the call.
+
+    Example:
+      >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
+      >>> cache, new = pallas_attn.PagedLatent.allocate(spec), jnp.ones((6, 6))
+      >>> page_indices = jnp.array([5, 0, 3, 0], jnp.int32)  # two sequences of up to two pages
+      >>> kv_lens, cu_q_lens = jnp.array([6, 3], jnp.int32), jnp.array([0, 1, 4], jnp.int32)  # 1 and 3 new tokens
+      >>> distribution = jnp.array([1, 2, 2], jnp.int32)
+      >>> q_latent, q_rope = jnp.ones((6, 2, 6)), jnp.ones((6, 2, 2))
+      >>> out, cache = pallas_attn.mla_ragged_paged_attention(
+      ...     q_latent, q_rope, new, new[:, :2], cache, kv_lens, page_indices, cu_q_lens, distribution, sm_scale=0.1
+      ... )
+      >>> out.shape, cache.pages[3, :, 0].tolist()  # page 3 holds the three tokens of the second
+      ((6, 2, 6), [1.0, 1.0, 1.0, 0.0])
+    """
+    update, sm_scale = checks.flag("update_kv_cache", update_kv_cache), checks.required_number("sm_scale", sm_scale)
+    dims = checks.Dims()
+    dims.check("q_latent", q_latent, "T Hq L", checks.PLAIN)
+    dims.check("q_rope", q_rope, "T Hq R", (q_latent.dtype,))
+    checks.check_latent(cache, dims)
+    for name, new, shape in (("new_latent", new_latent, "T L"), ("new_rope", new_rope, "T R")) if update else ():
+        if new is None:
+            raise ValueError(f"{name}: expected the new tokens', or update_kv_cache=False; got None")
+        dims.check(name, new, shape, checks.PLAIN)
+    out_dtype = checks.output_dtype(out_dtype, q_latent.dtype)
+    step = MixedStep.of(page_indices, kv_lens, cu_q_lens, distribution, dims)
+    num_tokens = dims["T"]
+    if not (num_tokens and dims["S"]):
+        return jnp.zeros(q_latent.shape, out_dtype), cache
+    q_latent, q_rope, new_latent, new_rope, cache = refuse_gradients(
+        "mla_ragged_paged_attention", (jnp.asarray(q_latent), jnp.asarray(q_rope), new_latent, new_rope, cache)
+    )
+    with jax.named_scope("mla_ragged_paged_attention"):
+        if update:
+            slots = slot_mapping(
+                step.block_tables, step.cu_q_lens, step.kv_lens, page_size=cache.page_size, length=num_tokens
+            )
+            dtype = jnp.float32 if cache.is_quantised else cache.pages.dtype
+            new = jnp.concatenate([jnp.asarray(x).astype(dtype) for x in (new_latent, new_rope)], axis=-1)
+            cache = write_latent(cache, new, slots, implementation=implementation)
+        rows = _QueryRows(step, num_tokens, min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"])))
+        out: Any = mla_decode(
+            rows.pack(q_latent),
+            rows.pack(q_rope),
+            cache,
+            step.block_tables[rows.sequence],
+            rows.kv_lens,
+            q_lens=rows.q_lens,
+            sm_scale=sm_scale,
+            out_dtype=out_dtype,
+            implementation=implementation,
+        )
+        return rows.unpack(out), cache
+
+
+class _QueryRows:
+    """New tokens cut into rows of up to Q, each of one sequence.
+
+    With Q = 1 rows are the packed tokens themselves, padding included, so that nothing is gathered or scattered.
+
+    Attributes:
+      sequence: int32 [rows]; min(T, T // Q + S) rows are enough for any lengths.
+      kv_lens: int32 [rows], tokens of the sequence up to the row's last; 0 for rows without tokens.
+      q_lens: int32 [rows], tokens of each row; None with Q = 1.
+    """
+
+    def __init__(self, step: MixedStep, num_tokens: int, queries: int):
+        lens = jnp.diff(step.cu_q_lens)
+        num_sequences = lens.shape[0]
+        if queries == 1:
+            first, ends = step.cu_q_lens[:-1], step.cu_q_lens[1:]
+        else:
+            counts = -(-lens // queries)
+            ends = jnp.cumsum(counts, dtype=jnp.int32)
+            first = ends - counts
+        row = jnp.arange(min(num_tokens, num_tokens // queries + num_sequences), dtype=jnp.int32)
+        self.sequence = jnp.minimum(segment_of(ends, row), num_sequences - 1)
+        index = (row - first[self.sequence]) * queries  # of the row's first token among the sequence's new ones
+        count = jnp.where(index >= 0, jnp.clip(lens[self.sequence] - index, 0, queries), 0)
+        cached = (step.kv_lens - lens)[self.sequence]
+        self.kv_lens = jnp.where(count > 0, cached + index + count, 0)
+        self.q_lens = None if queries == 1 else count
+        column = jnp.arange(queries, dtype=jnp.int32)[None]
+        self._num_tokens, self._real = num_tokens, column < count[:, None]
+        self._token = (step.cu_q_lens[:-1][self.sequence] + index)[:, None] + column
+
+    def pack(self, x: Float[Array, "T *rest"]) -> Float[Array, "rows Q *rest"]:
+        """Values of the tokens of each row; anything behind its last."""
+        return x[:, None] if self.q_lens is None else x[jnp.minimum(self._token, self._num_tokens - 1)]
+
+    def unpack(self, x: Float[Array, "rows Q *rest"]) -> Float[Array, "T *rest"]:
+        """Values in the order of the packed tokens, 0 for those of no sequence."""
+        if self.q_lens is None:
+            return x[:, 0]
+        past = self._num_tokens + jnp.arange(self._token.size, dtype=jnp.int32).reshape(self._token.shape)
+        place = jnp.where(self._real, self._token, past)
+        empty = jnp.zeros((self._num_tokens, *x.shape[2:]), x.dtype)
+        return empty.at[place].set(x, mode="drop", unique_indices=True)

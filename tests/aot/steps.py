@@ -1,0 +1,77 @@
+"""Compositions on Hopper: whole steps whose cache is written and attended in one call, and shared prefixes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+import pallas_attn
+from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from tests.aot.case import Case, allocated, shape
+
+MIB = 2**20
+SEQUENCES, TOKENS, PAGES, PAGE_SIZE, NUM_PAGES = 64, 1024, 64, 64, 8192
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LATENT, ROPE = 512, 64
+
+
+def ints(*dims: int) -> Any:
+    return shape(*dims, dtype=jnp.int32)
+
+
+LENGTHS = {
+    "kv_lens": ints(SEQUENCES),
+    "page_indices": ints(SEQUENCES * PAGES),
+    "cu_q_lens": ints(SEQUENCES + 1),
+    "distribution": ints(3),
+}
+
+
+def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
+    sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "num_kv_heads": KV_HEADS}
+    return allocated(PagedKV, kv_cache_spec(**sizes, head_dim=HEAD_DIM, dtype=dtype, scales=scales))
+
+
+def ragged(kv: PagedKV, dtype: Any = jnp.bfloat16, **static: Any) -> Case:
+    new = shape(TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
+    arguments = {"q": shape(TOKENS, HEADS, HEAD_DIM), "k": new, "v": new, "kv": kv, **LENGTHS}
+    call = functools.partial(pallas_attn.ragged_paged_attention, **static, implementation="mosaic")
+    return Case(call, arguments, cache="kv", donated=True, temporaries=128 * MIB)
+
+
+def latents(heads: int) -> Case:
+    sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
+    arguments = {
+        "q_latent": shape(TOKENS, heads, LATENT),
+        "q_rope": shape(TOKENS, heads, ROPE),
+        "new_latent": shape(TOKENS, LATENT),
+        "new_rope": shape(TOKENS, ROPE),
+        "cache": allocated(PagedLatent, latent_cache_spec(**sizes, latent_dim=LATENT, rope_dim=ROPE)),
+        **LENGTHS,
+    }
+    call = functools.partial(pallas_attn.mla_ragged_paged_attention, sm_scale=0.1, implementation="mosaic")
+    return Case(call, arguments, cache="cache", donated=True, temporaries=512 * MIB)
+
+
+def cascade() -> Case:
+    arguments = {
+        "q": shape(SEQUENCES, 1, HEADS, HEAD_DIM),
+        "kv": paged_kv(jnp.bfloat16),
+        "block_tables": ints(SEQUENCES, PAGES),
+        "kv_lens": ints(SEQUENCES),
+    }
+    call = functools.partial(pallas_attn.cascade_decode, implementation="mosaic")
+    return Case(call, arguments, cache="kv", temporaries=128 * MIB)
+
+
+STEPS = {
+    "ragged-step-bf16": ragged(paged_kv(jnp.bfloat16), sliding_window=1024, soft_cap=30.0),
+    "ragged-step-fp8-quantised": ragged(
+        paged_kv(jnp.float8_e4m3fn, "head"), jnp.float8_e4m3fn, k_scale=0.5, v_scale=0.5
+    ),
+    "latent-step-16-heads": latents(16),
+    "latent-step-128-heads": latents(128),
+    "cascade-bf16": cascade(),
+}

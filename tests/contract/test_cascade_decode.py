@@ -1,0 +1,157 @@
+"""The contract of `cascade_decode`: what `paged_decode` computes, whatever its sequences share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from pallas_attn import PagedKV, cascade_decode, explain, paged_decode
+from tests.contract import backends
+from tests.contract.backends import BACKENDS, Backend
+from tests.ops import harness
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+B, Q, P, PS, N, HQ, HKV, D = 4, 2, 4, 16, 24, 4, 2, 64
+XLA = next(backend for backend in BACKENDS if backend.name == "xla")
+every_backend = functools.partial(backends.every_backend, "paged_prefill")
+
+
+def draw(
+    lens: tuple[int, ...], alike: int, dtype: str, rng: np.random.Generator, q_lens: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Arguments in which the first `alike` columns of the tables are the same; slots that hold no token are poison."""
+    tables = rng.permutation(N)[: B * P].reshape(B, P).astype(np.int32)
+    tables[:, :alike] = tables[0, :alike]
+    held = np.zeros((N, PS), bool)
+    for row, length in zip(tables, lens, strict=True):
+        token = np.arange(length)
+        held[row[token // PS], token % PS] = True
+        row[-(-length // PS) :] = harness.GARBAGE
+    pages = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, D))).astype(dtype)
+    kv = PagedKV(*(jnp.asarray(np.moveaxis(harness.poison(rng, x, ~held), 1, 2)) for x in pages))
+    count = np.array([Q] * B if q_lens is None else q_lens)
+    q = harness.poison(rng, rng.standard_normal((B, Q, HQ, D)).astype(dtype), np.arange(Q) >= count[:, None])
+    arguments = {"q": q, "kv": kv, "block_tables": tables, "kv_lens": np.array(lens, np.int32)}
+    return arguments if q_lens is None else arguments | {"q_lens": np.array(q_lens, np.int32)}
+
+
+def check(backend: Backend, arguments: dict[str, Any], changed: Any = None, **options: Any) -> None:
+    """Check against `paged_decode`, which has not the arguments that are `changed`."""
+    got = backends.call(cascade_decode, backend, arguments | (changed or {}), return_lse=True, **options)
+    want = backends.call(paged_decode, backends.BACKENDS[0], arguments, return_lse=True, out_dtype="float32", **options)
+    assert got[0].dtype == arguments["q"].dtype
+    harness.assert_attention_close(got, want, backend.variant.tolerance(arguments["q"].dtype))
+
+
+CASES: dict[str, tuple[tuple[int, ...], int]] = {
+    "two pages": ((40, 64, 34, 50), 2),
+    "nothing": ((40, 64, 17, 50), 0),
+    "all but the last page": ((64, 60, 50, 51), 3),
+    "more than a sequence has": ((64, 60, 5, 51), 3),
+    "up to the queries": ((34, 40, 34, 34), 3),
+    "idle rows": ((0, 40, 0, 64), 2),
+    "all idle": ((0, 0, 0, 0), 4),
+    "shorter than its queries": ((40, 1, 34, 50), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@every_backend(backends.is_compiled)
+def test_what_is_shared(backend: Backend, name: str) -> None:
+    check(backend, draw(*CASES[name], backend.dtype, harness.fresh_rng()))
+
+
+@every_backend(lambda backend: backend.kernels)
+def test_kernels(backend: Backend) -> None:
+    check(backend, draw(*CASES["two pages"], backend.dtype, harness.fresh_rng()))
+
+
+@every_backend(backends.is_compiled_and_lean)
+def test_options(backend: Backend) -> None:
+    rng = harness.fresh_rng()
+    sinks = {"sinks": rng.standard_normal(HQ).astype(np.float32)}
+    arguments = draw(*CASES["two pages"], backend.dtype, rng, q_lens=(2, 1, 0, 2)) | sinks
+    check(backend, arguments, soft_cap=2.0, sm_scale=0.3)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+    lens=st.tuples(*[st.integers(0, P * PS)] * B),
+    q_lens=st.tuples(*[st.integers(0, Q)] * B),
+    alike=st.integers(0, P),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_lengths(lens: tuple[int, ...], q_lens: tuple[int, ...], alike: int, seed: int) -> None:
+    check(XLA, draw(lens, alike, "float32", np.random.default_rng(seed), q_lens))
+
+
+@pytest.mark.parametrize("given", [0, 1, 2, 100])
+def test_columns_that_are_given(given: int) -> None:
+    """Fewer than there are, and more than every query sees: of which two, here. Only one row's are read."""
+    arguments = draw((40, 64, 34, 50), 4, "float32", harness.fresh_rng())
+    tables = arguments["block_tables"].copy()
+    tables[1:, : min(given, 2)] = harness.GARBAGE
+    check(XLA, arguments, {"shared_pages": np.int32(given), "block_tables": tables})
+
+
+@pytest.mark.parametrize("own", [("q",), ("kv",), ("block_tables",), ("kv_lens",)])
+def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
+    """With the check of what varies that jax has by default."""
+    arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
+    split = jax.shard_map(
+        lambda arrays: cascade_decode(**arrays, implementation="xla"),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec("x"),
+    )
+    jax.eval_shape(split, arrays)
+
+
+def test_explanation_and_gradients() -> None:
+    arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
+    assert explain("cascade_decode", **arrays).chosen == "xla"
+    with pytest.raises(NotImplementedError, match="cascade_decode has no gradient"):
+        jax.grad(lambda q: jnp.sum(jnp.asarray(cascade_decode(**(arrays | {"q": q})))))(arrays["q"])
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a window": ({"window": 5}, NotImplementedError, "window: takes None"),
+    "tables of heads": (
+        {"block_tables": np.zeros((B, HKV, P), np.int32)},
+        NotImplementedError,
+        "block_tables: takes page",
+    ),
+    "kv_lens": ({"kv_lens": np.zeros(3, np.int32)}, ValueError, r"kv_lens: expected shape \[B=4\]"),
+    "shared_pages": ({"shared_pages": np.zeros(2, np.int32)}, ValueError, r"shared_pages: expected one number, got"),
+    "no pages": ({"shared_pages": -1}, ValueError, "shared_pages: expected at least 0, got -1"),
+    "half a page": ({"shared_pages": np.float32(0.5)}, ValueError, "shared_pages: expected dtype int32"),
+    "sinks": ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks: expected shape \[Hq=4\]"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    changed, error, message = ERRORS[name]
+    arguments = draw(*CASES["two pages"], "float32", harness.fresh_rng())
+    with pytest.raises(error, match=f"^{message}"):
+        cascade_decode(**(arguments | changed))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_without_queries() -> None:
+    arguments = draw(*CASES["two pages"], "float32", harness.fresh_rng())
+    out, lse = cascade_decode(**(arguments | {"q": arguments["q"][:, :0]}), return_lse=True)
+    assert (out.shape, lse.shape) == ((B, 0, HQ, D), (B, 0, HQ))

@@ -1,0 +1,360 @@
+"""The contract of `mla_ragged_paged_attention`: new latents are written, and attended with all before them, whatever
+mix of decodes and chunks a step has and into however long rows it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from pallas_attn import (
+    PagedLatent,
+    explain,
+    latent_cache_spec,
+    mla_decode,
+    mla_ragged_paged_attention,
+    write_latent,
+)
+from tests.contract import backends, naive, tpu_inference
+from tests.contract.backends import BACKENDS, Backend
+from tests.ops import harness
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+S, P, PS, N, T, L, R = 5, 4, 16, 24, 40, 128, 32
+REFERENCE, XLA = (next(backend for backend in BACKENDS if backend.name == name) for name in ("reference", "xla"))
+every_backend = functools.partial(backends.every_backend, "mla_decode")
+HEADS = {"rows of 8": 3, "rows of 3": 20, "rows of 1": 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step with values.
+
+    Attributes:
+      new, lens: new tokens and all tokens of each sequence that there is; S may be more.
+      latents: new tokens' [T, L + R], those past the last sequence's are poison, as are queries.
+      pages: before the step; slots that hold no token are poison.
+      tables: [S, P], entries without a token are garbage.
+    """
+
+    new: tuple[int, ...]
+    lens: tuple[int, ...]
+    q: np.ndarray
+    latents: np.ndarray
+    pages: np.ndarray
+    tables: np.ndarray
+
+    @staticmethod
+    def draw(new: tuple[int, ...], lens: tuple[int, ...], heads: int, dtype: str, rng: np.random.Generator) -> Step:
+        def drawn(scale: float, *shape: int, dead: np.ndarray) -> np.ndarray:
+            return harness.poison(rng, (scale * rng.standard_normal(shape)).astype(dtype), dead)
+
+        tables = rng.permutation(N)[: S * P].reshape(S, P).astype(np.int32)
+        held = np.zeros((N, PS), bool)
+        for s, (row, count, length) in enumerate(zip(tables, new, lens, strict=False)):
+            token = np.arange(length - count)
+            held[row[token // PS], token % PS] = True
+            tables[s, -(-length // PS) :] = harness.GARBAGE
+        tables[len(new) :] = harness.GARBAGE
+        padding, size = np.arange(T) >= sum(new), harness.HALF_SCALE
+        return Step(
+            new,
+            lens,
+            drawn(8 * size, T, heads, L + R, dead=padding),
+            drawn(size, T, L + R, dead=padding),
+            drawn(size, N, PS, L + R, dead=~held),
+            tables,
+        )
+
+    def arguments(self, behind: str = "zeros", *, distribution: bool = False) -> dict[str, Any]:
+        """With sums and lengths of sequences that there are not padded in one of the ways that engines have."""
+        sums, missing = np.cumsum((0, *self.new), dtype=np.int32), S - len(self.new)
+        fill = {"zeros": 0, "ends": sums[-1], "garbage": harness.GARBAGE}[behind]
+        arguments = {
+            "q_latent": self.q[..., :L],
+            "q_rope": self.q[..., L:],
+            "new_latent": self.latents[:, :L],
+            "new_rope": self.latents[:, L:],
+            "cache": PagedLatent(jnp.asarray(self.pages)),
+            "kv_lens": np.concatenate([self.lens, np.full(missing, 0 if behind == "zeros" else fill)]).astype(np.int32),
+            "page_indices": self.tables.reshape(-1),
+            "cu_q_lens": np.concatenate([sums, np.full(missing, fill)]).astype(np.int32),
+        }
+        return arguments | ({"distribution": np.array([0, 0, len(self.new)], np.int32)} if distribution else {})
+
+    def slots(self) -> np.ndarray:
+        """Where the new tokens go, in packed order."""
+        position = [np.arange(length - count, length) for count, length in zip(self.new, self.lens, strict=True)]
+        return np.concatenate(
+            [row[at // PS] * PS + at % PS for row, at in zip(self.tables, position, strict=False)] or [[]]
+        ).astype(int)
+
+    def written(self) -> np.ndarray:
+        """The pages after the step."""
+        pages, slots = self.pages.copy(), self.slots()
+        pages.reshape(-1, L + R)[slots] = self.latents[: len(slots)]
+        return pages
+
+    def expected(self, pages: np.ndarray) -> np.ndarray:
+        """Output [T, Hq, L] in float64 over these pages."""
+        out, start = np.zeros((*self.q.shape[:2], L)), 0
+        for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
+            token = np.arange(length)
+            keys = pages[row[token // PS], token % PS][:, None]
+            for i in range(count):
+                seen = keys[: length - count + i + 1]
+                out[start + i], _ = naive.attend(self.q[start + i], seen, seen[..., :L], 0.2)
+            start += count
+        return out
+
+
+MIXES = {
+    "decodes, then chunks": ((1, 1, 9, 16), (33, 1, 9, 64)),
+    "a decode between chunks": ((7, 1, 12, 1, 3), (20, 17, 12, 64, 35)),
+    "decodes alone": ((1, 1, 1, 1, 1), (1, 16, 17, 64, 40)),
+    "idle between": ((0, 8, 0, 6), (9, 30, 0, 38)),
+    "no sequence": ((), ()),
+    "no padding": ((T,), (T + 3,)),
+    "a row more than a sequence fills": ((9, 9, 9, 9, 4), (9, 9, 9, 9, 9)),
+}
+MIXED = MIXES["a decode between chunks"]
+
+
+def run(backend: Backend, arguments: dict[str, Any], **static: Any) -> Any:
+    return backends.call(mla_ragged_paged_attention, backend, arguments, sm_scale=0.2, **static)
+
+
+def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
+    """Check that the cache has the new tokens and is otherwise as it was, and the output."""
+    out, cache = got
+    harness.assert_same_bits(cache, PagedLatent(jnp.asarray(step.written())))
+    assert out.dtype == step.q.dtype
+    assert not np.asarray(out)[sum(step.new) :].any()
+    harness.assert_close("output", out, step.expected(step.written()), backend.variant.tolerance(step.q.dtype)[0])
+
+
+# --- what a step gives
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("name", MIXES)
+@every_backend(backends.is_compiled)
+def test_mixes(backend: Backend, name: str, heads: int) -> None:
+    step = Step.draw(*MIXES[name], heads, backend.dtype, harness.fresh_rng())
+    check(backend, step, run(backend, step.arguments(distribution=True)))
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@every_backend(lambda backend: backend.kernels)
+def test_kernels(backend: Backend, heads: int) -> None:
+    step = Step.draw(*MIXED, heads, backend.dtype, harness.fresh_rng())
+    check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw new tokens and lengths of up to S sequences, many of them decodes."""
+    new = draw(st.lists(st.one_of(st.just(1), st.integers(0, T // S)), max_size=S))
+    return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
+def test_any_traffic(heads: int, mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, behind: str) -> None:
+    """By numpy, and by `reference`."""
+    step = Step.draw(*mix, heads, "float32", np.random.default_rng(seed))
+    got, reference = (run(backend, step.arguments(behind, distribution=True)) for backend in (XLA, REFERENCE))
+    harness.assert_same_bits(got[1], reference[1])
+    harness.assert_close("output", got[0], reference[0], harness.F32_OUT)
+    check(XLA, step, got)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_padding_changes_no_bit(heads: int) -> None:
+    step = Step.draw((1, 9, 1, 3), (33, 9, 64, 20), heads, "float32", harness.fresh_rng())
+    want = run(XLA, step.arguments())
+    for behind, distribution in (("ends", False), ("garbage", True)):
+        harness.assert_same_bits(run(XLA, step.arguments(behind, distribution=distribution)), want)
+    harness.assert_same_bits(run(XLA, step.arguments() | {"page_indices": step.tables}), want)
+
+
+def test_tokens_before_the_first_sum_are_padding() -> None:
+    for heads in HEADS.values():
+        step = Step.draw(*MIXED, heads, "float32", harness.fresh_rng())
+        sums = np.array([3, 7, 8, 20, 21, 24], np.int32)
+        lens = (17, *MIXED[1][1:])
+        out, cache = run(XLA, step.arguments() | {"cu_q_lens": sums, "kv_lens": np.array(lens, np.int32)})
+        moved = dataclasses.replace(step, new=(4, *MIXED[0][1:]), lens=lens, q=step.q[3:], latents=step.latents[3:])
+        assert not np.asarray(out)[:3].any()
+        harness.assert_same_bits(cache.pages, moved.written())
+        harness.assert_close("output", out[3:], moved.expected(moved.written()), harness.F32_OUT)
+
+
+def test_decodes_alone_have_the_bits_of_mla_decode() -> None:
+    """Where a row has one query, as with many heads."""
+    new, lens = MIXES["decodes alone"]
+    step = Step.draw(new, lens, HEADS["rows of 1"], "float32", harness.fresh_rng())
+    arguments = step.arguments()
+    names = ("q_latent", "q_rope", "new_latent", "new_rope")
+    arguments |= {name: arguments[name][:S] for name in names}
+    out, cache = run(XLA, arguments)
+    queries = {name: arguments[name][:, None] for name in names[:2]}
+    arrays = queries | {"cache": cache, "block_tables": step.tables, "kv_lens": arguments["kv_lens"]}
+    harness.assert_same_bits(out, backends.call(mla_decode, XLA, arrays, sm_scale=0.2)[:, 0])
+
+
+# --- the cache
+
+
+def test_without_an_update_the_pages_hold_the_new_tokens() -> None:
+    step = Step.draw(*MIXED, 3, "float32", harness.fresh_rng())
+    out, cache = run(XLA, step.arguments())
+    arguments = step.arguments() | {"cache": cache, "new_latent": None, "new_rope": None}
+    harness.assert_same_bits(run(XLA, arguments, update_kv_cache=False), (out, cache))
+
+
+def test_latents_in_8_bits() -> None:
+    step = Step.draw(*MIXED, 3, "float32", harness.fresh_rng())
+    spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=L, rope_dim=R, dtype=jnp.float8_e4m3fn)
+    held = np.nan_to_num(step.pages, posinf=0, neginf=0).reshape(N * PS, L + R)
+    arrays = {"cache": PagedLatent.allocate(spec), "latent": held, "slots": np.arange(N * PS, dtype=np.int32)}
+    cache = backends.call(write_latent, XLA, arrays)
+    out, after = run(XLA, step.arguments() | {"cache": cache})
+    slots = np.full(T, -1, np.int32)
+    slots[: sum(step.new)] = step.slots()
+    written = {"cache": cache, "latent": step.latents, "slots": slots}
+    harness.assert_same_bits(after, backends.call(write_latent, XLA, written))
+    pages = np.concatenate([after.pages.astype(jnp.float32) * after.scale, after.rope.astype(jnp.float32)], axis=-1)
+    harness.assert_close("output", out, step.expected(pages), harness.F32_OUT)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
+    """Also with `distribution` on the device, inside a loop."""
+    spec = latent_cache_spec(num_pages=4096, page_size=PS, latent_dim=L, rope_dim=R, dtype=dtype)
+    cache = jax.eval_shape(lambda: PagedLatent.allocate(spec))
+    rest = Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments("garbage", distribution=True)
+    rest = jax.tree.map(jnp.asarray, {name: x for name, x in rest.items() if name != "cache"})
+
+    def steps(cache: PagedLatent, rest: dict[str, Any]) -> Any:
+        def one(cache: PagedLatent, distribution: jax.Array) -> Any:
+            with XLA.variant.settings():
+                changed: dict[str, Any] = rest | {"distribution": distribution}
+                return mla_ragged_paged_attention(**changed, cache=cache, sm_scale=0.2, implementation="xla")[::-1]
+
+        return jax.lax.scan(one, cache, jnp.stack([rest["distribution"], rest["distribution"] - 1]))
+
+    harness.assert_stays_put(jax.jit(steps, donate_argnums=0), cache.pages, cache, rest)
+
+
+# --- surroundings
+
+
+@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize("own", [("q_latent", "q_rope"), ("cache",), ("page_indices",), ("kv_lens", "distribution")])
+def test_inside_a_shard_map(own: tuple[str, ...], heads: int) -> None:
+    """With the check of what varies that jax has by default."""
+    step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), heads, "float32", harness.fresh_rng())
+    arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def function(arrays: dict[str, Any]) -> Any:
+        with XLA.variant.settings():
+            return mla_ragged_paged_attention(**arrays, sm_scale=0.2, implementation="xla")
+
+    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
+    split = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
+    jax.eval_shape(split, arrays)
+    if heads == 3 and own == ("cache",):
+        harness.assert_same_bits(jax.jit(split)(arrays), jax.jit(function)(arrays))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_without_tokens_or_sequences() -> None:
+    step = Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments()
+    names = ("q_latent", "q_rope", "new_latent", "new_rope")
+    no_tokens = step | {name: step[name][:0] for name in names} | {"cu_q_lens": np.zeros(S + 1, np.int32)}
+    no_sequences = step | {"kv_lens": np.zeros(0, np.int32), "page_indices": [], "cu_q_lens": np.zeros(1, np.int32)}
+    for arguments in (no_tokens, no_sequences):
+        out, cache = mla_ragged_paged_attention(**arguments, sm_scale=0.2)
+        assert not np.asarray(out).any()
+        harness.assert_same_bits(cache, step["cache"])
+
+
+def test_gradients_are_refused() -> None:
+    arrays = jax.tree.map(jnp.asarray, Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments())
+
+    def loss(q: jax.Array) -> jax.Array:
+        return mla_ragged_paged_attention(**(arrays | {"q_latent": q}), sm_scale=0.2)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="mla_ragged_paged_attention has no gradient"):
+        jax.grad(loss)(arrays["q_latent"])
+
+
+def test_explanation() -> None:
+    arguments = Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments()
+    explanation = explain("mla_ragged_paged_attention", **jax.tree.map(jnp.asarray, arguments), sm_scale=0.2)
+    assert (explanation.op, explanation.chosen) == ("mla_ragged_paged_attention", "xla")
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "q_rope": (
+        {"q_rope": np.zeros((T, 2, R), np.float32)},
+        r"q_rope: expected shape \[T=40, Hq=3, R\], got \[40, 2, 32\]",
+    ),
+    "new_latent": (
+        {"new_latent": np.zeros((T, R), np.float32)},
+        r"new_latent: expected shape \[T=40, L=128\], got \[40, 32\]",
+    ),
+    "no new_rope": ({"new_rope": None}, "new_rope: expected the new tokens', or update_kv_cache=False; got None"),
+    "cache": ({"cache": PagedLatent(jnp.zeros((N, PS, L)))}, "cache.pages: expected L . R = 128 . 32 columns, got 128"),
+    "page_indices": ({"page_indices": np.zeros((S, 2, P), np.int32)}, r"page_indices: expected shape \[S=5, P\]"),
+    "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
+    "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),
+    "update": ({"update_kv_cache": 1}, "update_kv_cache: expected True or False"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    changed, message = ERRORS[name]
+    arguments = Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments() | {"sm_scale": 0.2}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        mla_ragged_paged_attention(**(arguments | changed))
+
+
+# --- the code of others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [*HEADS.values(), 16])
+@pytest.mark.parametrize("name", ["decodes, then chunks", "a decode between chunks"])
+def test_the_reference_of_tpu_inference(name: str, heads: int) -> None:
+    """Whose cache has latents and rotated keys padded to 128 columns each."""
+    theirs = tpu_inference.module("tpu_inference/kernels/mla/v1/kernel")
+    step = Step.draw(*MIXES[name], heads, "float32", harness.fresh_rng())
+    arguments = step.arguments(distribution=True)
+    arguments["page_indices"] = np.where(step.tables < N, step.tables, -1).reshape(-1)
+    pages = np.zeros((N, PS, 1, 256), np.float32)
+    pages[:, :, 0, :L], pages[:, :, 0, 128 : 128 + R] = step.pages[..., :L], step.pages[..., L:]
+    arrays = [jnp.asarray(x) for name, x in arguments.items() if name != "cache"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        want, cache = theirs.ref_mla_ragged_paged_attention(*arrays[:4], jnp.asarray(pages), *arrays[4:], sm_scale=0.2)
+    out, after = run(XLA, arguments)
+    count = sum(step.new)
+    harness.assert_close("output", out[:count], want[..., :L], harness.F32_OUT)
+    cache = np.concatenate([cache[:, :, 0, :L], cache[:, :, 0, 128 : 128 + R]], axis=-1)
+    harness.assert_same_bits(np.asarray(after.pages), cache)

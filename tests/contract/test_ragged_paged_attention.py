@@ -1,0 +1,517 @@
+"""The contract of `ragged_paged_attention`: new tokens are written, and attended with all before them, whatever mix of
+decodes and chunks a step has and however its arrays are padded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from pallas_attn import (
+    HeadWindow,
+    PagedKV,
+    explain,
+    from_nhd,
+    kv_cache_spec,
+    paged_decode,
+    paged_prefill,
+    ragged_paged_attention,
+    slot_mapping,
+    to_nhd,
+    write_kv,
+)
+from tests.contract import backends, naive, tpu_inference
+from tests.contract.backends import BACKENDS, Backend
+from tests.ops import harness
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+S, P, PS, N, T, HQ, HKV, D = 5, 4, 16, 24, 40, 4, 2, 64
+REFERENCE, XLA = (next(backend for backend in BACKENDS if backend.name == name) for name in ("reference", "xla"))
+every_backend = functools.partial(backends.every_backend, "paged_prefill")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step with values.
+
+    Attributes:
+      new, lens: new tokens and all tokens of each sequence that there is; S may be more.
+      k, v: new tokens', rows past the last sequence's are poison.
+      pages: of K and of V before the step; slots that hold no token are poison.
+      tables: [S, P], entries without a token are garbage.
+    """
+
+    new: tuple[int, ...]
+    lens: tuple[int, ...]
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    pages: tuple[np.ndarray, ...]
+    tables: np.ndarray
+
+    @staticmethod
+    def draw(new: tuple[int, ...], lens: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Step:
+        def packed(heads: int) -> np.ndarray:
+            x = (harness.HALF_SCALE * rng.standard_normal((T, heads, D))).astype(dtype)
+            return harness.poison(rng, x, np.arange(T) >= sum(new))
+
+        tables = rng.permutation(N)[: S * P].reshape(S, P).astype(np.int32)
+        held = np.zeros((N, PS), bool)
+        for s, (row, count, length) in enumerate(zip(tables, new, lens, strict=False)):
+            token = np.arange(length - count)
+            held[row[token // PS], token % PS] = True
+            tables[s, -(-length // PS) :] = harness.GARBAGE
+        tables[len(new) :] = harness.GARBAGE
+        x = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, D))).astype(dtype)
+        k, v = (np.moveaxis(harness.poison(rng, pages, ~held), 1, 2) for pages in x)
+        return Step(new, lens, (8 * packed(HQ)).astype(dtype), packed(HKV), packed(HKV), (k, v), tables)
+
+    def arguments(self, behind: str = "zeros", *, distribution: bool = False) -> dict[str, Any]:
+        """With sums and lengths of sequences that there are not padded in one of the ways that engines have."""
+        sums, missing = np.cumsum((0, *self.new), dtype=np.int32), S - len(self.new)
+        fill = {"zeros": 0, "ends": sums[-1], "garbage": harness.GARBAGE}[behind]
+        arguments = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "kv": PagedKV(*(jnp.asarray(x) for x in self.pages)),
+            "kv_lens": np.concatenate([self.lens, np.full(missing, 0 if behind == "zeros" else fill)]).astype(np.int32),
+            "page_indices": self.tables.reshape(-1),
+            "cu_q_lens": np.concatenate([sums, np.full(missing, fill)]).astype(np.int32),
+        }
+        if distribution:
+            decodes = next((s for s, n in enumerate(self.new) if n != 1), len(self.new))
+            arguments["distribution"] = np.array([decodes, decodes, len(self.new)], np.int32)
+        return arguments
+
+    def written(self) -> tuple[np.ndarray, ...]:
+        """The pages after the step."""
+        pages, start = tuple(x.copy() for x in self.pages), 0
+        for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
+            token = np.arange(length - count, length)
+            for x, new in zip(pages, (self.k, self.v), strict=True):
+                x[row[token // PS], :, token % PS] = new[start : start + count]
+            start += count
+        return pages
+
+    def expected(self, *, causal: bool = True, window: int | None = None, **options: Any) -> np.ndarray:
+        """Output [T, Hq, D] in float64."""
+        out, start, pages = np.zeros(self.q.shape), 0, self.written()
+        for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
+            token = np.arange(length)
+            k, v = (x[row[token // PS], :, token % PS] for x in pages)
+            for i in range(count):
+                end = length - count + i + 1 if causal else length
+                seen = slice(max(0, end - window) if window else 0, end)
+                out[start + i], _ = naive.attend(self.q[start + i], k[seen], v[seen], **options)
+            start += count
+        return out
+
+
+MIXES = {
+    "decodes, then chunks": ((1, 1, 9, 16), (33, 1, 9, 64)),
+    "a decode between chunks": ((7, 1, 12, 1, 3), (20, 17, 12, 64, 35)),
+    "decodes alone": ((1, 1, 1, 1, 1), (1, 16, 17, 64, 40)),
+    "chunks alone": ((5, 16, 19), (64, 16, 20)),
+    "idle between": ((0, 1, 0, 6), (9, 30, 0, 38)),
+    "no sequence": ((), ()),
+    "one token": ((1,), (1,)),
+    "no padding": ((T,), (T + 3,)),
+}
+MIXED = MIXES["a decode between chunks"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a window": {"sliding_window": 11},
+    "a soft cap": {"soft_cap": 2.0},
+    "a sink": {"attention_sink": np.linspace(-3, 3, HQ, dtype=np.float32)},
+    "all keys": {"causal": False},
+}
+
+
+def run(backend: Backend, arguments: dict[str, Any], **static: Any) -> Any:
+    return backends.call(ragged_paged_attention, backend, arguments, **{"sm_scale": 0.2} | static)
+
+
+def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) -> None:
+    """Check that the cache has the new tokens and is otherwise as it was, and the output."""
+    out, kv = got
+    harness.assert_same_bits((kv.k, kv.v), step.written())
+    assert out.dtype == step.q.dtype
+    assert not np.asarray(out)[sum(step.new) :].any()
+    options.setdefault("sm_scale", 0.2)
+    want = step.expected(**options)
+    harness.assert_close("output", out, want, backend.variant.tolerance(step.q.dtype)[0])
+
+
+# --- what a step gives
+
+
+@pytest.mark.parametrize("name", MIXES)
+@every_backend(backends.is_compiled)
+def test_mixes(backend: Backend, name: str) -> None:
+    step = Step.draw(*MIXES[name], backend.dtype, harness.fresh_rng())
+    check(backend, step, run(backend, step.arguments(distribution=True)))
+
+
+@every_backend(lambda backend: backend.kernels)
+def test_kernels(backend: Backend) -> None:
+    step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng())
+    check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@every_backend(backends.is_compiled)
+def test_options(backend: Backend, name: str) -> None:
+    step, options = Step.draw(*MIXED, backend.dtype, harness.fresh_rng()), dict(OPTIONS[name])
+    arrays = {key: options.pop(key) for key in ("attention_sink",) if key in options}
+    got = run(backend, step.arguments() | arrays, **options)
+    names = {"sliding_window": "window", "attention_sink": "sinks"}
+    check(backend, step, got, **{names.get(key, key): value for key, value in OPTIONS[name].items()})
+
+
+@every_backend(backends.is_compiled_and_lean)
+def test_bfloat16(backend: Backend) -> None:
+    step = Step.draw(*MIXED, "bfloat16", harness.fresh_rng())
+    check(backend, step, run(backend, step.arguments()))
+    assert run(backend, step.arguments(), out_dtype=jnp.float32)[0].dtype == jnp.float32
+
+
+def test_padding_changes_no_bit() -> None:
+    step = Step.draw((1, 9, 1, 3), (33, 9, 64, 20), "float32", harness.fresh_rng())
+    want = run(XLA, step.arguments())
+    for behind, distribution in (("zeros", True), ("ends", False), ("ends", True), ("garbage", True)):
+        harness.assert_same_bits(run(XLA, step.arguments(behind, distribution=distribution)), want)
+    tables = {"page_indices": step.tables}
+    harness.assert_same_bits(run(XLA, step.arguments() | tables), want)
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw new tokens and lengths of up to S sequences, many of them decodes."""
+    new = draw(st.lists(st.one_of(st.just(1), st.integers(0, T // S)), max_size=S))
+    return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
+def test_any_traffic(mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, behind: str) -> None:
+    """By numpy, and by `reference`."""
+    step = Step.draw(*mix, "float32", np.random.default_rng(seed))
+    reference = run(REFERENCE, step.arguments(behind, distribution=True))
+    got = run(XLA, step.arguments(behind, distribution=True))
+    harness.assert_same_bits(got[1], reference[1])
+    harness.assert_close("output", got[0], reference[0], harness.F32_OUT)
+    check(XLA, step, got)
+
+
+def test_decodes_have_the_bits_of_paged_decode() -> None:
+    new, lens = MIXED
+    step = Step.draw(new, lens, "float32", harness.fresh_rng())
+    out, kv = run(XLA, step.arguments())
+    single, first = np.array(new) == 1, np.cumsum((0, *new))[:-1]
+    want = backends.call(
+        paged_decode,
+        XLA,
+        {
+            "q": step.q[first][:, None],
+            "kv": kv,
+            "block_tables": step.tables,
+            "kv_lens": np.where(single, lens, 0).astype(np.int32),
+        },
+        sm_scale=0.2,
+    )
+    harness.assert_same_bits(np.asarray(out)[first[single]], np.asarray(want)[single, 0])
+
+
+def test_distribution_makes_prefills_of_single_tokens() -> None:
+    new, lens = MIXED
+    step = Step.draw(new, lens, "float32", harness.fresh_rng())
+    arguments = step.arguments() | {"distribution": np.array([0, S, S], np.int32)}
+    out, kv = run(XLA, arguments)
+    names = {"q": "q", "cu_q_lens": "cu_q_lens", "kv_lens": "kv_lens"}
+    arrays = {name: arguments[key] for name, key in names.items()} | {"kv": kv, "block_tables": step.tables}
+    harness.assert_same_bits(out, backends.call(paged_prefill, XLA, arrays, sm_scale=0.2))
+
+
+# --- the cache
+
+
+def test_without_an_update_the_pages_hold_the_new_tokens() -> None:
+    step = Step.draw(*MIXED, "float32", harness.fresh_rng())
+    out, kv = run(XLA, step.arguments())
+    arguments = step.arguments() | {"kv": kv, "k": None, "v": None}
+    harness.assert_same_bits(run(XLA, arguments, update_kv_cache=False), (out, kv))
+
+
+SCALES = {"a number": (0.5, 0.25), "an array": (np.float32(0.5), np.float32(0.25)), "heads": ([0.5, 2.0], [0.25, 1.0])}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.int8])
+@every_backend(backends.is_compiled)
+def test_quantised_tokens(backend: Backend, dtype: Any, name: str) -> None:
+    """Are stored as they are, and mean themselves times the scale that is given."""
+    rng = harness.fresh_rng()
+    plain, scales = Step.draw(*MIXED, "float32", rng), [np.asarray(scale, np.float32) for scale in SCALES[name]]
+    count = sum(plain.new)
+    drawn = [rng.integers(-127, 128, (count, HKV, D)).astype(dtype) for _ in range(2)]
+    k, v = (np.concatenate([x, np.zeros((T - count, HKV, D), dtype)]) for x in drawn)
+    pools = tuple(rng.integers(-127, 128, (N, HKV, PS, D)).astype(dtype) for _ in range(2))
+    step = dataclasses.replace(plain, k=k, v=v, pages=pools)
+    kv = PagedKV(*map(jnp.asarray, pools), *(jnp.full((HKV,), np.nan, jnp.float32) for _ in range(2)))
+    arrays, static = step.arguments() | {"kv": kv}, {}
+    (static if name == "a number" else arrays).update(
+        zip(("k_scale", "v_scale"), SCALES[name] if name == "a number" else scales, strict=True)
+    )
+    out, after = run(backend, arrays, sm_scale=0.002, **static)
+    harness.assert_same_bits((after.k, after.v), step.written())
+    harness.assert_same_bits((after.k_scale, after.v_scale), (kv.k_scale, kv.v_scale))
+
+    def meant(x: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray:
+        shape = [1] * x.ndim
+        shape[axis] = -1
+        return x.astype(np.float32) * scale.reshape(shape)
+
+    of_values = dataclasses.replace(
+        step,
+        k=meant(k, scales[0], 1),
+        v=meant(v, scales[1], 1),
+        pages=tuple(meant(pool, scale, 1) for pool, scale in zip(pools, scales, strict=True)),
+    )
+    tolerance = dataclasses.replace(harness.F32_OUT, absolute=1e-3)  # of values of up to 448
+    harness.assert_close("output", out, of_values.expected(sm_scale=0.002), tolerance)
+
+
+def test_plain_tokens_are_quantised_by_the_cache_s_own_scales() -> None:
+    rng = harness.fresh_rng()
+    step = Step.draw(*MIXED, "float32", rng)
+    sizes = {"num_pages": N, "page_size": PS, "num_kv_heads": HKV, "head_dim": D}
+    arguments = step.arguments() | {"kv": PagedKV.allocate(kv_cache_spec(**sizes, dtype=jnp.int8, scales=4))}
+    lengths = {name: jnp.asarray(arguments[name]) for name in ("cu_q_lens", "kv_lens")}
+    slots = slot_mapping(jnp.asarray(step.tables), **lengths, page_size=PS, length=T)
+    arrays = {"kv": arguments["kv"], "k": step.k, "v": step.v, "slots": slots}
+    want = backends.call(write_kv, XLA, arrays)
+    _, kv = run(XLA, arguments)
+    harness.assert_same_bits(kv, want)
+
+
+def test_tables_of_heads() -> None:
+    """Which are those of pages, as rows, and windows that differ."""
+    step = Step.draw(*MIXED, "float32", harness.fresh_rng())
+    rows = np.where(step.tables < N, step.tables, -1)[:, None] * HKV + np.arange(HKV)[:, None]
+    window = HeadWindow(jnp.full((HKV,), 11, jnp.int32), jnp.zeros((HKV,), jnp.int32))
+    heads = {"page_indices": rows.astype(np.int32), "sliding_window": window}
+    out, kv = run(XLA, step.arguments() | heads)
+    check(XLA, step, (out, kv), window=11)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
+    """Also with `distribution` on the device, inside a loop."""
+    spec = kv_cache_spec(
+        num_pages=4096,
+        page_size=PS,
+        num_kv_heads=HKV,
+        head_dim=D,
+        dtype=dtype,
+        scales="head" if dtype == jnp.int8 else None,
+    )
+    kv = jax.eval_shape(lambda: PagedKV.allocate(spec))
+    rest = Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments("garbage", distribution=True)
+    rest = jax.tree.map(jnp.asarray, {name: x for name, x in rest.items() if name != "kv"})
+
+    def steps(kv: PagedKV, rest: dict[str, Any]) -> Any:
+        def one(kv: PagedKV, distribution: jax.Array) -> Any:
+            with XLA.variant.settings():
+                changed = rest | {"distribution": distribution}
+                return ragged_paged_attention(**changed, kv=kv, implementation="xla")[::-1]
+
+        return jax.lax.scan(one, kv, jnp.stack([rest["distribution"], rest["distribution"] - 1]))
+
+    harness.assert_stays_put(jax.jit(steps, donate_argnums=0), kv.k, kv, rest)
+
+
+# --- surroundings
+
+
+@pytest.mark.parametrize("own", [("q", "k", "v"), ("kv",), ("page_indices",), ("kv_lens", "distribution")])
+def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
+    """With the check of what varies that jax has by default."""
+    step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), "float32", harness.fresh_rng())
+    arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def function(arrays: dict[str, Any]) -> Any:
+        with XLA.variant.settings():
+            return ragged_paged_attention(**arrays, sm_scale=0.2, implementation="xla")
+
+    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
+    split = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
+    jax.eval_shape(split, arrays)
+    if own == ("kv",):
+        harness.assert_same_bits(jax.jit(split)(arrays), jax.jit(function)(arrays))
+
+
+def test_steps_of_one_shape_are_traced_once() -> None:
+    traces = []
+
+    @jax.jit
+    def call(arrays: dict[str, Any]) -> Any:
+        traces.append(None)
+        return ragged_paged_attention(**arrays, implementation="xla")
+
+    for name in ("decodes alone", "chunks alone", "no sequence"):
+        call(Step.draw(*MIXES[name], "float32", harness.fresh_rng()).arguments("garbage", distribution=True))
+    assert len(traces) == 1
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_without_tokens_or_sequences() -> None:
+    step = Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments()
+    no_tokens = step | {name: step[name][:0] for name in ("q", "k", "v")} | {"cu_q_lens": np.zeros(S + 1, np.int32)}
+    no_sequences = step | {"kv_lens": np.zeros(0, np.int32), "page_indices": [], "cu_q_lens": np.zeros(1, np.int32)}
+    for arguments in (no_tokens, no_sequences):
+        out, kv = ragged_paged_attention(**arguments)
+        assert not np.asarray(out).any()
+        harness.assert_same_bits(kv, step["kv"])
+
+
+def test_gradients_are_refused() -> None:
+    arrays = jax.tree.map(jnp.asarray, Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments())
+    with pytest.raises(NotImplementedError, match="ragged_paged_attention has no gradient"):
+        jax.grad(lambda q: ragged_paged_attention(**(arrays | {"q": q}))[0].sum())(arrays["q"])
+
+
+def test_explanation() -> None:
+    arguments = Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments()
+    explanation = explain("ragged_paged_attention", **jax.tree.map(jnp.asarray, arguments))
+    assert (explanation.op, explanation.chosen) == ("ragged_paged_attention", "xla")
+
+
+E5M2 = jnp.zeros((N, HKV, PS, D), jnp.float8_e5m2)
+FP8 = jnp.zeros((N, HKV, PS, D), jnp.float8_e4m3fn)
+GROUPS = jnp.ones((N, HKV, 4), jnp.float32)
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "q": ({"q": np.zeros((T, HQ, D), np.int32)}, "q: expected dtype"),
+    "k": ({"k": np.zeros((T, 1, D), np.float32)}, r"k: expected shape \[T=40, Hkv=2, D=64\], got \[40, 1, 64\]"),
+    "no v": ({"v": None}, "v: expected the new tokens', or update_kv_cache=False; got None"),
+    "quantised k": ({"k": np.zeros((T, HKV, D), np.int8)}, "k: expected dtype .*, got int8"),
+    "e5m2": ({"kv": PagedKV(E5M2, E5M2)}, "kv.k: expected dtype .*float8_e4m3fn, got float8_e5m2"),
+    "kv_lens": ({"kv_lens": np.zeros(S, np.float32)}, "kv_lens: expected dtype int32"),
+    "page_indices": (
+        {"page_indices": np.zeros(S * P + 1, np.int32)},
+        r"page_indices: expected \[S·P\] with S=5 and P of at least 1, or \[S, P\]; got \[21\]",
+    ),
+    "flat page_indices": ({"page_indices": np.zeros(S * P)}, "page_indices: expected dtype int32, got float64"),
+    "cu_q_lens": ({"cu_q_lens": np.zeros(S, np.int32)}, r"cu_q_lens: expected shape \[S\+1=6\], got \[5\]"),
+    "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
+    "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),
+    "causal": ({"causal": 1}, "causal: expected True or False"),
+    "update": ({"update_kv_cache": None}, "update_kv_cache: expected True or False"),
+    "sliding_window": ({"sliding_window": 0}, "sliding_window: expected an int from 1"),
+    "a window without causality": (
+        {"sliding_window": 3, "causal": False},
+        "sliding_window: expected None with causal=False",
+    ),
+    "soft_cap": ({"soft_cap": -1}, "soft_cap: expected a positive finite number"),
+    "attention_sink": ({"attention_sink": np.zeros(3, np.float32)}, r"attention_sink: expected shape \[Hq=4\]"),
+    "k_scale of a plain cache": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache, which has no scales"),
+    "v_scale beside groups": (
+        {"kv": PagedKV(FP8, FP8, GROUPS, GROUPS), "v_scale": 0.5},
+        "v_scale: expected None with scales of token groups",
+    ),
+    "quantised tokens beside groups": (
+        {"kv": PagedKV(FP8, FP8, GROUPS, GROUPS), "k": np.zeros((T, HKV, D), FP8.dtype)},
+        "k: expected 16-bit or 32-bit values for a cache with scales of token groups, got float8_e4m3fn",
+    ),
+    "k_scale": ({"kv": PagedKV(FP8, FP8), "k_scale": -1.0, "v_scale": 1.0}, "k_scale: expected a positive finite"),
+    "no scale": ({"kv": PagedKV(FP8, FP8), "k_scale": 1.0}, "kv.v_scale: a float8_e4m3fn cache needs scales, got None"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    changed, message = ERRORS[name]
+    arguments = Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ragged_paged_attention(**(arguments | changed))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_scale_of_queries_is_refused() -> None:
+    arguments = Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments()
+    with pytest.raises(NotImplementedError, match="q_scale: queries are not quantised here"):
+        ragged_paged_attention(**arguments, q_scale=0.5)
+
+
+# --- the code of others
+
+
+def call_padded(q: Any, k: Any, v: Any, kv: tuple[Any, Any], *rest: Any, attention_sink: Any, **options: Any) -> Any:
+    """Our operation over pages [N, ps, heads, columns] with more heads and columns than the new tokens have, which are
+    0 for those. Caches in 8 bits have their scales as arguments.
+    """
+    heads, columns = kv[0].shape[2:]
+    group, tokens = q.shape[1] // k.shape[1], q.shape
+    scales = [jnp.ones((heads,), jnp.float32)] * (2 if k.dtype.itemsize == 1 else 0)
+
+    def pad(x: Any, heads: int) -> Any:
+        return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, columns - x.shape[2])))
+
+    if attention_sink is not None:
+        attention_sink = jnp.pad(attention_sink, (0, group * heads - tokens[1]))
+    padded = pad(q, group * heads), pad(k, heads), pad(v, heads), from_nhd(*kv, *scales)
+    out, after = ragged_paged_attention(*padded, *rest, attention_sink=attention_sink, implementation="xla", **options)
+    return out[:, : tokens[1], : tokens[2]], *to_nhd(after)[:2]
+
+
+UNUSED = ("m_block_sizes", "num_kv_pages_per_block", "num_queries_per_block", "vmem_limit_bytes")
+
+
+def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
+    """As theirs is called, in whose cache K and V of a head alternate."""
+    pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
+    options = {name: x for name, x in options.items() if name not in UNUSED}
+    causal, kv = options.pop("use_causal_mask"), (pages[:, :, 0::2], pages[:, :, 1::2])
+    out, k, v = call_padded(queries, keys, values, kv, *rest, causal=causal, attention_sink=None, **options)
+    return out, jnp.stack([k, v], axis=3).reshape(kv_cache.shape)
+
+
+def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
+    """As theirs for heads of 64 is called, in whose cache K and V lie side by side."""
+    pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
+    options = {name: x for name, x in options.items() if name not in UNUSED}
+    lengths, sink = rest[:4], rest[4] if len(rest) > 4 else None
+    kv = pages[..., :64], pages[..., 64:]
+    out, k, v = call_padded(queries, keys, values, kv, *lengths, attention_sink=sink, **options)
+    return out, jnp.concatenate([k, v], axis=-1).reshape(kv_cache.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "name", "case", "call"),
+    [
+        ("v3", "ragged_paged_attention", "RaggedPagedAttentionKernelTest", theirs),
+        ("v3_hd64", "ragged_paged_attention_hd64", "RaggedPagedAttentionHeadDim64KernelTest", theirs_of_64),
+    ],
+)
+def test_the_grid_of_tpu_inference(file: str, name: str, case: str, call: Callable[..., Any]) -> None:
+    """Their tests hold our operation to their reference."""
+    module = tpu_inference.module(f"tests/kernels/ragged_paged_attention_kernel_{file}_test")
+    with mock.patch.object(module, name, call):
+        refused = tpu_inference.run(getattr(module, case), "test_ragged_paged_attention_")
+    assert {reason for _, reason in refused} <= {"q_scale", "e5m2"}, refused
