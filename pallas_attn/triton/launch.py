@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import triton
+from jax import lax
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 
@@ -133,10 +134,16 @@ def launch(
     call = jax.ffi.ffi_call(
         FFI_TARGET,
         [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
-        vmap_method="sequential",
         input_output_aliases={position[i]: output for i, output in aliases.items()},
     )
-    return list(call(*arrays, **attributes))
+
+    @jax.custom_batching.sequential_vmap
+    def called(*arrays: jax.Array) -> list[jax.Array]:
+        # Where a loop slices operands or stacks results, which vmap's does, too, XLA would have the kernel run on the
+        # whole arrays, and forget which results belong in their operands' place. It fuses no slices across a barrier.
+        return list(lax.optimization_barrier(call(*lax.optimization_barrier(arrays), **attributes)))
+
+    return called(*arrays)
 
 
 def compile_kernel(

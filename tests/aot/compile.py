@@ -70,7 +70,7 @@ def kernels_on_slices(module: str) -> tuple[str, ...]:
     found = []
     for computation in re.split(r"(?m)^}\n", module):
         name = re.match(r"\s*%?([\w.-]*slice-fusion[\w.-]*) ", computation)
-        if name and 'custom_call_target="mosaic_gpu' in computation:
+        if name and re.search('custom_call_target="(mosaic_gpu|triton_kernel_call)', computation):
             found.append(name[1])
     return tuple(found)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, paged_decode, paged_prefill
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, dispatch, paged_decode, paged_prefill
 
 B, Q, T, HQ, HKV, D, N, PS, P = 3, 2, 7, 4, 2, 16, 9, 8, 5
 
@@ -154,8 +154,11 @@ def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: di
 
 
 @pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
-def test_an_implementation_that_is_not_there(op: Callable[..., Any], call: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"{op.__name__} has no 'triton' implementation"):
+def test_an_implementation_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(dispatch.MODULES, op.__name__, {("xla", None): "xla"})
+    with pytest.raises(NotImplementedError, match=f"{op.__name__} has no 'triton' implementation; it has xla"):
         op(**call, implementation="triton")
 
 

@@ -58,7 +58,7 @@ class Bench:
 
 def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
     """Makes contenders of our implementations, given a function that takes an implementation's name first."""
-    return {name: functools.partial(ours, name) for name in ("mosaic", "xla")}
+    return {name: functools.partial(ours, name) for name in ("mosaic", "triton", "xla")}
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def at_least(calls: int) -> int:
 
 def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
     """Selects the calls that a chain of this implementation is made of."""
-    return owns if implementation == "mosaic" else owns[:PORTABLE_CALLS]
+    return owns if implementation in ("mosaic", "triton") else owns[:PORTABLE_CALLS]
 
 
 def check_fits(num_bytes: int) -> None:
