@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.portable.pool_access import take
@@ -50,4 +51,7 @@ def as_read_back(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> Float[
 
     So attention does not depend on which tokens of a sequence are new and which are cached.
     """
-    return meant_latents(stored_latents(latent, cache), latent.dtype) if cache.is_quantised else latent
+    if not cache.is_quantised:
+        return latent
+    # On GPUs, XLA takes a conversion to 8 bits and back for none.
+    return meant_latents(lax.optimization_barrier(stored_latents(latent, cache)), latent.dtype)

@@ -45,6 +45,7 @@ class Backend:
         what XLA compiles; the compile gate says that of kernels.
       interpreter: what the calls of kernels run within where there is no GPU.
       plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
+      tree_tiles: latents take tiles of their own where drafts have a mask, so that a mask changes bits.
       refuses: the tests whose calls are refused, as patterns of "file::test[parameters]", and why, as patterns of the
         error's message.
       slow: the tests, as patterns, that are left to the slow run; on a GPU, kernels run them all.
@@ -57,6 +58,7 @@ class Backend:
     kernels: bool = False
     interpreter: Callable[[pytest.CaptureFixture[str]], contextlib.AbstractContextManager[None]] | None = None
     plans: bool = False
+    tree_tiles: bool = False
     refuses: Mapping[str, str] = MappingProxyType({})
     slow: tuple[str, ...] = ()
 
@@ -277,6 +279,7 @@ BACKENDS = (
         dtype="bfloat16",
         kernels=True,
         plans=True,
+        tree_tiles=True,
         refuses=TRITON_REFUSALS,
         slow=TRITON_SLOW,
     ),

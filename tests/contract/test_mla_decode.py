@@ -157,8 +157,11 @@ def test_a_triangular_mask_is_causality(backend: Backend) -> None:
     inputs = draw(backend, QUERIES["4, causal"])
     arguments = inputs.arguments()
     triangle = np.broadcast_to(np.tri(4, dtype=bool), (6, 4, 4))
-    got = run(backend, arguments | {"draft_mask": triangle})
-    harness.assert_same_bits(got, run(backend, arguments))
+    got, want = run(backend, arguments | {"draft_mask": triangle}), run(backend, arguments)
+    if backend.tree_tiles:
+        harness.assert_attention_close(got, want, backend.variant.tolerance(inputs.case.dtype))
+    else:
+        harness.assert_same_bits(got, want)
 
 
 WIDTHS = [

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from pallas_attn import dispatch
 from pallas_attn.ops.write_kv import write_kv
 from pallas_attn.types import PagedKV, Rope, kv_cache_spec
 from tests.contract import backends
@@ -264,6 +265,7 @@ def test_bad_calls_are_refused_by_name(changes: dict[str, Any], message: str) ->
         write_kv(**good_call(**changes))
 
 
-def test_an_implementation_that_is_missing_is_not_replaced() -> None:
+def test_an_implementation_that_is_missing_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch.MODULES, "write_kv", {("xla", None): "xla"})
     with pytest.raises(NotImplementedError, match="write_kv has no 'triton' implementation"):
         write_kv(**good_call(implementation="triton"))
