@@ -118,7 +118,7 @@ def test_refuses_a_cpu_that_does_not_interpret(op: str) -> None:
 )
 def test_refuses_in_words(op: str, sizes: dict[str, int], reason: str) -> None:
     explanation = explain(op, **arguments(op, **sizes))
-    assert explanation.chosen == "xla"
+    assert explanation.chosen != "mosaic"
     assert explanation.refused["mosaic"] == reason
 
 

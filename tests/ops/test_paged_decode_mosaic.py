@@ -236,7 +236,7 @@ def test_refuses_a_soft_cap_that_costs_digits() -> None:
 @pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_in_words(case: PagedCase, reason: str) -> None:
     explanation = explain("paged_decode", **draw(case).decode())
-    assert explanation.chosen == "xla"
+    assert explanation.chosen != "mosaic"
     assert reason in explanation.refused["mosaic"]
 
 

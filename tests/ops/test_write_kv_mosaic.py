@@ -177,7 +177,7 @@ REFUSED = {
 @pytest.mark.parametrize(("arguments", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_in_words(arguments: dict[str, Any], reason: str) -> None:
     explanation = explain("write_kv", **arguments)
-    assert explanation.chosen == "xla"
+    assert explanation.chosen != "mosaic"
     assert reason in explanation.refused["mosaic"]
 
 

@@ -55,7 +55,7 @@ class TestRefusals:
             (["--implementation", "cuda"], "cuda"),
             (["--implementation", ""], "implementation"),
             (["--implementation", "mosaic"], "write_latent cannot run here: mosaic"),
-            (["--implementation", "mosaic,triton"], "triton: write_latent has no 'triton'"),
+            (["--implementation", "mosaic,triton"], "takes bfloat16 and float16 queries, got float32"),
             (["--page-size", "0"], "--page-size: expected at least 1, got 0"),
             (["--page-size", "-1"], "--page-size: expected at least 1, got -1"),
             (["--num-pages", "0"], "--num-pages: expected at least 1, got 0"),
