@@ -88,7 +88,7 @@ def repository(monkeypatch, tmp_path):
     files = {
         "pallas_attn/__init__.py": "",
         "pallas_attn/ops/write_kv/__init__.py": "",
-        "pallas_attn/ops/write_kv/mosaic_sm90.py": "from pallas_attn.mosaic import rows",
+        "pallas_attn/ops/write_kv/mosaic.py": "from pallas_attn.mosaic import rows",
         "pallas_attn/mosaic/__init__.py": "",
         "pallas_attn/mosaic/rows.py": "",
         "pallas_attn/mosaic/others.py": "",
@@ -116,7 +116,7 @@ def forget_sources():
     ("file", "compiled"),
     [
         ("pallas_attn/mosaic/rows.py", 2),
-        ("pallas_attn/ops/write_kv/mosaic_sm90.py", 2),
+        ("pallas_attn/ops/write_kv/mosaic.py", 2),
         ("tests/aot/writes.py", 2),
         ("tests/aot/cuda13.txt", 2),
         ("pallas_attn/mosaic/others.py", 1),
