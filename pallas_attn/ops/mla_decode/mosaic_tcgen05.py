@@ -27,8 +27,8 @@ No wait can last. Each names a barrier, its phases, and who arrives:
 - q_moved, a split: commit of the copies of those to TMEM. Then others may be copied over the own: other_landed.
 - q_free, a split: commit of the last product that reads the query (few rows: also P, which has the memory of the
   rotated query).
-- own_landed, rest_landed [slot], a tile: copies; where a page does not exist, warp 0 itself. own_free, rest_free: commit
-  of the products that read it. Copies to a slot follow those.
+- own_landed, rest_landed [slot], a tile: copies; where a page does not exist, warp 0 itself. own_free, rest_free:
+  commit of the products that read it. Copies to a slot follow those.
 - s_full, a tile: commit of its scores. s_read: warpgroup 0 has them in registers. Scores follow s_read of the tile
   before, also across splits.
 - p_full, a tile: warpgroup 0 has stored P, rescaled O, zeroed values that no row sees, and has read O of the split
@@ -88,8 +88,8 @@ REDUCTION_BYTES = 1024
 MOST_SLOTS = 4
 """More would have to be measured to help."""
 
-META_ROWS = 2
-"""Rows of `TcgenScratch.notes` before those of slots."""
+TILE_NOTES = 8
+"""Numbers that are noted of a tile, at most."""
 
 OrderedBarrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
 """Barrier that also orders what tensor cores have read and written."""
@@ -243,8 +243,8 @@ class TcgenScratch(NamedTuple):
       q_stage: [ROWS, R], the rotated query on its way to TMEM.
       k: [slots, TOKENS, columns].
       p: [ROWS, TOKENS] for few rows, or None.
-      notes: int32 [META_ROWS + slots, 128]. For few rows first a float of each row, as bits; for each slot visibility
-        of its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
+      notes: int32 [ROWS + slots·TILE_NOTES]. A float of each row, as bits, for few rows; for each slot visibility of its
+        tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
       o: TMEM [128, state_columns].
       q_tmem: TMEM [ROWS, own + R].
       s: TMEM [ROWS, TOKENS].
@@ -289,7 +289,7 @@ class TcgenScratch(NamedTuple):
                 operand((slots, TOKENS, static.rope_dim)),
             ),
             p=probs if static.columns and not static.probs_replace_query else None,
-            notes=plgpu.SMEM((META_ROWS + slots, ROWS), jnp.int32),
+            notes=plgpu.SMEM((ROWS + slots * TILE_NOTES,), jnp.int32),
             o=plgpu.TMEM((ROWS, static.state_columns), jnp.float32),
             q_tmem=plgpu.TMEM((ROWS, static.own + static.rope_dim), dtype, packed=True),
             s=plgpu.TMEM((ROWS, TOKENS), jnp.float32),
@@ -451,6 +451,10 @@ class TcgenRole:
         """Slot of a tile, by the number of tiles that the program took before."""
         return lax.rem(tile, self.static.slots)
 
+    def tile_notes(self, slot: Any) -> Ref:
+        """What is noted of the tile in a slot: visibility, and positions of its pages."""
+        return self.mem.notes.at[pl.ds(ROWS + slot * TILE_NOTES, TILE_NOTES)]
+
     def for_each_split(self, work: Callable[[TcgenSplit], None]) -> tuple[Any, Any]:
         """Call work(split) for each split of this program; return the numbers of splits and of tiles."""
 
@@ -459,7 +463,7 @@ class TcgenRole:
             work(split)
             return split.index + 1, split.tile + split.num_tiles(self.static)
 
-        return for_each_work_tile(self.x.plan, step, (jnp.int32(0), jnp.int32(0)))
+        return for_each_work_tile(self.x.plan, step, (jnp.int32(0), jnp.int32(0)), counted=True)
 
 
 # --- the warp that copies queries
@@ -546,7 +550,7 @@ class TcgenLatentCopies(TcgenRole):
         oldest query itself is seen by all then.
         """
         static = self.static
-        notes = self.mem.notes.at[META_ROWS + self.slot(split.tile + i)]
+        notes = self.tile_notes(self.slot(split.tile + i))
         first, tile_of_page = static.first_page(i)
         first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
         newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
@@ -710,7 +714,7 @@ class TcgenSoftmax(TcgenRole):
             self.clear_dead_rows(split, slot)
             return self.mask_scores(split, slot, s)
 
-        s = lax.cond(mem.notes[META_ROWS + slot, 0] == FULL, lambda s: s, mask_tile, s)
+        s = lax.cond(self.tile_notes(slot)[0] == FULL, lambda s: s, mask_tile, s)
         scale = static.sm_scale * LOG2E
         highest = s.max(axis=1) * scale
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
@@ -751,17 +755,17 @@ class TcgenSoftmax(TcgenRole):
 
     def per_column(self, per_row: Any) -> Any:
         """Bring floats of query rows [ROWS] from where rows are in threads to where each thread has all of them."""
-        bits = self.mem.notes.at[0]
+        bits = self.mem.notes.at[pl.ds(0, ROWS)]
         bits[...] = lax.bitcast_convert_type(per_row, jnp.int32)
         plgpu.commit_smem()
-        columns = bits.at[pl.ds(0, self.static.columns)]
+        columns = self.mem.notes.at[pl.ds(0, self.static.columns)]
         return lax.bitcast_convert_type(basics.load(columns, native_tiles.PER_COLUMN), jnp.float32)
 
     # Visibility
 
     def token_bits(self, split: TcgenSplit, slot: Any, token: Any) -> Any:
         """Index of the bit that says whether a row sees each token of a tile."""
-        notes, oldest_query = self.mem.notes.at[META_ROWS + slot], split.oldest_query(self.static, self.x)
+        notes, oldest_query = self.tile_notes(slot), split.oldest_query(self.static, self.x)
         position = token + notes[1]
         for j in range(1, self.static.pages):
             first = j * self.static.page_tokens
@@ -789,7 +793,7 @@ class TcgenSoftmax(TcgenRole):
     def clear_dead_rows(self, split: TcgenSplit, slot: Any) -> None:
         """Make values that no row sees 0, where this program multiplies them."""
 
-        @pl.when(self.mem.notes[META_ROWS + slot, 0] == DEAD)
+        @pl.when(self.tile_notes(slot)[0] == DEAD)
         def _clear() -> None:
             token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=PER_TOKEN)
             bit = self.token_bits(split, slot, token)
