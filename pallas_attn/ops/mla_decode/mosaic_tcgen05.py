@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,10 @@ TOKENS = 64
 """Latents of a tile."""
 
 COLUMNS = 64
-"""Columns of the query that are copied at a time, and of O that are in registers at a time."""
+"""Columns of the query that are copied at a time."""
+
+SLICE = 16
+"""Columns of O that are in registers at a time where query rows are columns; a thread then has a factor for each."""
 
 MOST_OWN = 256
 """Columns of O for which TMEM has room beside the query, scores and probabilities."""
@@ -184,6 +187,11 @@ class TcgenStatic:
     def state_columns(self) -> int:
         """Columns of a program's O, for each of 128 rows."""
         return self.columns * len(self.value_slices) if self.columns else self.own
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns of O that are in registers at a time."""
+        return SLICE if self.columns else COLUMNS
 
     def first_page(self, tile: Any) -> tuple[Any, Any]:
         """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
@@ -739,27 +747,27 @@ class TcgenSoftmax(TcgenRole):
 
     def rescale_accumulator(self, factor: Any) -> None:
         """Multiply O with a factor of each query row [ROWS]."""
-        static, o = self.static, self.mem.o
-        width = static.columns or COLUMNS
-        if static.columns:
-            factor = self.per_column(factor)
-        for first in range(0, static.state_columns, width):
-            part = o.at[:, pl.ds(first, width)]
+        for first, factor_of_slice in self.slices(factor):
+            part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
             values = plgpu.async_load_tmem(part, layout=NATIVE)
             plgpu.wait_load_tmem()
-            plgpu.async_store_tmem(part, values * self.spread(factor, values.shape))
+            plgpu.async_store_tmem(part, values * spread(self.static, factor_of_slice, values.shape))
 
-    def spread(self, per_query_row: Any, shape: tuple[int, ...]) -> Any:
-        """Broadcast a value of each query row over a tile of O."""
-        return (over_columns if self.static.columns else over_rows)(per_query_row, shape)
+    def slices(self, per_row: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the first column of each slice of O, and floats of query rows [ROWS] as the slice's threads need them.
 
-    def per_column(self, per_row: Any) -> Any:
-        """Bring floats of query rows [ROWS] from where rows are in threads to where each thread has all of them."""
-        bits = self.mem.notes.at[pl.ds(0, ROWS)]
-        bits[...] = lax.bitcast_convert_type(per_row, jnp.int32)
+        Where query rows are columns of O, each thread needs those of all columns: they go through shared memory.
+        """
+        static, bits = self.static, self.mem.notes
+        if not static.columns:
+            yield from ((first, per_row) for first in range(0, static.state_columns, static.slice_columns))
+            return
+        bits.at[pl.ds(0, ROWS)][...] = lax.bitcast_convert_type(per_row, jnp.int32)
         plgpu.commit_smem()
-        columns = self.mem.notes.at[pl.ds(0, self.static.columns)]
-        return lax.bitcast_convert_type(basics.load(columns, native_tiles.PER_COLUMN), jnp.float32)
+        for column in range(0, static.columns, SLICE):
+            of_slice = basics.load(bits.at[pl.ds(column, SLICE)], native_tiles.PER_COLUMN)
+            for first in range(column, static.state_columns, static.columns):
+                yield first, lax.bitcast_convert_type(of_slice, jnp.float32)
 
     # Visibility
 
@@ -816,9 +824,8 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(split.is_whole_row)
         def _write() -> None:
-            factor = self.per_column(inverse) if static.columns else inverse
-            for first, tile in self.load_accumulator(factor):
-                write_tile(results.out, static, split.row, block, half, first, tile)
+            for first, tile in self.load_accumulator(inverse):
+                write_slice(results.out, static, split.row, block, half, first, tile)
 
             @pl.when(is_first)
             def _store_lse() -> None:
@@ -828,22 +835,20 @@ class TcgenSoftmax(TcgenRole):
         def _store_partial() -> None:
             partials = results.partials
             index = state_index(partials, static, results.lse.shape[0], block, split.state, half)
-            is_seen = jnp.where(seen, 1.0, 0.0)
-            factor = self.per_column(is_seen) if static.columns else is_seen
-            for first, tile in self.load_accumulator(factor):
+            for first, tile in self.load_accumulator(jnp.where(seen, 1.0, 0.0)):
                 fragments = pl.ds(num_fragments(first), num_fragments(tile.shape[1]))
                 store_fragments(tile, partials.acc.at[index, fragments])
             partials.stats[index, 0] = jnp.where(seen, m, -jnp.inf)
             partials.stats[index, 1] = l
 
-    def load_accumulator(self, factor: Any) -> Any:
-        """Yield O times a factor of each query row, 0 where that is 0, by tiles: first column, and values."""
-        width = self.static.columns or COLUMNS
-        for first in range(0, self.static.state_columns, width):
-            values = plgpu.async_load_tmem(self.mem.o.at[:, pl.ds(first, width)], layout=NATIVE)
+    def load_accumulator(self, factor: Any) -> Iterator[tuple[int, Any]]:
+        """Yield O times a factor of each query row [ROWS], 0 where that is 0, by slices: first column, and values."""
+        for first, factor_of_slice in self.slices(factor):
+            part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
+            values = plgpu.async_load_tmem(part, layout=NATIVE)
             plgpu.wait_load_tmem()
-            spread = self.spread(factor, values.shape)
-            yield first, jnp.where(spread != 0, values * spread, 0.0)
+            factors = spread(self.static, factor_of_slice, values.shape)
+            yield first, jnp.where(factors != 0, values * factors, 0.0)
 
 
 def over_rows(per_row: Any, shape: tuple[int, ...]) -> Any:
@@ -854,6 +859,11 @@ def over_rows(per_row: Any, shape: tuple[int, ...]) -> Any:
 def over_columns(per_column: Any, shape: tuple[int, ...]) -> Any:
     """Broadcast a value of each column over the rows of a tile."""
     return lax.broadcast_in_dim(per_column, shape, [1])
+
+
+def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcast a value of each query row over a slice of O."""
+    return (over_columns if static.columns else over_rows)(per_query_row, shape)
 
 
 def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
@@ -868,15 +878,16 @@ def state_index(partials: TcgenPartials, static: TcgenStatic, blocks: int, block
     return (block * static.halves + half) * states + split
 
 
-def write_tile(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, first: int, tile: Any) -> None:
-    """Write a tile of O, normalised, of which `first` is the first column in a program's O."""
+def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, first: int, tile: Any) -> None:
+    """Write a slice of O, normalised, of which `first` is the first column in a program's O."""
     tile = tile.astype(out.dtype)
     if static.columns:
-        part, column = static.value_slices[first // static.columns]
-        column += part * static.own
-        written = [c for p, c in static.value_slices[: first // static.columns] if p == part]
-        skip = max((c + VALUE_ROWS + part * static.own - column for c in written), default=0)
-        store_columns(tile, out.at[row, :, pl.ds(column, VALUE_ROWS)], max(skip, 0))
+        number, query_row = divmod(first, static.columns)
+        part, column = static.value_slices[number]
+        written = max((c + VALUE_ROWS for p, c in static.value_slices[:number] if p == part), default=0)
+        rows = pl.ds(query_row, min(SLICE, out.shape[1] - query_row))
+        columns = pl.ds(part * static.own + column, VALUE_ROWS)
+        store_columns(tile, out.at[row, rows, columns], max(written - column, 0))
         return
     column = half * static.other + first if static.halves == 2 else first
     # Where the halves overlap, the first one writes: their bits may differ.
