@@ -1,5 +1,4 @@
-"""Compiles cases for the card named as argument, one for each name read from standard input; answers with a line of JSON
-each.
+"""Compiles cases for the card named as argument, one for each name read from standard input; answers in lines of JSON.
 
 This is the process behind `gate.Compiler`: it has the CUDA plugin, its parent does not.
 """

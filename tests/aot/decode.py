@@ -18,9 +18,9 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.mosaic.sm90.decode import DecodeScratch, DecodeTile
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.mosaic.decode import DecodeScratch, DecodeTile
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config, mosaic_tile
 from tests.aot.case import Case, Tile, allocated, shape
 from tests.aot.plans import fitted, plan_shapes

@@ -21,7 +21,7 @@ import pytest
 
 from pallas_attn import DecodePlan, device, dispatch
 from pallas_attn.device import Architecture
-from pallas_attn.mosaic.sm90 import decode_config
+from pallas_attn.mosaic import decode_config
 from pallas_attn.mosaic.sm90.flash import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import config as mla_config

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, DecodeConfig
+from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 
 if TYPE_CHECKING:
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
+    from pallas_attn.mosaic.decode import DecodeTile
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
@@ -96,8 +96,9 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
 def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
     """Tile of the kernel for a key; of the calls that share the key, for the one that takes the most shared memory."""
     # Only here, since the portable implementation has to run where there is no kernel language.
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
-    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+    from pallas_attn.mosaic.decode import DecodeTile
+    from pallas_attn.mosaic.query_packing import QueryPacking
+    from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
 
     return DecodeTile(
         packing=QueryPacking(group=key.columns, queries=1, limit=key.columns),
@@ -111,4 +112,5 @@ def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
         q_dtype=jnp.bfloat16,
         cache_dtype=jnp.int8 if key.cache_bytes == 1 else jnp.bfloat16,
         out_dtype=jnp.bfloat16 if key.out_bytes == 2 else jnp.float32,
+        products=WgmmaProducts(),
     )

@@ -1,6 +1,6 @@
 """`paged_decode` on Hopper (H100, H200).
 
-The kernel is `sm90.decode`. All query rows of a KV head of a sequence are the columns of a tile, 64 or 128 tokens its
+The kernel is `mosaic.decode`. All query rows of a KV head of a sequence are the columns of a tile, 64 or 128 tokens its
 rows:
 
     S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
@@ -16,17 +16,18 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.sm90 import dequantise
-from pallas_attn.mosaic.sm90.decode import (
+from pallas_attn.mosaic import basics, dequantise, refusals
+from pallas_attn.mosaic.decode import (
     SCALES_PER_COPY,
     DecodeInputs,
     DecodeStatic,
     DecodeTile,
     decode_attention,
 )
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
+from pallas_attn.mosaic.sm90.dequantise import query_terms
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
@@ -39,7 +40,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     page_size, head_dim = call.page_size, call.head_dim
     packing, settings = _sizes(call)
     scales = dequantise.scale_layout(kv)
-    terms, query_scale = dequantise.query_terms(q, kv)
+    terms, query_scale = query_terms(q, kv)
     tile = DecodeTile(
         packing=packing,
         tokens=settings.tile_tokens,
@@ -52,6 +53,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         q_dtype=terms[0].dtype,
         cache_dtype=kv.k.dtype,
         out_dtype=call.output_dtype,
+        products=WgmmaProducts(),
     )
     packed = [] if tile.packs_queries else [packing.pack(term).reshape(-1, packing.width, head_dim) for term in terms]
     rows = -1, tile.rows(page_size), head_dim * tile.tokens_per_row

@@ -37,8 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.sm90 import dequantise, tiles
+from pallas_attn.mosaic import basics, dequantise, tiles
 from pallas_attn.mosaic.sm90.flash.kernel import (
     FlashScratch,
     FlashStatic,
@@ -47,7 +46,8 @@ from pallas_attn.mosaic.sm90.flash.kernel import (
     ring_slot,
     wait_if,
 )
-from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, over_columns
+from pallas_attn.mosaic.sm90.tiles import token_iota
+from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
 from pallas_attn.types import ScaleLayout
 
 
@@ -104,8 +104,8 @@ class Dequantizer:
 
             @pl.when(~whole)
             def _clear() -> None:
-                live = live_mask(tiles.token_iota(self.static.tile_keys))
-                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live)
+                live = live_mask(token_iota(self.static.tile_keys))
+                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
                 plgpu.commit_smem()
 
         wait_if(kv_tile >= self.static.stages, self.scratch.v_free.at[slot])

@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic import basics, dequantise, refusals
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.sm90 import dequantise, tiles, wgmma
+from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.kernel import (
     ROWS,
@@ -51,6 +51,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
     list_blocks,
 )
 from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.sm90.tiles import token_iota
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
@@ -66,7 +67,7 @@ class PrefillInputs(NamedTuple):
 
     Attributes:
       q: terms of the queries, whose sum they are: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_per_smem_row`).
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, counts: of the `WorkList`.
       window: a `HeadWindow` or None.
@@ -340,7 +341,7 @@ class PagedTile(NamedTuple):
 
     def queries(self, number: Any) -> jax.Array:
         """[64]: the query that each row of a consumer is of."""
-        row = tiles.token_iota(QUERIES)
+        row = token_iota(QUERIES)
         return self.first_query(number) + (row & (self.consumer_queries - 1))
 
     def position(self, query: jax.Array) -> jax.Array:
@@ -354,7 +355,7 @@ class PagedTile(NamedTuple):
         ours = (query >= low) & (query < self.block.end_row)
         slot = ROWS.filled(lax.rem(number, front.head_stride) * self.static.query_copies, QUERIES)
         if self.static.query_copies > 1:  # MLIR folds row / 64 to a constant, and then no kernel comes of it
-            slot += lax.div(tiles.token_iota(QUERIES), jnp.int32(self.consumer_queries))
+            slot += lax.div(token_iota(QUERIES), jnp.int32(self.consumer_queries))
         ours &= slot < front.block_heads
         head = self.first_head + jnp.minimum(slot, front.block_heads - 1)
         return jnp.where(ours, self.work.output_row(query, front.num_tokens) * front.num_q_heads + head, -1)
@@ -530,7 +531,7 @@ class PagedTile(NamedTuple):
         groups, page_size = self.front.scale_groups, self.front.page_size
         if not groups:
             return []
-        token = tiles.token_iota(self.static.tile_keys)
+        token = token_iota(self.static.tile_keys)
         row = ROWS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
         for j, page in enumerate(pages[1:], start=1):
             row = jnp.where(token >= j * self.part_tokens, jnp.maximum(page, 0), row)

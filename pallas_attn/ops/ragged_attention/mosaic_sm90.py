@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.sm90 import tiles, wgmma
+from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.kernel import (
     ROWS,
@@ -41,6 +41,7 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
     list_blocks,
 )
 from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.sm90.tiles import token_iota
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
@@ -210,7 +211,7 @@ class RaggedTile(NamedTuple):
         diagonal = self.block.end_key - self.block.end_row + 1
         transform = ScoreTransform(functools.partial(self.mask, first, diagonal))
         state = consumer.attend(kv_tile, self.kv_tiles, transform)
-        row = first + tiles.token_iota(QUERIES)
+        row = first + token_iota(QUERIES)
         ours = (row >= jnp.maximum(start, self.block.first_row)) & (row < self.block.end_row)
         num_heads = self.front.num_heads
         row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
@@ -237,10 +238,10 @@ class RaggedTile(NamedTuple):
         def hide(s: jax.Array) -> jax.Array:
             # Causal rows of the next sequence see too much. They are not written.
             high = ROWS.filled((first + diagonal if causal else end) - start, QUERIES)
-            high = high + tiles.token_iota(QUERIES) if causal else high
+            high = high + token_iota(QUERIES) if causal else high
             in_window = ROWS.filled(low - start, QUERIES)
             if window is not None:
-                oldest = ROWS.filled(first + diagonal - window - start, QUERIES) + tiles.token_iota(QUERIES)
+                oldest = ROWS.filled(first + diagonal - window - start, QUERIES) + token_iota(QUERIES)
                 in_window = jnp.maximum(in_window, oldest)
             return wgmma.hide(s, wgmma.Limits(in_window, high))
 

@@ -38,8 +38,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.dequantise import scale_layout
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
-from pallas_attn.mosaic.sm90.dequantise import scale_layout
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.ops.write_kv.config import WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile

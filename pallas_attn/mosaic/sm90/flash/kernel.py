@@ -52,14 +52,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, shared_memory
+from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import tiles, wgmma
+from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES
 from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles
 from pallas_attn.mosaic.sm90.flash.split import KvSplits, RowState, merge_splits
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, token_iota
+from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
@@ -357,7 +358,7 @@ class Producer:
         def _clear() -> None:
             plgpu.barrier_wait(scratch.v_landed.at[stages])
             for first in range(0, self.static.tile_keys, 64):
-                clear_rows(scratch.v.at[slot, pl.ds(first, 64)], live_mask(tiles.token_iota(64) + first))
+                clear_rows(scratch.v.at[slot, pl.ds(first, 64)], live_mask(token_iota(64) + first), BY_64)
             plgpu.commit_smem()
             for _ in range(self.static.copies):
                 plgpu.barrier_arrive(scratch.v_landed.at[slot])
