@@ -17,14 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted
+from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
 
-ROWS = 128
-"""Rows of a tile: lanes of TMEM, threads of a warpgroup."""
-
-NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE
-"""A row a thread, columns in pairs."""
-
-PER_ROW, PER_COLUMN = NATIVE.reduce(1), NATIVE.reduce(0)
+PER_ROW, PER_COLUMN = ROW_A_THREAD.reduce(1), ROW_A_THREAD.reduce(0)
 """Layouts of a value for each row, and for each column, of such a tile."""
 
 FRAGMENT = (ROWS, 4)
@@ -44,7 +39,7 @@ def store_fragments(tile: jax.Array, to: Ref) -> None:
         to[...] = tile.reshape(ROWS, -1, FRAGMENT[1]).swapaxes(0, 1)
         return
 
-    @plgpu.inline_mgpu(arg_types=(NATIVE, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(ROW_A_THREAD, plgpu.RefType()))
     def write(_: Any, tile: Any, to: ir.Value) -> None:
         numbers = _columns(tile)
         four = ir.VectorType.get((FRAGMENT[1],), tile.mlir_dtype)
@@ -62,7 +57,7 @@ def load_fragments(fragments: Ref) -> jax.Array:
         return fragments[...].swapaxes(0, 1).reshape(shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=NATIVE)
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ROW_A_THREAD)
     )
     def read(_: Any, fragments: ir.Value) -> Any:
         number = ir.F32Type.get()
@@ -71,9 +66,9 @@ def load_fragments(fragments: Ref) -> jax.Array:
         for i in range(0, shape[1], FRAGMENT[1]):
             pointer = _own(fragments, FRAGMENT[1], i * ROWS, number)
             loaded = llvm.load(four, pointer, alignment=ACCESS_BYTES)
-            for j in range(0, FRAGMENT[1], 2):
-                pairs.append(vector.from_elements(two, [vector.extract(loaded, [], [j + k]) for k in range(2)]))
-        layout = NATIVE.to_mgpu()
+            numbers = [vector.extract(loaded, [], [j]) for j in range(FRAGMENT[1])]
+            pairs += [vector.from_elements(two, numbers[j : j + 2]) for j in range(0, FRAGMENT[1], 2)]
+        layout = ROW_A_THREAD.to_mgpu()
         registers = np.empty(len(pairs), dtype=object)
         registers[:] = pairs
         return mgpu.FragmentedArray(
@@ -89,7 +84,7 @@ def store_rows(tile: jax.Array, to: Ref) -> None:
         to[...] = tile
         return
 
-    @plgpu.inline_mgpu(arg_types=(NATIVE, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(ROW_A_THREAD, plgpu.RefType()))
     def write(_: Any, tile: Any, to: ir.Value) -> None:
         numbers, element = _columns(tile), tile.mlir_dtype
         count = ACCESS_BYTES * 8 // mgpu.utils.bitwidth(element)
@@ -108,7 +103,7 @@ def store_columns(tile: jax.Array, to: Ref, first: int) -> None:
         to.at[:, first:][...] = tile[first:, : to.shape[0]].T
         return
 
-    @plgpu.inline_mgpu(arg_types=(NATIVE, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(ROW_A_THREAD, plgpu.RefType()))
     def write(_: Any, tile: Any, to: ir.Value) -> None:
         numbers, element = _columns(tile), tile.mlir_dtype
         column_stride, _ = ir.MemRefType(to.type).get_strides_and_offset()[0]

@@ -9,8 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.sm100.tmem import ROWS
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import ROWS, VALUE_ROWS, TcgenInputs, TcgenStatic, attend
+from pallas_attn.ops.mla_decode.mosaic_tcgen05 import VALUE_ROWS, TcgenInputs, TcgenStatic, attend
 from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
 from pallas_attn.ops.mla_decode.mosaic_visibility import NEVER_BIT, visible_bits
 from pallas_attn.ops.plan_decode import plan_of
@@ -50,7 +51,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: each takes a multiprocessor for each block of query rows, and for each
+    """Number of programs for plans of such calls: each takes a multiprocessor for each block of query rows and each
     half of the latent.
 
     Raises:

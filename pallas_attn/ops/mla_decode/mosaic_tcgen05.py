@@ -50,19 +50,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics, shared_memory
+from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, clear_rows
-from pallas_attn.mosaic.sm100 import native_tiles
+from pallas_attn.mosaic.sm100 import native_tiles, tmem
 from pallas_attn.mosaic.sm100.native_tiles import (
-    NATIVE,
-    ROWS,
     num_fragments,
     store_columns,
     store_fragments,
     store_rows,
 )
+from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
 from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile, num_partial_states
 from pallas_attn.ops.mla_decode.mosaic_visibility import DEAD, FULL, INITIAL_MAX, NEVER_BIT, OLDER_BIT, PARTIAL
 from pallas_attn.types import DecodePlan
@@ -93,9 +90,6 @@ MOST_SLOTS = 4
 
 TILE_NOTES = 8
 """Numbers that are noted of a tile, at most."""
-
-OrderedBarrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
-"""Barrier that also orders what tensor cores have read and written."""
 
 
 # --- what the kernel is compiled for, given, and holds
@@ -165,7 +159,7 @@ class TcgenStatic:
     @property
     def layout(self) -> Any:
         """Layout of scores in registers. To shared memory, P does not go from where a thread has a row."""
-        return plgpu.Layout.TCGEN05 if self.columns else NATIVE
+        return tmem.TILE if self.columns else ROW_A_THREAD
 
     @property
     def probs_replace_query(self) -> bool:
@@ -251,8 +245,8 @@ class TcgenScratch(NamedTuple):
       q_stage: [ROWS, R], the rotated query on its way to TMEM.
       k: [slots, TOKENS, columns].
       p: [ROWS, TOKENS] for few rows, or None.
-      notes: int32 [ROWS + slots·TILE_NOTES]. A float of each row, as bits, for few rows; for each slot visibility of its
-        tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
+      notes: int32 [ROWS + slots·TILE_NOTES]. A float of each row, as bits, for few rows; for each slot visibility of
+        its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
       o: TMEM [128, state_columns].
       q_tmem: TMEM [ROWS, own + R].
       s: TMEM [ROWS, TOKENS].
@@ -727,7 +721,7 @@ class TcgenSoftmax(TcgenRole):
         highest = s.max(axis=1) * scale
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
         rescale = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * scale - over_rows(m_new, s.shape))
+        p = jnp.exp2(s * scale - tiles.over_tokens(m_new, s.shape))
         l = l * rescale + p.sum(axis=1)  # noqa: E741
 
         @pl.when(i > 0)
@@ -749,7 +743,7 @@ class TcgenSoftmax(TcgenRole):
         """Multiply O with a factor of each query row [ROWS]."""
         for first, factor_of_slice in self.slices(factor):
             part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
-            values = plgpu.async_load_tmem(part, layout=NATIVE)
+            values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
             plgpu.wait_load_tmem()
             plgpu.async_store_tmem(part, values * spread(self.static, factor_of_slice, values.shape))
 
@@ -784,8 +778,8 @@ class TcgenSoftmax(TcgenRole):
     def mask_scores(self, split: TcgenSplit, slot: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
         token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=self.static.layout.reduce(0))
-        bit = over_columns(self.token_bits(split, slot, token), s.shape)
-        seen = over_rows(self.seen(split), s.shape)
+        bit = tiles.over_columns(self.token_bits(split, slot, token), s.shape)
+        seen = tiles.over_tokens(self.seen(split), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
     def seen(self, split: TcgenSplit) -> Any:
@@ -803,13 +797,13 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(self.tile_notes(slot)[0] == DEAD)
         def _clear() -> None:
-            token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=PER_TOKEN)
+            token = tiles.row_iota(TOKENS, tiles.BY_64)
             bit = self.token_bits(split, slot, token)
             every = jnp.int32(self.static.draft_bits - 2**OLDER_BIT)
             any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[split.row]
             live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
             for part in self.mem.k[: 2 if self.static.columns and self.static.other else 1]:
-                clear_rows(part.at[slot], live_mask, self.static.row_bytes)
+                tiles.clear_rows(part.at[slot], live_mask, tiles.BY_64, self.static.row_bytes)
             plgpu.commit_smem()
 
     # Results
@@ -845,25 +839,15 @@ class TcgenSoftmax(TcgenRole):
         """Yield O times a factor of each query row [ROWS], 0 where that is 0, by slices: first column, and values."""
         for first, factor_of_slice in self.slices(factor):
             part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
-            values = plgpu.async_load_tmem(part, layout=NATIVE)
+            values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
             plgpu.wait_load_tmem()
             factors = spread(self.static, factor_of_slice, values.shape)
             yield first, jnp.where(factors != 0, values * factors, 0.0)
 
 
-def over_rows(per_row: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcast a value of each row over the columns of a tile."""
-    return lax.broadcast_in_dim(per_row, shape, [0])
-
-
-def over_columns(per_column: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcast a value of each column over the rows of a tile."""
-    return lax.broadcast_in_dim(per_column, shape, [1])
-
-
 def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
     """Broadcast a value of each query row over a slice of O."""
-    return (over_columns if static.columns else over_rows)(per_query_row, shape)
+    return (tiles.over_columns if static.columns else tiles.over_tokens)(per_query_row, shape)
 
 
 def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741

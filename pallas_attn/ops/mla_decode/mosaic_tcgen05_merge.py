@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm100.native_tiles import NATIVE, PER_COLUMN, PER_ROW, ROWS, load_fragments, num_fragments
+from pallas_attn.mosaic.sm100.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
+from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
 from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
     TcgenPartials,
@@ -77,7 +77,7 @@ def _kernel(static: TcgenStatic, out: Ref, lse: Ref, partials: TcgenPartials, pl
         empty = (
             tiles.filled(-jnp.inf, shape, layout),
             tiles.filled(0.0, shape, layout),
-            tiles.filled(0.0, (ROWS, columns), NATIVE),
+            tiles.filled(0.0, (ROWS, columns), ROW_A_THREAD),
         )
         m, l, acc = lax.fori_loop(first_split, plan.split_indptr[index + 1], add, empty)  # noqa: E741
         seen = l != 0
