@@ -8,6 +8,7 @@ from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
+from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE
@@ -22,7 +23,7 @@ SM100_LATENT = on_b200({name: case for name, case in (LATENT | LATENT_MORE).item
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
-    **(SM100_WRITES | SM100_LATENT),
+    **(SM100_WRITES | SM100_LATENT | MLA_TCGEN05 | MLA_TCGEN05_MORE),
     **TRITON,
 }
 
@@ -40,6 +41,7 @@ MODULES = {
     **dict.fromkeys(TRITON, "triton_xla"),
     **dict.fromkeys(STEPS, "steps"),
     **dict.fromkeys(SM100_WRITES, "writes"),
+    **dict.fromkeys(MLA_TCGEN05 | MLA_TCGEN05_MORE, "mla_tcgen05"),
     **dict.fromkeys(SM100_LATENT, "latent"),
 }
 """Module of this package that defines each case."""
@@ -65,6 +67,7 @@ IN_EVERY_RUN = frozenset(
         # For a B200.
         "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
+        "sm100-mla-decode-512-64-h128", "sm100-mla-decode-512-64-h64",
     }
 )  # fmt: skip
 """Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""

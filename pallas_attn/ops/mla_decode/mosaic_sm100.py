@@ -11,14 +11,11 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.sm100.tmem import ROWS
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import VALUE_ROWS, TcgenInputs, TcgenStatic, attend
+from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenInputs, TcgenStatic, attend, choose_static
 from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
 from pallas_attn.ops.mla_decode.mosaic_visibility import NEVER_BIT, visible_bits
 from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.portable.visibility import real_queries
-
-MOST_COLUMNS = 64
-"""Query rows that are columns of O. With more, memory would no longer be what limits, and rows of O fill better."""
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
@@ -68,22 +65,18 @@ def num_programs(call: MlaDecodeCall) -> int:
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if call.num_queries > NEVER_BIT:
         raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {call.num_queries}")
-    each = static_of(call).halves * -(-call.query_rows // ROWS)
-    return max(1, basics.multiprocessors() // each)
+    return max(1, basics.multiprocessors() // static_of(call).programs(call.query_rows))
 
 
 def static_of(call: MlaDecodeCall) -> TcgenStatic:
     """Compile-time facts of the kernel for a call."""
-    few = call.query_rows <= MOST_COLUMNS and call.latent_dim >= VALUE_ROWS
-    static = TcgenStatic(
+    return choose_static(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,
         queries=call.num_queries,
         heads=call.num_heads,
-        columns=-(-call.query_rows // 16) * 16 if few else 0,
         page_size=call.page_size,
-        slots=0,
         causal=call.draft_mask is None,
         sm_scale=call.sm_scale,
+        dtype=call.q_latent.dtype,
     )
-    return static.with_most_slots(call.q_latent.dtype)

@@ -73,6 +73,9 @@ COLUMNS = 64
 SLICE = 16
 """Columns of O that are in registers at a time where query rows are columns; a thread then has a factor for each."""
 
+MOST_COLUMNS = 64
+"""Query rows that are columns of O. With more, memory would no longer be what limits, and rows of O fill better."""
+
 MOST_OWN = 256
 """Columns of O for which TMEM has room beside the query, scores and probabilities."""
 
@@ -193,17 +196,43 @@ class TcgenStatic:
             return tile * self.pages, 0
         return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
 
-    def with_most_slots(self, dtype: Any) -> TcgenStatic:
-        """With as many slots as shared memory has room for.
+    def programs(self, query_rows: int) -> int:
+        """Programs that a split of a sequence takes."""
+        return self.halves * -(-query_rows // ROWS)
 
-        Raises:
-          NotImplementedError: it has none for two.
-        """
-        for slots in range(MOST_SLOTS, 1, -1):
-            static = dataclasses.replace(self, slots=slots)
-            if shared_memory.fits(TcgenScratch.types(static, dtype), 1, reduction_bytes=REDUCTION_BYTES):
-                return static
-        raise NotImplementedError(f"two tiles of {self.latent_dim} + {self.rope_dim} columns do not fit shared memory")
+
+def choose_static(
+    *,
+    latent_dim: int,
+    rope_dim: int,
+    queries: int,
+    heads: int,
+    page_size: int,
+    causal: bool,
+    sm_scale: float,
+    dtype: Any,
+) -> TcgenStatic:
+    """Compile-time facts for a call, with the form of O for its query rows, and as many slots as fit shared memory.
+
+    Raises:
+      NotImplementedError: two slots do not fit.
+    """
+    few = queries * heads <= MOST_COLUMNS and latent_dim >= VALUE_ROWS
+    for slots in range(MOST_SLOTS, 1, -1):
+        static = TcgenStatic(
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
+            queries=queries,
+            heads=heads,
+            columns=-(-queries * heads // SLICE) * SLICE if few else 0,
+            page_size=page_size,
+            slots=slots,
+            causal=causal,
+            sm_scale=sm_scale,
+        )
+        if shared_memory.fits(TcgenScratch.types(static, dtype), 1, reduction_bytes=REDUCTION_BYTES):
+            return static
+    raise NotImplementedError(f"two tiles of {latent_dim} + {rope_dim} columns do not fit shared memory")
 
 
 class TcgenInputs(NamedTuple):
