@@ -152,10 +152,8 @@ def dequantise_tile(tile: Ref, to: Ref) -> None:
     def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)
-        source, target = (
-            ChunkPointers(tile, channels, token, chunk),
-            ChunkPointers(to, 2 * channels, token, times(chunk, 2)),
-        )
+        source = ChunkPointers(tile, channels, token, chunk)
+        target = ChunkPointers(to, 2 * channels, token, times(chunk, 2))
         four = ir.VectorType.get((4,), i32())
         for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
             words = llvm.load(four, source.pointer(block, chunks), alignment=16)

@@ -69,9 +69,9 @@ class Configuration:
             self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype
         ).arguments(self.queries, self.heads, batch)
         programs = max(1, MULTIPROCESSORS // self.static.programs(self.queries * self.heads))
-        plan = plan_shapes(self.page_size, 1, programs, mode, batch)
+        plan = plan_shapes(self.page_size, 1, programs, mode, batch, "mosaic_sm100")
         mask = shape(batch, self.queries, self.queries, dtype=jnp.bool_) if self.tree else None
-        return shapes | {"draft_mask": mask, "plan": dataclasses.replace(plan, implementation="mosaic_sm100")}
+        return shapes | {"draft_mask": mask, "plan": plan}
 
     @property
     def scratch_bytes(self) -> int:

@@ -307,7 +307,11 @@ BACKENDS = (
     Backend(
         "mosaic",
         (10, 0),
-        configs=(write_config.WriteKVConfig(row_threads=32, scan_tokens=2), CUT_SHORT_ROWS),
+        configs=(
+            decode_config.DecodeConfig(tile_tokens=128, stages=2, programs_per_multiprocessor=1),
+            write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
+            CUT_SHORT_ROWS,
+        ),
         dtype="bfloat16",
         kernels=True,
         interpreter=harness.interpreting,
