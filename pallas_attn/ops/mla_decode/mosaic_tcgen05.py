@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -170,20 +170,22 @@ class TcgenStatic:
         return bool(self.columns) and self.rope_dim == TOKENS
 
     @property
-    def value_slices(self) -> list[tuple[int, int]]:
-        """For few rows, each product's part of a tile (0 own, 1 other) and first column in it. Where a part is not
-        a multiple of 128 columns, its last two overlap.
+    def value_slices(self) -> int:
+        """For few rows, products of P with 128 columns of the latent each. Where own or other columns are no multiple of
+        128, their last two overlap.
         """
-        return [
-            (part, min(first, width - VALUE_ROWS))
-            for part, width in enumerate((self.own, self.other))
-            for first in range(0, width, VALUE_ROWS)
-        ]
+        return pl.cdiv(self.own, VALUE_ROWS) + pl.cdiv(self.other, VALUE_ROWS)
+
+    def value_slice(self, number: int) -> tuple[int, int]:
+        """Part of a tile (0 own, 1 other) that such a product takes, and the first of its columns there."""
+        part, width = (0, self.own) if number < pl.cdiv(self.own, VALUE_ROWS) else (1, self.other)
+        within = number - part * pl.cdiv(self.own, VALUE_ROWS)
+        return part, min(within * VALUE_ROWS, width - VALUE_ROWS)
 
     @property
     def state_columns(self) -> int:
         """Columns of a program's O, for each of 128 rows."""
-        return self.columns * len(self.value_slices) if self.columns else self.own
+        return self.columns * self.value_slices if self.columns else self.own
 
     @property
     def slice_columns(self) -> int:
@@ -697,7 +699,8 @@ class TcgenProducts(TcgenRole):
         static, mem, slot = self.static, self.mem, self.slot(tile)
         if not static.columns:
             plgpu.tcgen05_mma(mem.o, mem.p_tmem, mem.k.own.at[slot], accumulate=accumulate)
-        for i, (part, first) in enumerate(static.value_slices if static.columns else ()):
+        for i in range(static.value_slices if static.columns else 0):
+            part, first = static.value_slice(i)
             values = mem.k[part].at[slot, :, pl.ds(first, VALUE_ROWS)]
             o = mem.o.at[:, pl.ds(i * static.columns, static.columns)]
             p = self.probs.at[pl.ds(0, static.columns)]
@@ -770,27 +773,41 @@ class TcgenSoftmax(TcgenRole):
 
     def rescale_accumulator(self, factor: Any) -> None:
         """Multiply O with a factor of each query row [ROWS]."""
-        for first, factor_of_slice in self.slices(factor):
-            part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
-            values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
-            plgpu.wait_load_tmem()
-            plgpu.async_store_tmem(part, values * spread(self.static, factor_of_slice, values.shape))
 
-    def slices(self, per_row: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the first column of each slice of O, and floats of query rows [ROWS] as the slice's threads need them.
+        def rescale(part: Ref, _: Any, values: Any, factors: Any) -> None:
+            plgpu.async_store_tmem(part, values * factors)
+
+        self.for_each_slice(factor, rescale)
+
+    def for_each_slice(self, factor: Any, work: Callable[[Ref, Any, Any, Any], None]) -> None:
+        """Call work(part, place, values, factors) for each slice of O, with the part of TMEM that it is, its place (of
+        few rows the number of the product and the first query row, else the first column), its values, and the factor
+        [ROWS] of their query rows.
 
         Where query rows are columns of O, each thread needs those of all columns: they go through shared memory.
         """
         static, bits = self.static, self.mem.notes
+
+        def call(first: Any, place: Any, factor: Any) -> None:
+            part = self.mem.o.at[:, pl.ds(first, static.slice_columns)]
+            values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
+            plgpu.wait_load_tmem()
+            work(part, place, values, spread(static, factor, values.shape))
+
         if not static.columns:
-            yield from ((first, per_row) for first in range(0, static.state_columns, static.slice_columns))
+            for first in range(0, static.state_columns, static.slice_columns):
+                call(first, first, factor)
             return
-        bits.at[pl.ds(0, ROWS)][...] = lax.bitcast_convert_type(per_row, jnp.int32)
+        bits.at[pl.ds(0, ROWS)][...] = lax.bitcast_convert_type(factor, jnp.int32)
         plgpu.commit_smem()
-        for column in range(0, static.columns, SLICE):
-            of_slice = basics.load(bits.at[pl.ds(column, SLICE)], native_tiles.PER_COLUMN)
-            for first in range(column, static.state_columns, static.columns):
-                yield first, lax.bitcast_convert_type(of_slice, jnp.float32)
+        for row in range(0, static.columns, SLICE):
+            loaded = basics.load(bits.at[pl.ds(row, SLICE)], native_tiles.PER_COLUMN)
+            of_rows = lax.bitcast_convert_type(loaded, jnp.float32)
+
+            def each(i: Any, _: None, row: int = row, of_rows: Any = of_rows) -> None:
+                call(i * static.columns + row, (i, row), of_rows)
+
+            lax.fori_loop(0, static.value_slices, each, None)
 
     # Visibility
 
@@ -847,8 +864,10 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(split.is_whole_row)
         def _write() -> None:
-            for first, tile in self.load_accumulator(inverse):
-                write_slice(results.out, static, split.row, block, half, first, tile)
+            def normalise(_: Ref, place: Any, values: Any, factors: Any) -> None:
+                write_slice(results.out, static, split.row, block, half, place, masked(values, factors))
+
+            self.for_each_slice(inverse, normalise)
 
             @pl.when(is_first)
             def _store_lse() -> None:
@@ -858,20 +877,20 @@ class TcgenSoftmax(TcgenRole):
         def _store_partial() -> None:
             partials = results.partials
             index = state_index(partials, static, results.lse.shape[0], block, split.state, half)
-            for first, tile in self.load_accumulator(jnp.where(seen, 1.0, 0.0)):
-                fragments = pl.ds(num_fragments(first), num_fragments(tile.shape[1]))
-                store_fragments(tile, partials.acc.at[index, fragments])
+
+            def store(_: Ref, place: Any, values: Any, factors: Any) -> None:
+                first = place[0] * static.columns + place[1] if static.columns else place
+                fragments = pl.ds(num_fragments(first), num_fragments(static.slice_columns))
+                store_fragments(masked(values, factors), partials.acc.at[index, fragments])
+
+            self.for_each_slice(jnp.where(seen, 1.0, 0.0), store)
             partials.stats[index, 0] = jnp.where(seen, m, -jnp.inf)
             partials.stats[index, 1] = l
 
-    def load_accumulator(self, factor: Any) -> Iterator[tuple[int, Any]]:
-        """Yield O times a factor of each query row [ROWS], 0 where that is 0, by slices: first column, and values."""
-        for first, factor_of_slice in self.slices(factor):
-            part = self.mem.o.at[:, pl.ds(first, self.static.slice_columns)]
-            values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
-            plgpu.wait_load_tmem()
-            factors = spread(self.static, factor_of_slice, values.shape)
-            yield first, jnp.where(factors != 0, values * factors, 0.0)
+
+def masked(values: Any, factors: Any) -> Any:
+    """Multiply values of O with factors; 0 where those are, whatever the values."""
+    return jnp.where(factors != 0, values * factors, 0.0)
 
 
 def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
@@ -891,21 +910,29 @@ def state_index(partials: TcgenPartials, static: TcgenStatic, blocks: int, block
     return (block * static.halves + half) * states + split
 
 
-def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, first: int, tile: Any) -> None:
-    """Write a slice of O, normalised, of which `first` is the first column in a program's O."""
+def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, place: Any, tile: Any) -> None:
+    """Write a slice of O, normalised, by its place as in `TcgenSoftmax.for_each_slice`."""
     tile = tile.astype(out.dtype)
     if static.columns:
-        number, query_row = divmod(first, static.columns)
-        part, column = static.value_slices[number]
-        written = max((c + VALUE_ROWS for p, c in static.value_slices[:number] if p == part), default=0)
-        rows = pl.ds(query_row, min(SLICE, out.shape[1] - query_row))
-        columns = pl.ds(part * static.own + column, VALUE_ROWS)
-        store_columns(tile, out.at[row, rows, columns], max(written - column, 0))
+        _write_columns(out, static, row, *place, tile)
         return
-    column = half * static.other + first if static.halves == 2 else first
+    column = half * static.other + place if static.halves == 2 else place
     # Where the halves overlap, the first one writes: their bits may differ.
-    is_written = (half == 0) | (first >= static.own - static.other) if static.halves == 2 else True
+    is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True
 
     @pl.when(is_written)
     def _store() -> None:
         store_rows(tile, out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column, tile.shape[1])])
+
+
+def _write_columns(out: Ref, static: TcgenStatic, row: Any, number: Any, query_row: int, tile: Any) -> None:
+    """Write a slice [128 columns of the latent, query rows], without the columns that the slice before has, too."""
+    of_own = pl.cdiv(static.own, VALUE_ROWS)
+    is_own = number < of_own
+    begin = jnp.where(is_own, number, number - of_own) * VALUE_ROWS
+    first = jnp.minimum(begin, jnp.where(is_own, static.own, static.other) - VALUE_ROWS)
+    column = first + jnp.where(is_own, 0, static.own)
+    query_rows = pl.ds(query_row, min(SLICE, out.shape[1] - query_row))
+    to = out.at[row, query_rows, pl.ds(column, VALUE_ROWS)]
+    for overlap in (0, VALUE_ROWS // 2) if static.own % VALUE_ROWS or static.other % VALUE_ROWS else (0,):
+        pl.when(begin - first == overlap)(functools.partial(store_columns, tile, to, overlap))

@@ -17,10 +17,12 @@ from pallas_attn.mosaic.sm100.native_tiles import PER_COLUMN, PER_ROW, load_frag
 from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
 from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
+    SLICE,
     TcgenPartials,
     TcgenResults,
     TcgenStatic,
     log_sum_exp,
+    masked,
     spread,
     state_index,
     write_slice,
@@ -82,9 +84,14 @@ def _kernel(static: TcgenStatic, out: Ref, lse: Ref, partials: TcgenPartials, pl
         m, l, acc = lax.fori_loop(first_split, plan.split_indptr[index + 1], add, empty)  # noqa: E741
         seen = l != 0
         inverse = spread(static, jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0), acc.shape)
-        tile = jnp.where(inverse != 0, acc * inverse, 0.0)
-        for i in range(a_half):
-            pl.when(number == i)(functools.partial(write_slice, out, static, row, block, half, i * columns, tile))
+        tile = masked(acc, inverse)
+        write = functools.partial(write_slice, out, static, row, block, half)
+        if static.columns:
+            for query_row in range(0, static.columns, SLICE):
+                place = lax.div(number * SLICE, static.columns), query_row
+                pl.when(first_row == query_row)(functools.partial(write, place, tile))
+        else:
+            write(number * columns, tile)
 
         @pl.when((half == 0) & (number * columns < (static.columns or 1)))
         def _store_lse() -> None:
