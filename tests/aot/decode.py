@@ -140,8 +140,8 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens, whatever the kernel takes at once."""
-        elements = TOKENS * self.head_dim
+        """Tile of `TOKENS` tokens, whatever the kernel takes at once; on a B200 of as many as it takes."""
+        elements = (self.config.tile_tokens if self.card == "B200" else TOKENS) * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
