@@ -171,8 +171,8 @@ class TcgenStatic:
 
     @property
     def value_slices(self) -> int:
-        """For few rows, products of P with 128 columns of the latent each. Where own or other columns are no multiple of
-        128, their last two overlap.
+        """For few rows, products of P with 128 columns of the latent each. Where own or other columns are no multiple
+        of 128, their last two overlap.
         """
         return pl.cdiv(self.own, VALUE_ROWS) + pl.cdiv(self.other, VALUE_ROWS)
 
