@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import pallas_attn
 from pallas_attn import PagedLatent
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.mosaic.sm100.tmem import ROWS
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TOKENS, TcgenScratch, TcgenStatic, choose_static
+from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from tests.aot import mla_swap_ab
-from tests.aot.case import Case, Tile, shape
+from tests.aot.case import Case, shape
 from tests.aot.mla_swap_ab import BATCH, WIDTHS
 from tests.aot.plans import Mode, fitted, plan_shapes
 
@@ -80,14 +79,6 @@ class Configuration:
         types = TcgenScratch.types(self.static, self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=REDUCTION_BYTES)
 
-    @property
-    def tile(self) -> Tile:
-        """Tile of one program; two that have halves of O read it from memory once."""
-        static = self.static
-        keys, values = self.latent_dim + self.rope_dim, static.state_columns
-        num_bytes = TOKENS * keys * jnp.dtype(self.dtype).itemsize // static.halves
-        return Tile(num_bytes, TOKENS * ROWS * (keys + values))
-
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         """Call whose temporaries are mostly partial states: up to 256 KB for each split of 128 rows."""
 
@@ -100,7 +91,6 @@ class Configuration:
             cache="cache",
             temporaries=256 * 2**20,
             scratch_bytes=self.scratch_bytes,
-            tile=self.tile,
             card="B200",
         )
 
