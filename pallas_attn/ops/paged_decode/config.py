@@ -143,13 +143,12 @@ def mosaic_sm100_config(key: PagedDecodeKey) -> DecodeConfig:
 
 
 def _mosaic_sm100_heuristic(key: PagedDecodeKey) -> DecodeConfig:
-    """Run as many programs side by side as registers hold, and shared memory with two tiles or more for each: a program
-    that converts 8-bit tiles takes longer for one than its bytes, and others have to work meanwhile.
+    """Run two programs side by side, which registers hold, if shared memory has two tiles or more for each: one that
+    converts 8-bit tiles takes longer for a tile than its bytes, and the other has to work meanwhile.
     """
     tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes)
     tile = mosaic_sm100_tile(key, tile_tokens)
-    most = 3 if (tile_tokens, key.head_dim) == (64, 128) else 2  # of which each has registers
-    for programs in range(most, 0, -1):
+    for programs in (2, 1):
         stages = tile.most_stages(programs, MAX_STAGES)
         if stages >= 2:
             return DecodeConfig(tile_tokens, stages, programs)
