@@ -60,9 +60,15 @@ CASES = {
 EVERY_RUN = ("rows, halves that overlap, float16", "columns, tree")
 
 
-def check(case: MlaCase, num_programs: int, mode: str = "balanced") -> np.ndarray:
-    """Compare a call on poisoned inputs with numpy; return how many splits its sequences have."""
+def check(case: MlaCase, num_programs: int, mode: str = "balanced", *, steep: bool = False) -> np.ndarray:
+    """Compare a call on poisoned inputs with numpy; return how many splits its sequences have.
+
+    Args:
+      steep: scores differ by so much that maxima grow past what leaves O as it is.
+    """
     inputs = Inputs.draw(case, harness.fresh_rng())
+    if steep:
+        inputs = replace(inputs, q=(8 * inputs.q.astype(np.float32)).astype(inputs.q.dtype))
     arguments = inputs.arguments()
     plan = backends.plan_of(SM100, arguments, num_programs=num_programs, mode=mode)
     got = harness.compiled(mla_decode, VARIANT, sm_scale=SM_SCALE, return_lse=True)(**arguments, plan=plan)
@@ -79,8 +85,8 @@ def test_more_tiles_than_slots(name: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_splits_are_merged(name: str) -> None:
-    """Two programs share a sequence, and attend to more tiles than there are slots."""
-    assert check(CASES[name], 2).max() == 2
+    """Two programs share a sequence, and attend to more tiles than there are slots; O is rescaled."""
+    assert check(CASES[name], 2, steep=not CASES[name].exact).max() == 2
 
 
 @pytest.mark.slow
