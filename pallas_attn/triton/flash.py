@@ -92,6 +92,7 @@ def attend(
         "HEADS": heads,
         "QUERIES": queries,
         "TOKENS": tile.tokens,
+        "BARE_STEPS": tile.bare_steps,
         "SEARCH_STEPS": (num_sequences + 1).bit_length(),
         "CAUSAL": causal,
         "SCALE": scale,
@@ -152,6 +153,7 @@ def _attend(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
+    BARE_STEPS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     CAUSAL: tl.constexpr,
     SCALE: tl.constexpr,
@@ -228,7 +230,9 @@ def _attend(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, V_COLUMNS], tl.float32)
         unit = tl.full([ROWS], SMALLEST_UNIT, tl.float32)
-        for masked in tl.static_range(2):
+        if not BARE_STEPS:
+            bare, bare_end = begin, begin
+        for masked in tl.static_range(0 if BARE_STEPS else 1, 2):
             steps = bare_end - bare
             if masked:
                 steps = sink_steps + bare - begin + end_step - bare_end

@@ -363,6 +363,15 @@ WRITE_KV = {
 
 TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
 
+SPILLS = dict.fromkeys(
+    (
+        *(("mla-decode-bf16-h128", "sm90"), ("mla-decode-bf16-448-64-h128", "sm90")),
+        *(("mla-decode-f16-h128-f32", "sm90"), ("mla-decode-drafts", "sm90")),
+    ),
+    192,
+)
+"""Bytes that a thread may spill, of the cases that may: timed, and faster so than by any tile that does not."""
+
 ORDINARY = frozenset(
     {
         ("write-latent-bf16-512-64", "sm86"),
