@@ -8,6 +8,7 @@ on its way while it uses another.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_attn.device import Device
 
@@ -93,8 +94,8 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
 def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
     """Tile of decode attention over latents, whose columns are key and value.
 
-    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills. On Hopper tiles of
-    64 rows and 64 tokens spill up to 180 bytes and yet were the fastest by far (docs/kernels/triton.md).
+    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills. On Hopper tiles
+    of 64 rows and 64 tokens spill up to 180 bytes and yet were the fastest by far (docs/kernels/triton.md).
 
     Args:
       rows: query rows of a sequence.
@@ -128,6 +129,7 @@ class FlashTile:
       tokens: tokens of a step, a power of two from 16 on.
       warps, stages: as Triton has them.
       bare_steps: whether steps that need no mask are taken by themselves, which takes registers.
+      max_registers: of a thread; None for as many as the assembler takes.
     """
 
     rows: int
@@ -135,6 +137,7 @@ class FlashTile:
     warps: int
     stages: int
     bare_steps: bool = False
+    max_registers: int | None = 255
 
     def heads(self, group: int) -> int:
         """Heads of a group that a program takes: as many as have a row, in blocks of about one size."""
@@ -156,10 +159,11 @@ def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> Fl
     width = power_of_two(head_dim)
     if card.capability == (9, 0):
         # Two programs of 64 rows beside each other hide each other's softmax; wider heads leave room for one.
+        measured: dict[str, Any] = {"bare_steps": True, "max_registers": None}
         if width <= 128:
-            return FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3, bare_steps=True)
+            return FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3, **measured)
         if not demanding:
-            return FlashTile(MOST_ROWS, tokens=32, warps=8, stages=3, bare_steps=True)
+            return FlashTile(MOST_ROWS, tokens=32, warps=8, stages=3, **measured)
     by_warpgroup = card.capability is not None and card.capability[0] == 10  # whose operands need no registers
     if demanding and (width > 128 or by_warpgroup):  # tensor memory is read back beside what is scaled
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)

@@ -153,7 +153,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
-    HAS_DRAFTS: tl.constexpr = QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None
+    HAS_DRAFTS: tl.constexpr = tl.constexpr(QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
     query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # of the sequence: all heads of a query are neighbours
@@ -208,10 +208,8 @@ def _attend(
                 if IN_ONE_PAGE:
                     page_id = next_id
                     next_id = tl.load(table_ptr + (start + TOKENS) // PAGE, mask=start + TOKENS < last, other=-1)
-                    base = page_id.to(tl.int64) * PAGE + start % PAGE
-                    slot = tl.arange(0, TOKENS).to(
-                        tl.int64
-                    )  # counted from the base: addresses of few bits leave registers
+                    base = tl.cast(page_id, tl.int64) * PAGE + tl.cast(start, tl.int64) % PAGE
+                    slot = tl.arange(0, TOKENS)  # counted from the base
                 else:
                     page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
                     base = tl.full([], 0, tl.int64)

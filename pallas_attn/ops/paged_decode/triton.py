@@ -190,6 +190,7 @@ def _attend(
         held = real_row[:, None] & real_d[None, :]
         q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
         q_rest = q
+        k_scale = 1.0
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":
