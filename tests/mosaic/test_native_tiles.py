@@ -2,6 +2,8 @@
 interpreter runs.
 """
 
+from typing import Any
+
 import numpy as np
 
 from pallas_attn.mosaic.sm100.native_tiles import FRAGMENT, num_fragments
@@ -9,7 +11,8 @@ from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
 
 
 def test_a_thread_holds_its_row_in_pairs_of_columns() -> None:
-    layout, shape = ROW_A_THREAD.to_mgpu(), (ROWS, 12)
+    layout: Any = ROW_A_THREAD.to_mgpu()
+    shape = ROWS, 12
     assert list(layout.tiling.tiles) == [(ROWS, 2), (ROWS // 4, 2)]
     assert (layout.warp_dims, layout.lane_dims, layout.vector_dim) == ((-4,), (-2,), -1)
     assert np.prod(layout.registers_shape(shape)) == shape[1] // 2

@@ -914,7 +914,7 @@ def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, 
     """Write a slice of O, normalised, by its place as in `TcgenSoftmax.for_each_slice`."""
     tile = tile.astype(out.dtype)
     if static.columns:
-        _write_columns(out, static, row, *place, tile)
+        _write_columns(out, static, row, place, tile)
         return
     column = half * static.other + place if static.halves == 2 else place
     # Where the halves overlap, the first one writes: their bits may differ.
@@ -925,8 +925,9 @@ def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, 
         store_rows(tile, out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column, tile.shape[1])])
 
 
-def _write_columns(out: Ref, static: TcgenStatic, row: Any, number: Any, query_row: int, tile: Any) -> None:
+def _write_columns(out: Ref, static: TcgenStatic, row: Any, place: tuple[Any, int], tile: Any) -> None:
     """Write a slice [128 columns of the latent, query rows], without the columns that the slice before has, too."""
+    number, query_row = place
     of_own = pl.cdiv(static.own, VALUE_ROWS)
     is_own = number < of_own
     begin = jnp.where(is_own, number, number - of_own) * VALUE_ROWS
