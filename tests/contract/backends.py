@@ -287,7 +287,7 @@ SM100_SAMPLE = (
     r"test_poison_changes_no_bit\[mosaic_sm100-few heads",
     r"test_several_queries\[mosaic_sm100-many heads-4, tree\]",
     # Decode is Hopper's kernel but for its products; tests/ops/test_paged_decode_sm100.py has rows of many tiles.
-    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|int8 per channel|tree of 3, windowed)",
+    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|tree of 3, windowed)",
 )
 """Tests of Blackwell's kernels that the ordinary run interprets; all others are slow."""
 

@@ -161,7 +161,7 @@ def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
         inverted = np.empty_like(x.registers)
         for i, register in np.ndenumerate(x.registers):
             numbers = [vector.extract(register, [], [j]) for j in range(2)]
-            inverses = [llvm.inline_asm(n.type, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
+            inverses: Any = [llvm.inline_asm(n.type, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
             inverted[i] = vector.from_elements(register.type, inverses)
         return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=None)
 
