@@ -20,7 +20,7 @@ import pytest
 
 from pallas_attn import DecodePlan, dispatch
 from pallas_attn.mosaic.sm90 import decode_config
-from pallas_attn.mosaic.sm90.flash import config as flash_config
+from pallas_attn.mosaic.flash import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.plan_decode.config import PlanConfig

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from pallas_attn import ragged_attention
-from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.mosaic.sm90.flash.kernel import FlashStatic
-from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, QueryBlock
-from pallas_attn.mosaic.sm90.flash.split import RowState, merge_splits
+from pallas_attn.mosaic.flash.schedule import FlashWorkTile, QueryBlock
+from pallas_attn.mosaic.flash.split import RowState, merge_splits
 from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedFrontEnd, RaggedInputs
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.ops import harness

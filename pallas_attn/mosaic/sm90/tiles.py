@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted
+from pallas_attn.mosaic.row_layout import RowLayout
 
 TILE = plgpu.Layout.WGMMA
 """Layout of a tile in the registers of a warpgroup."""
@@ -32,6 +33,18 @@ PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 ROW_BYTES = 128
 """Bytes of a swizzled row of a tile in shared memory, unless a caller asks for 64."""
+
+
+
+class TokenRows(RowLayout):
+    """Tiles whose rows are tokens; four threads share one."""
+
+    @property
+    def tile(self) -> Any:
+        return TILE
+
+
+TOKENS = TokenRows(threads=4, vector=2)
 
 CHUNK = 16
 """Bytes that a thread stores at once. Four threads share a row, as in layout PER_TOKEN."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pallas_attn import tuning
 from pallas_attn.device import Device
-from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, FlashConfig
+from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 from pallas_attn.triton.tiles import MOST_ROWS, FlashTile, flash_tile, power_of_two
 
@@ -87,11 +87,7 @@ class HeadPacking(NamedTuple):
     slots: int
 
 
-MOST_SLOTS = QUERIES // ALIGNMENT
-"""Slots at most: then the smallest block has at least as many queries of each head as copies begin at multiples of."""
-
-
-def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
+def packing(group: int, queries: int, block_rows: int, most_slots: int) -> HeadPacking:
     """The packing with the fewest rows of blocks; among equals that with the most heads. The more heads share a block,
     the fewer queries of each it has, and the less of a sequence's last block is empty.
 
@@ -99,6 +95,8 @@ def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
       group: query heads of a KV head.
       queries: queries of a sequence, on average.
       block_rows: rows of a block.
+      most_slots: slots at most: so many that the smallest block has at least as many queries of each head as copies
+        begin at multiples of.
     """
 
     def rows(packing: HeadPacking) -> float:
@@ -108,5 +106,5 @@ def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
         empty = (ALIGNMENT - 1) / 2 + block_rows // packing.slots - 1
         return packing.slots / packing.heads * (queries + empty)
 
-    divisors = [heads for heads in range(min(group, MOST_SLOTS), 0, -1) if group % heads == 0]
+    divisors = [heads for heads in range(min(group, most_slots), 0, -1) if group % heads == 0]
     return min((HeadPacking(heads, 1 << (heads - 1).bit_length()) for heads in divisors), key=rows)

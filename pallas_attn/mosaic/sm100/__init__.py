@@ -1,0 +1,1 @@
+"""Code shared by Mosaic GPU kernels for data-center Blackwell (B200), whose tensor cores are programmed by tcgen05."""
