@@ -14,7 +14,8 @@ from jax import export
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.flash.config import QUERIES, FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey

@@ -68,6 +68,21 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
 
 
+def sm100_config(key: PagedPrefillKey) -> FlashConfig:
+    """Sizes of the Mosaic kernel on Blackwell."""
+    return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _sm100_heuristic(key))
+
+
+def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
+    """As many rows, then keys, then stages as fit shared memory, with staging buffers where a cache has 8 bits, and
+    TMEM. Pages of 16 take small tiles, as on Hopper.
+    """
+    narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
+    tile_keys = 128 if key.page_size > 16 and (narrow or (key.head_dim == 128 and not quantised)) else 64
+    stages = 4 if tile_keys * key.head_dim <= 8192 else 2
+    return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 else 2)
+
+
 def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
     """Sizes of the Triton kernel, by the query rows that share keys, on average, and D; see `flash_tile`."""
     key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
