@@ -49,17 +49,18 @@ type Modules = Mapping[tuple[str, Architecture | None], str]
 _ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
 _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
 _ON_SM100: Modules = {("mosaic", (10, 0)): "mosaic_sm100"}
+_ON_SM90_AND_SM100: Modules = {("mosaic", (9, 0)): "mosaic", ("mosaic", (10, 0)): "mosaic"}
 _IN_TRITON: Modules = {("triton", None): "triton"}
 
 MODULES: dict[str, Modules] = {
-    "paged_decode": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
+    "paged_decode": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
     "paged_prefill": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
     "mla_decode": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "ragged_attention": {**_ON_SM90, **_ON_SM100, **_ANYWHERE},
-    "plan_decode": {**_ON_SM90, ("xla", None): "xla"},
-    "write_kv": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
-    "write_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
-    "gather_latent": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
+    "plan_decode": {**_ON_SM90_AND_SM100, ("xla", None): "xla"},
+    "write_kv": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
+    "write_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
+    "gather_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
     "index_scores": _ANYWHERE,
     "select_top_k": _ANYWHERE,
     "index_top_k": _ANYWHERE,

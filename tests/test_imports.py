@@ -422,7 +422,7 @@ GOOD = [
     (f"{OP}.call", "from pallas_attn import checks\nfrom pallas_attn.types import PagedKV"),
     (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
     (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
-    ("pallas_attn.mosaic.sm90.decode", "from pallas_attn.mosaic import basics"),
+    ("pallas_attn.mosaic.sm90.decode_products", "from pallas_attn.mosaic import basics"),
     (OP, "from pallas_attn import dispatch\nfrom pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
     ("pallas_attn.ops.plan_decode", "from pallas_attn.ops.mla_decode.call import MlaDecodeCall"),
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),

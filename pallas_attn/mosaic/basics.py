@@ -28,12 +28,12 @@ def interpreted() -> bool:
     return device.interpreted()
 
 
-def require_capability(architecture: device.Architecture) -> None:
-    """Raises NotImplementedError unless kernels of this architecture run interpreted, or are compiled for such a card
-    by an assembler that does not break them.
+def require_capability(*architectures: device.Architecture) -> None:
+    """Raises NotImplementedError unless kernels of one of these architectures run interpreted, or are compiled for such
+    a card by an assembler that does not break them.
     """
     here = device.current()
-    here.require(architecture)
+    here.require(*architectures)
     if not here.interpreted:
         require_sound_assembler()
         faster_lowering.apply()

@@ -27,7 +27,10 @@ def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> b
     """Compile a case, print its report, and return whether it passes."""
     case, began = CASES[name], time.perf_counter()
     report = compiler.report(name)
-    print(f"{name}: {time.perf_counter() - began:.1f} s, {report.shared_memory} bytes of shared memory")
+    print(
+        f"{name}: {time.perf_counter() - began:.1f} s, {report.shared_memory} bytes of shared memory"
+        + f", {report.tmem_columns} columns of tensor memory" * bool(report.tmem_columns)
+    )
     for kernel in report.kernels:
         print(f"  {kernel.name}: {kernel.registers} registers, {', '.join(kernel.tensor_cores)}")
     wrong = list(complaints(report, case))

@@ -41,6 +41,7 @@ class Case:
       scratch_bytes: shared memory of its greediest kernel, computed from scratch types; 0 where that is not compared.
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: thread blocks of its kernel that have to fit a multiprocessor.
+      card: of `device.CARDS`, that it is compiled for.
       options: options of the compiler.
     """
 
@@ -54,6 +55,7 @@ class Case:
     scratch_bytes: int = 0
     tile: Tile | None = None
     blocks: int = 1
+    card: str = "H200"
     options: dict[str, str | bool] | None = None
 
     @property
@@ -67,6 +69,11 @@ class Case:
         """Elements of the cache's largest array, 0 without a cache."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.cache else []
         return max((math.prod(a.shape) for a in leaves), default=0)
+
+
+def on_b200(cases: Mapping[str, Case]) -> dict[str, Case]:
+    """The same calls compiled for a B200, under names that say so."""
+    return {f"sm100-{name}": dataclasses.replace(case, card="B200") for name, case in cases.items()}
 
 
 _ALLOCATED: dict[tuple[type, str], Any] = {}

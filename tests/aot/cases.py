@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.aot.case import Case
-from tests.aot.decode import DECODE, DECODE_MORE
+from tests.aot.case import Case, on_b200
+from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
 from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
@@ -16,9 +16,14 @@ from tests.aot.steps import STEPS
 from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
+SM100_WRITES = on_b200(WRITES | WRITES_MORE)
+SM100_PLANS = on_b200(PLANS)
+SM100_LATENT = on_b200({name: case for name, case in (LATENT | LATENT_MORE).items() if not case.tensor_cores})
+
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
+    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE),
     **TRITON,
 }
 
@@ -35,6 +40,10 @@ MODULES = {
     **dict.fromkeys(REAL, "real"),
     **dict.fromkeys(TRITON, "triton_xla"),
     **dict.fromkeys(STEPS, "steps"),
+    **dict.fromkeys(SM100_WRITES, "writes"),
+    **dict.fromkeys(SM100_LATENT, "latent"),
+    **dict.fromkeys(SM100_PLANS, "plans"),
+    **dict.fromkeys(SM100_DECODE, "decode"),
 }
 """Module of this package that defines each case."""
 
@@ -56,6 +65,9 @@ IN_EVERY_RUN = frozenset(
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
         "triton-write-latent-fp8-512-64", "triton-paged-decode-tree",
+        # For a B200.
+        "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
+        "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
     }
 )  # fmt: skip
 """Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""

@@ -1,4 +1,4 @@
-"""Compiles configurations for an H200, one for each name read from standard input; answers with a line of JSON each.
+"""Compiles cases for the card named as argument, one for each name read from standard input; answers in lines of JSON.
 
 This is the process behind `gate.Compiler`: it has the CUDA plugin, its parent does not.
 """
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.aot import device
 from tests.aot.case import Case
 from tests.aot.cases import CASES
-from tests.aot.report import Report, parse_kernels, parse_shared_memory
+from tests.aot.report import Report, parse_kernels, parse_shared_memory, parse_tmem_columns
 from tests.aot.samples import SAMPLES
 
 
@@ -58,6 +58,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     return Report(
         kernels=parse_kernels(dump),
         shared_memory=parse_shared_memory(dump),
+        tmem_columns=parse_tmem_columns(dump),
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         copies=large_copies(module, case.cache_elements) if case.cache else (),
@@ -85,10 +86,10 @@ def large_copies(module: str, elements: int) -> tuple[str, ...]:
     )
 
 
-def main(requests: IO[str]) -> None:
+def main(requests: IO[str], card_name: str) -> None:
     gc.set_threshold(50_000, 20, 20)  # as in the tests' own process: most of what is made stays
     answers = os.fdopen(os.dup(1), "w")
-    printed, card, cases = Printed(), device.h200(), SAMPLES | CASES
+    printed, card, cases = Printed(), device.described(card_name), SAMPLES | CASES
     for line in requests:
         report = compile_case(cases[line.strip()], card, printed)
         answer = json.dumps(dataclasses.asdict(report))
@@ -96,4 +97,4 @@ def main(requests: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.stdin)
+    main(sys.stdin, sys.argv[1])

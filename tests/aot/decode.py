@@ -1,4 +1,4 @@
-"""`paged_decode` on Hopper: every configuration that config.py or a packaged tuning can choose, features, and calls."""
+"""`paged_decode`: every configuration that config.py or a packaged tuning can choose, features, and calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.mosaic.sm90.decode import DecodeScratch, DecodeTile
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
-from pallas_attn.ops.paged_decode.config import PagedDecodeKey, max_columns, mosaic_config, mosaic_tile
+from pallas_attn.mosaic.decode import DecodeScratch, DecodeTile
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.ops.paged_decode.config import (
+    MAX_COLUMNS_SM100,
+    PagedDecodeKey,
+    column_step_sm100,
+    max_columns,
+    mosaic_config,
+    mosaic_sm100_config,
+    mosaic_sm100_tile,
+    mosaic_tile,
+)
 from tests.aot.case import Case, Tile, allocated, shape
 from tests.aot.plans import fitted, plan_shapes
 
@@ -56,6 +65,7 @@ class Configuration:
       cache: name in `CACHES`.
       columns: query rows of a KV head that a program takes at once.
       out: dtype of the output.
+      card: that it is compiled for.
     """
 
     cache: str
@@ -63,11 +73,13 @@ class Configuration:
     columns: int = 8
     out: Any = jnp.bfloat16
     page_size: int = 64
+    card: str = "H200"
 
     def __str__(self) -> str:
+        card = "sm100-" if self.card == "B200" else ""
         out = "" if self.out == jnp.bfloat16 else "-f32-out"
         pages = "" if self.page_size == 64 else f"-p{self.page_size}"
-        return f"paged-decode-{self.cache}-d{self.head_dim}-n{self.columns}{out}{pages}"
+        return f"{card}paged-decode-{self.cache}-d{self.head_dim}-n{self.columns}{out}{pages}"
 
     @property
     def cache_bytes(self) -> int:
@@ -92,6 +104,13 @@ class Configuration:
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
         return PagedDecodeKey(*sizes, self.page_size)
 
+    @property
+    def config(self) -> DecodeConfig:
+        return (mosaic_sm100_config if self.card == "B200" else mosaic_config)(self.key)
+
+    def decode_tile(self, tile_tokens: int) -> DecodeTile:
+        return (mosaic_sm100_tile if self.card == "B200" else mosaic_tile)(self.key, tile_tokens)
+
     def paged_kv(self, num_pages: int = BATCH * PAGES) -> PagedKV:
         spec = kv_cache_spec(
             num_pages=num_pages,
@@ -105,7 +124,8 @@ class Configuration:
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
         """Plan of `plan_decode` for a batch, as shapes, which are the same for any window."""
-        return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch)
+        implementation = "mosaic_sm100" if self.card == "B200" else "mosaic_sm90"
+        return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch, implementation)
 
     def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
         """Shapes of a call of so many queries, with as many heads as fill the columns."""
@@ -126,7 +146,7 @@ class Configuration:
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
         """Shared memory of the kernel of `arguments`, which packs no queries."""
-        tile = replace(mosaic_tile(self.key, sizes.tile_tokens), packs_queries=False, scales=self.scales)
+        tile = replace(self.decode_tile(sizes.tile_tokens), packs_queries=False, scales=self.scales)
         return scratch_bytes(tile, sizes.stages)
 
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
@@ -139,7 +159,7 @@ class Configuration:
                 return paged_decode(**arguments, out_dtype=self.out, **static)
 
         with on_device:
-            sizes = mosaic_config(self.key)
+            sizes = self.config
         return Case(
             call,
             fitted(arguments or self.arguments(), static.get("window")),
@@ -148,6 +168,7 @@ class Configuration:
             scratch_bytes=0 if arguments or static else self.scratch_bytes(sizes),
             tile=self.tile,
             blocks=sizes.programs_per_multiprocessor,
+            card=self.card,
         )
 
 
@@ -177,6 +198,21 @@ def configurations() -> list[Configuration]:
 
 
 CONFIGURATIONS = configurations()
+
+
+def sm100_configurations() -> list[Configuration]:
+    """As `configurations`, for a B200."""
+    every = [
+        Configuration(cache, head_dim, columns, out, card="B200")
+        for cache, head_dim, out in itertools.product(CACHES, HEAD_DIMS, (jnp.bfloat16, jnp.float32))
+        for step in [column_step_sm100(head_dim)]
+        for columns in range(step, MAX_COLUMNS_SM100 + 1, step)
+    ]
+    widest = [c for c in every if c.out == jnp.bfloat16 and c.columns == MAX_COLUMNS_SM100]
+    return every + [replace(c, page_size=size) for c, size in itertools.product(widest, (16, 32, 128))]
+
+
+SM100_CONFIGURATIONS = sm100_configurations()
 
 
 def tunings() -> dict[str, list[PagedDecodeKey]]:
@@ -237,8 +273,7 @@ def group_of_4(head_dim: int) -> Case:
     """Call in which half of the columns are padding, and the kernel itself packs the queries."""
     few = replace(BF16, head_dim=head_dim)
     case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
-    sizes = mosaic_config(few.key)
-    return replace(case, scratch_bytes=scratch_bytes(mosaic_tile(few.key, sizes.tile_tokens), sizes.stages))
+    return replace(case, scratch_bytes=scratch_bytes(few.decode_tile(few.config.tile_tokens), few.config.stages))
 
 
 def one_sequence() -> Case:
@@ -357,3 +392,24 @@ DECODE_MORE: dict[str, Case] = {
     **{f"paged-decode-{name}": case for name, case in features().items()},
 }
 """All configurations and calls, and each feature by itself."""
+
+
+def sm100() -> dict[str, Case]:
+    """All configurations for a B200, the widest with all features at once, and calls unlike those."""
+    plain = Configuration("bf16", columns=16, card="B200")
+    arguments = plain.arguments()
+    wide = [c for c in SM100_CONFIGURATIONS if c.page_size == 16]
+    return {
+        **{str(c): c.case() for c in SM100_CONFIGURATIONS},
+        **with_all_features(wide),
+        "sm100-paged-decode-group-of-4": plain.case(arguments | {"q": shape(BATCH, 1, 4 * KV_HEADS, 128)}),
+        "sm100-paged-decode-blocks": plain.case(arguments | {"q": shape(BATCH, 8, 12 * KV_HEADS, 128)}),
+        "sm100-paged-decode-window": plain.case(window=1024),
+        "sm100-paged-decode-fixed-plan": plain.case(arguments | {"plan": plain.plan("fixed")}),
+        "sm100-paged-decode-no-plan": plain.case({name: x for name, x in arguments.items() if name != "plan"}),
+        "sm100-paged-decode-one-sequence": plain.case(plain.arguments(batch=1)),
+        "sm100-paged-decode-layers": replace(plain.case(), function=layers, donated=True),
+    }
+
+
+SM100_DECODE = sm100()

@@ -32,18 +32,49 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 
+B200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 148
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 8000000000000
+  l2_cache_size: 132644864
+  clock_rate_ghz: 1.965
+  device_memory_size: 191000000000
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA B200"
+"""
+
+CARDS = {"H200": H200, "B200": B200}
+
 MAX_SHARED_MEMORY = 232448
-"""Bytes a thread block of an H200 may have: 227 KiB."""
+"""Bytes a thread block of either card may have: 227 KiB."""
 
 MULTIPROCESSOR_SHARED_MEMORY, BLOCK_SHARED_MEMORY = 233472, 1024
 """Bytes that the thread blocks of a multiprocessor share, and what each takes beside its own."""
 
 MULTIPROCESSOR_REGISTERS = 65536
 
+TMEM_COLUMNS = 512
+"""Columns of tensor memory of a multiprocessor of a B200."""
 
-def h200() -> jax.Device:
-    """An H200 that can be compiled for but not run on.
+
+def described(card: str) -> jax.Device:
+    """A card of `CARDS` that can be compiled for but not run on.
 
     A process compiles for one architecture: the first kernel fixes the assembler's target.
     """
-    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200).devices[0]
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=CARDS[card]).devices[0]

@@ -13,15 +13,16 @@ import sys
 from pathlib import Path
 
 from tests.aot import environment, sources
-from tests.aot.cases import MODULES
+from tests.aot.cases import CASES, MODULES
 from tests.aot.report import Report
+from tests.aot.samples import SAMPLES
 
 ANSWER = '{"error":'
 """Beginning of a line with a report; no message of the compilers begins like this."""
 
 
 class Compiler:
-    """A process that compiles cases for an H200 one at a time; a case that ends it costs only a new start.
+    """Processes that compile cases one at a time, one for each card; a case that ends one costs only a new start.
 
     Attributes:
       kept: whether reports of earlier runs are taken, without their disassembly.
@@ -30,7 +31,7 @@ class Compiler:
     def __init__(self, plugin: str, kept: bool = True):
         self._plugin = plugin
         self._kept = kept
-        self._process: subprocess.Popen[str] | None = None
+        self._processes: dict[str, subprocess.Popen[str]] = {}
         self._reports: dict[str, Report] = {}
 
     def report(self, name: str) -> Report:
@@ -43,29 +44,30 @@ class Compiler:
         return self._reports[name]
 
     def close(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.communicate()
-            self._process = None
+        """Ends the processes."""
+        for card in list(self._processes):
+            self._processes.pop(card).communicate()
 
     def _compile(self, name: str) -> Report:
-        if self._process is None:
-            self._process = self._start()
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(f"{name}\n")
-        self._process.stdin.flush()
+        card = (SAMPLES | CASES)[name].card
+        process = self._processes.get(card)
+        if process is None:
+            process = self._processes[card] = self._start(card)
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(f"{name}\n")
+        process.stdin.flush()
         said = []
-        for line in self._process.stdout:
+        for line in process.stdout:
             if line.startswith(ANSWER):
                 return Report.from_json(json.loads(line))
             said.append(line)
-        self.close()
+        self._processes.pop(card).communicate()
         return Report(error="".join(said[-12:]))
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, card: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.aot.compile"],
+            [sys.executable, "-m", "tests.aot.compile", card],
             cwd=environment.ROOT,
             env=environment.variables(self._plugin),
             stdin=subprocess.PIPE,

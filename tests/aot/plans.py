@@ -29,7 +29,9 @@ def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> di
     }
 
 
-def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int) -> DecodePlan:
+def plan_shapes(
+    page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int, implementation: str = "mosaic_sm90"
+) -> DecodePlan:
     """Shapes of a plan for a Mosaic kernel; `fitted` says for which call. Tracing one takes half a second, and every
     process of the tests makes the cases of decode."""
     rows, rows_plus_1, programs_plus_1 = (
@@ -42,7 +44,7 @@ def plan_shapes(page_size: int, kv_heads: int, num_programs: int, mode: Mode, ba
     }
     made_for = PlanKey("paged_decode", batch, 1, kv_heads, kv_heads, page_size, PAGES, window=None, q_lens=False)
     split_pages = sharing_of(mode, page_size).split_pages
-    return DecodePlan(**fields, made_for=made_for, implementation="mosaic_sm90", split_pages=split_pages)  # pyrefly: ignore[bad-argument-type]
+    return DecodePlan(**fields, made_for=made_for, implementation=implementation, split_pages=split_pages)  # pyrefly: ignore[bad-argument-type]
 
 
 def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:

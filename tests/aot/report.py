@@ -18,6 +18,12 @@ WARPGROUP = 128
 KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
 """Log of the assembler for a kernel, and its disassembly."""
 
+TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
+"""Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
+
+OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",)}
+"""How the names of those begin that use all of a card's tensor cores."""
+
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 
 
@@ -30,7 +36,7 @@ class Kernel:
       registers: per thread, at entry.
       stack, spill_stores, spill_loads: bytes per thread.
       remarks: the assembler's warnings and remarks about lost performance.
-      tensor_cores: its tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16".
+      tensor_cores: its tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16", or "UTCHMMA" on a B200.
       sass: disassembly.
     """
 
@@ -52,6 +58,7 @@ class Report:
       error: why it does not compile; then the rest is empty.
       kernels: its Mosaic GPU kernels, in the order they were compiled.
       shared_memory: bytes a thread block asks for, in the greediest of them.
+      tmem_columns: columns of tensor memory that a thread block takes, in the greediest of them.
       temporaries: bytes of memory beside arguments and results.
       aliased: bytes of results that take the place of donated arguments.
       copies: copying instructions of the compiled module as large as the cache, with their shapes.
@@ -61,6 +68,7 @@ class Report:
     error: str | None = None
     kernels: tuple[Kernel, ...] = ()
     shared_memory: int = 0
+    tmem_columns: int = 0
     temporaries: int = 0
     aliased: int = 0
     copies: tuple[str, ...] = ()
@@ -69,12 +77,13 @@ class Report:
     @property
     def fitting_blocks(self) -> int:
         """Thread blocks of one warpgroup that a multiprocessor has registers and shared memory for, of the greediest
-        kernel. Registers are given out by 8 a thread.
+        kernel. Registers are given out by 8 a thread, and no block starts while tensor memory is short.
         """
         registers = max((-(-kernel.registers // 8) * 8 for kernel in self.kernels), default=8)
         return min(
             device.MULTIPROCESSOR_REGISTERS // (registers * WARPGROUP),
             device.MULTIPROCESSOR_SHARED_MEMORY // (self.shared_memory + device.BLOCK_SHARED_MEMORY),
+            device.TMEM_COLUMNS // max(1, self.tmem_columns),
         )
 
     @staticmethod
@@ -102,6 +111,11 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield "has no Mosaic GPU kernel"
     if case.tensor_cores and not any(kernel.tensor_cores for kernel in report.kernels):
         yield "uses no tensor cores"
+    for kernel in report.kernels:
+        if others := [each for each in kernel.tensor_cores if not each.startswith(OWN_TENSOR_CORES[case.card])]:
+            yield f"{kernel.name} multiplies as other cards do: {', '.join(others)}"
+    if report.tmem_columns > device.TMEM_COLUMNS:
+        yield f"takes {report.tmem_columns} columns of tensor memory, of {device.TMEM_COLUMNS}"
     if report.shared_memory > device.MAX_SHARED_MEMORY:
         yield f"asks for {report.shared_memory} bytes of shared memory, of {device.MAX_SHARED_MEMORY}"
     elif (fitting := report.fitting_blocks) < case.blocks:
@@ -136,7 +150,7 @@ def _parse_kernel(log: str, sass: str) -> Kernel:
         spill_stores=int(stores),
         spill_loads=int(loads),
         remarks=tuple(REMARK.findall(log)),
-        tensor_cores=tuple(dict.fromkeys(re.findall(r"\b[HQI]GMMA\.[\w.]+", sass))),
+        tensor_cores=tuple(dict.fromkeys(re.findall(TENSOR_CORES, sass))),
         sass=sass,
     )
 
@@ -146,6 +160,15 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
     if match is None:
         raise ValueError(f"expected {pattern!r} in:\n{text}")
     return match.groups()
+
+
+def parse_tmem_columns(dump: str) -> int:
+    """Columns of tensor memory of the greediest kernel, from what Mosaic GPU prints about what it reserves. It takes a
+    power of two, 32 or more.
+    """
+    wanted = [int(columns) for columns in re.findall(r"tmem_scratch_cols=(\d+)", dump)]
+    most = max(wanted, default=0)
+    return max(32, 1 << (most - 1).bit_length()) if most else 0
 
 
 def parse_shared_memory(dump: str) -> int:

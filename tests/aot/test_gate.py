@@ -13,7 +13,7 @@ from tests.aot import environment, gate, plans, sources
 from tests.aot.case import Case, shape
 from tests.aot.compile import kernels_on_slices, large_copies
 from tests.aot.gate import Compiler
-from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory
+from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory, parse_tmem_columns
 from tests.aot.samples import SAMPLES
 
 
@@ -88,7 +88,7 @@ def repository(monkeypatch, tmp_path):
     files = {
         "pallas_attn/__init__.py": "",
         "pallas_attn/ops/write_kv/__init__.py": "",
-        "pallas_attn/ops/write_kv/mosaic_sm90.py": "from pallas_attn.mosaic import rows",
+        "pallas_attn/ops/write_kv/mosaic.py": "from pallas_attn.mosaic import rows",
         "pallas_attn/mosaic/__init__.py": "",
         "pallas_attn/mosaic/rows.py": "",
         "pallas_attn/mosaic/others.py": "",
@@ -116,7 +116,7 @@ def forget_sources():
     ("file", "compiled"),
     [
         ("pallas_attn/mosaic/rows.py", 2),
-        ("pallas_attn/ops/write_kv/mosaic_sm90.py", 2),
+        ("pallas_attn/ops/write_kv/mosaic.py", 2),
         ("tests/aot/writes.py", 2),
         ("tests/aot/cuda13.txt", 2),
         ("pallas_attn/mosaic/others.py", 1),
@@ -213,6 +213,26 @@ def test_shared_memory_has_a_limit():
     assert not list(complaints(Report(kernels=(kernel,), shared_memory=227 * 1024), case))
     (complaint,) = complaints(Report(kernels=(kernel,), shared_memory=227 * 1024 + 8), case)
     assert "232456 bytes of shared memory" in complaint
+
+
+def test_tensor_memory_has_a_limit():
+    """A thread block takes a power of two of columns, and has to leave some to the blocks beside it."""
+    kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA",), "")
+    line = "Resources(smem_scratch_bytes=1024, tmem_scratch_cols={}, barrier_counts=Counter())\n"
+    assert [parse_tmem_columns(line.format(n)) for n in (0, 16, 96, 512, 520)] == [0, 32, 128, 512, 1024]
+    on_b200 = Case(abs, {"x": shape(1)}, card="B200", blocks=2)
+    assert not list(complaints(Report(kernels=(kernel,), tmem_columns=256), on_b200))
+    (complaint,) = complaints(Report(kernels=(kernel,), tmem_columns=512), on_b200)
+    assert complaint == "is meant for 2 thread blocks a multiprocessor, of which 1 fit"
+    first, *_ = complaints(Report(kernels=(kernel,), tmem_columns=1024), on_b200)
+    assert first == "takes 1024 columns of tensor memory, of 512"
+
+
+@pytest.mark.parametrize("other", ["HMMA.16816.F32", "HGMMA.64x8x16.F32"])
+def test_a_card_multiplies_with_its_own_tensor_cores(other):
+    kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA", other), "")
+    (complaint,) = complaints(Report(kernels=(kernel,)), Case(abs, {"x": shape(1)}, card="B200"))
+    assert complaint == f"k multiplies as other cards do: {other}"
 
 
 def test_shared_memory_is_what_the_scratch_types_come_to():

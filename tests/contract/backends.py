@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -18,8 +19,9 @@ from unittest import mock
 import jax
 import pytest
 
-from pallas_attn import DecodePlan, dispatch
-from pallas_attn.mosaic.sm90 import decode_config
+from pallas_attn import DecodePlan, device, dispatch
+from pallas_attn.device import Architecture
+from pallas_attn.mosaic import decode_config
 from pallas_attn.mosaic.flash import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import config as mla_config
@@ -37,6 +39,7 @@ class Backend:
 
     Attributes:
       name: of the implementation.
+      architecture: that its kernels are for, where the implementation has others for other cards.
       configs: taken in place of tuned or heuristic configurations, whichever of their types an operation looks up.
       dtype: of queries, in cases that name none.
       dense: memory grows with queries times keys, so that no large case is run.
@@ -52,6 +55,7 @@ class Backend:
     """
 
     name: str
+    architecture: Architecture | None = None
     configs: tuple[Any, ...] = ()
     dtype: str = "float32"
     dense: bool = False
@@ -62,10 +66,22 @@ class Backend:
     refuses: Mapping[str, str] = MappingProxyType({})
     slow: tuple[str, ...] = ()
 
+    @property
+    def id(self) -> str:
+        """Name in the ids of tests."""
+        return f"{self.name}_sm100" if self.architecture == (10, 0) else self.name
+
     @functools.cached_property
     def variant(self) -> Variant:
         """With the configurations of the suites, under which small inputs make many tiles."""
-        return Variant(self.name, self.configs, honours_plans=self.plans)
+        return Variant(self.name, self.configs, self.architecture, honours_plans=self.plans)
+
+    def implements(self, op: str) -> bool:
+        """Whether the operation has it, for cards that are here or interpreted."""
+        if self.architecture is None:
+            return self.name in dispatch.implementations(op)
+        runs_here = self.interpreted or device.current().capability == self.architecture
+        return runs_here and (self.name, self.architecture) in dispatch.MODULES[op]
 
     @property
     def interpreted(self) -> bool:
@@ -92,7 +108,12 @@ class Backend:
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         """Within it the backend's calls run as they do here."""
-        with self.interpreter(capsys) if self.interpreter and self.interpreted else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.interpreter and self.interpreted:
+                if self.architecture:
+                    named = ".".join(map(str, self.architecture))
+                    stack.enter_context(mock.patch.dict(os.environ, {device.INTERPRET_VARIABLE: named}))
+                stack.enter_context(self.interpreter(capsys))
             yield
 
 
@@ -251,12 +272,23 @@ TRITON_SLOW = (
     r"test_bad_metadata.py.*triton-latents",
 )
 
+SM100_SAMPLE = (
+    # Kernels without a product are those of Hopper, which runs more of their cases.
+    r"test_plain_caches.*bfloat16-1-mosaic_sm100",
+    r"test_dynamic_scales.*4-float8_e4m3fn-1-mosaic_sm100",
+    r"test_write_turns.*\[4-before_rope-neox-mosaic_sm100",
+    r"test_write_places.*mosaic_sm100-bfloat16",
+    r"test_gather_lays.*mosaic_sm100-bfloat16",
+)
+"""Tests of Blackwell's kernels that the ordinary run interprets; all others are slow."""
+
 BACKENDS = (
     Backend("reference", dense=True, slow=PORTABLE_SLOW),
     # Tiles so small that small inputs make many of them, groups that do not divide the rows.
     Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),), slow=PORTABLE_SLOW),
     Backend(
         "mosaic",
+        (9, 0),
         configs=(
             decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
             mla_config.SeesawConfig(pairs=1, cluster=1),
@@ -271,6 +303,22 @@ BACKENDS = (
         plans=True,
         refuses=MOSAIC_REFUSALS,
         slow=MOSAIC_SLOW,
+    ),
+    Backend(
+        "mosaic",
+        (10, 0),
+        configs=(
+            decode_config.DecodeConfig(tile_tokens=128, stages=2, programs_per_multiprocessor=1),
+            flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
+            write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
+            CUT_SHORT_ROWS,
+        ),
+        dtype="bfloat16",
+        kernels=True,
+        interpreter=harness.interpreting,
+        plans=True,
+        refuses={pattern.replace("mosaic", "mosaic_sm100"): why for pattern, why in MOSAIC_REFUSALS.items()},
+        slow=(rf"^(?!{'|'.join(f'.*({test})' for test in SM100_SAMPLE)})",),
     ),
     # Interpreted wherever there is no GPU (tests/conftest.py).
     Backend(
@@ -294,24 +342,24 @@ MOSAIC = next(backend for backend in BACKENDS if backend.name == "mosaic")
 
 def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
     """Those of an operation, of the wanted kind."""
-    return [backend for backend in BACKENDS if backend.name in dispatch.implementations(op) and wanted(backend)]
+    return [backend for backend in BACKENDS if backend.implements(op) and wanted(backend)]
 
 
 def every_backend(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
     """Runs a test, which takes `backend`, with each backend of an operation, of the wanted kind."""
-    params = [pytest.param(backend, id=backend.name) for backend in backends_of(op, wanted)]
+    params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("backend", params, indirect=True)
 
 
 def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
     """Runs a test, which takes `backend` and a case's `name`, with each case and backend of an operation."""
-    params = [pytest.param(backend, name, id=f"{backend.name}-{name}") for backend in backends_of(op) for name in cases]
+    params = [pytest.param(backend, name, id=f"{backend.id}-{name}") for backend in backends_of(op) for name in cases]
     return pytest.mark.parametrize(("backend", "name"), params, indirect=["backend"])
 
 
 def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
     """As `every_backend`, for a test that takes no more of it than its `variant`."""
-    params = [pytest.param(backend, id=backend.name) for backend in backends_of(op, wanted)]
+    params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("variant", params, indirect=True)
 
 

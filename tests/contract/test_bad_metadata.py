@@ -65,7 +65,7 @@ def others(op: str) -> list[Backend]:
 every_target = pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(backend, name, id=f"{backend.name}-{name}")
+        pytest.param(backend, name, id=f"{backend.id}-{name}")
         for name, target in TARGETS.items()
         if target.metadata
         for backend in others(target.op)

@@ -57,7 +57,7 @@ def both(wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecor
     return pytest.mark.parametrize(
         ("operation", "backend"),
         [
-            pytest.param(operation, backend, id=f"{operation.name}-{backend.name}")
+            pytest.param(operation, backend, id=f"{operation.name}-{backend.id}")
             for operation in (DECODE, PREFILL)
             for backend in backends.backends_of(operation.name, wanted)
         ],

@@ -43,10 +43,10 @@ def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
-            pytest.param(backend, name, id=f"{backend.name}-{name}")
+            pytest.param(backend, name, id=f"{backend.id}-{name}")
             for name, target in TARGETS.items()
             for backend in backends.backends_of(target.op, wanted)
-            if not backend.refusal(f"[{backend.name}-{name}]")
+            if not backend.refusal(f"[{backend.id}-{name}]")
         ],
         indirect=["backend"],
     )

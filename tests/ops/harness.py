@@ -26,6 +26,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
+from pallas_attn.device import Architecture
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.flash import split
 from pallas_attn.mosaic.flash.split import KvSplits
@@ -85,12 +86,14 @@ class Variant:
     Attributes:
       implementation: its name.
       config: replaces the tuned or heuristic configuration; or several, each of another type.
+      architecture: that its kernels are traced for; those for another are compiled apart.
       honours_plans: whether a row has the same bits in any batch and order in `fixed` mode.
       tolerances: of output and LSE; key True for float32 inputs, False for narrower ones.
     """
 
     implementation: str
     config: Any = None
+    architecture: Architecture | None = None
     honours_plans: bool = False
     tolerances: Mapping[bool, tuple[Tolerance, Tolerance]] = dataclasses.field(
         default_factory=lambda: {True: (F32_OUT, F32_LSE), False: (HALF_OUT, HALF_LSE)}, hash=False

@@ -15,7 +15,7 @@ import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, write_latent
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.ops.gather_latent.mosaic_sm90 import MAX_SEQUENCES
+from pallas_attn.ops.gather_latent.mosaic import MAX_SEQUENCES
 from tests.ops import harness
 from tests.ops import test_latent as contract
 from tests.ops.harness import Variant, assert_same_bits, compiled, fresh_rng
@@ -104,7 +104,7 @@ def test_is_chosen_on_hopper(op: str) -> None:
 @OPS
 def test_refuses_a_cpu_that_does_not_interpret(op: str) -> None:
     refused = explain(op, **arguments(op)).refused
-    assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"
+    assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is cpu"
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import DecodePlan
-from pallas_attn.mosaic.sm90 import split_states
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic import split_states
+from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of

@@ -31,7 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_mosaic = {"gather_latent": {("mosaic", (9, 0)): "mosaic_sm90"}}
+    only_mosaic = {"gather_latent": {("mosaic", (9, 0)): "mosaic"}}
     monkeypatch.setattr(dispatch, "MODULES", dispatch.MODULES | only_mosaic)  # so that nothing stands in for the kernel
     cached, new = LENGTHS[name]
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)

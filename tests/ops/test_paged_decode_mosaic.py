@@ -22,9 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import FULL, PagedKV, device, explain, paged_decode
 from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import dequantise as shared
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.sm90 import dequantise
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import max_columns
@@ -151,7 +152,7 @@ def test_conversions_to_float16(dtype: Any) -> None:
     words = low | harness.fresh_rng().permutation(low) << 16
     numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
     for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
-        got = run_ptx(dequantise.conversion(dtype, order), words)
+        got = run_ptx(shared.conversion(dtype, order), words)
         np.testing.assert_array_equal(np.concatenate(got, axis=1), numbers[:, order])
 
 

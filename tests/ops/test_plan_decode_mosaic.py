@@ -12,8 +12,8 @@ import pytest
 from pallas_attn import FULL, HeadWindow
 from pallas_attn.mosaic.block_scan import MOST_WARPGROUPS
 from pallas_attn.mosaic.row_layout import THREADS
-from pallas_attn.ops.plan_decode import mosaic_sm90
-from pallas_attn.ops.plan_decode.mosaic_sm90 import MAX_ROWS
+from pallas_attn.ops.plan_decode import mosaic
+from pallas_attn.ops.plan_decode.mosaic import MAX_ROWS
 from pallas_attn.portable import schedule
 from tests.ops import harness, plan_case
 
@@ -62,7 +62,7 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
 
 @pytest.mark.parametrize("mode", ["balanced", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
+    monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
     given = arguments(harness.fresh_rng(), 100, 3, 3000)
     with harness.interpreting(capsys):
         check(mode, 132, **given)
@@ -88,7 +88,7 @@ def test_interpreted_with_programs_for_each_row(
 ) -> None:
     """Rows are nearly whole numbers of shares, some idle; or one and a half chunks of them, not sorted."""
     if not snake_order:
-        monkeypatch.setattr(mosaic_sm90, "MOST_WARPGROUPS", 1)
+        monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
         monkeypatch.setattr(schedule, "MAX_SNAKE_ROWS", 128)
     lens = jnp.asarray(([3200, 0, 6400, 3190, 9600, 0, 6370] * 13)[:90], jnp.int32)
     shares = int(np.sum(np.ceil(np.asarray(lens) / 3200))) * 2

@@ -183,7 +183,7 @@ def test_refuses_in_words(arguments: dict[str, Any], reason: str) -> None:
 
 def test_refuses_a_cpu_that_does_not_interpret() -> None:
     refused = explain("write_kv", **call()).refused
-    assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200), this is cpu"
+    assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is cpu"
 
 
 # --- real sizes, on a GPU

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
+from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, mosaic_config

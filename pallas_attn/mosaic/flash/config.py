@@ -24,7 +24,7 @@ class FlashConfig:
 
     def __post_init__(self) -> None:
         if self.tile_keys not in (64, 128, 192, 256):
-            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to N of a product")
+            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to 256")
         if self.stages < 2:
             raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
         if self.consumers not in (1, 2, 3):

@@ -1,9 +1,9 @@
 """The prefill kernel as far as it is the same on every architecture: launch, rings, producer, and what front ends are.
 
-A kernel has one warpgroup that copies (`Producer`), some that compute, its consumers, and where the tensor core works by
-itself one that starts its products. All go through the same work tiles (`flash.schedule`). The producer fills rings of
-`stages` slots with tiles of keys and values. `ragged_attention` and `paged_prefill` are front ends: a `FrontEnd` turns a
-work tile into a `FrontTile`, which knows where the queries, keys and values are and what each row sees.
+A kernel has one warpgroup that copies (`Producer`), some that compute, its consumers, and where the tensor core works
+by itself one that starts its products. All go through the same work tiles (`flash.schedule`). The producer fills rings
+of `stages` slots with tiles of keys and values. `ragged_attention` and `paged_prefill` are front ends: a `FrontEnd`
+turns a work tile into a `FrontTile`, which knows where the queries, keys and values are and what each row sees.
 
 Barriers of the rings:
 
@@ -31,15 +31,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, shared_memory
+from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.flash.config import ALIGNMENT
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState, merge_splits
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.tiles import clear_rows
+from pallas_attn.mosaic.tiles import BY_64, clear_rows
+
+
+class TokenRows(RowLayout):
+    """Rows of tiles of keys or values, in the registers of the producer."""
+
+    @property
+    def tile(self) -> Any:
+        return BY_64.tile
+
+
+TOKENS = TokenRows(threads=4, vector=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +212,8 @@ class ScoreTransform(NamedTuple):
     Attributes:
       limits: limits(i) tells whether every row sees all of a tile, and has a function that makes the `Limits` if not.
       key_scale: multiplies q kᵀ, or None.
-      token_scales: token_scales(i) is [3, tile_keys] in shared memory, for each token the scale of its key, and log2 and
-        inverse of the scale of its value; or None.
+      token_scales: token_scales(i) is [3, tile_keys] in shared memory, for each token the scale of its key, and log2
+        and inverse of the scale of its value; or None.
       await_tile: await_tile(i) waits for what the producer published of a tile; None where its keys tell.
     """
 
@@ -377,7 +387,7 @@ class Producer:
         def _clear() -> None:
             plgpu.barrier_wait(rings.v_landed.at[stages])
             for first in range(0, self.static.tile_keys, 64):
-                clear_rows(rings.v.at[slot, pl.ds(first, 64)], live_mask(tiles.token_iota(64) + first))
+                clear_rows(rings.v.at[slot, pl.ds(first, 64)], live_mask(tiles.row_iota(64, BY_64) + first), BY_64)
             plgpu.commit_smem()
             for _ in range(self.static.copies):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])

@@ -40,9 +40,9 @@ from jaxtyping import Array, Int32
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
-from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.mosaic.flash.config import ALIGNMENT
 from pallas_attn.mosaic.flash.split import KvSplits
+from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
 
@@ -394,10 +394,10 @@ class TileQueue(NamedTuple):
 
     A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
     the current work tile are under way, so that no warpgroup waits for it, and passes it on to the others in shared
-    memory. On Hopper that has two slots: one is overwritten when the queries of the work tile after it have been copied,
-    which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves there is
-    a slot more than there are stages: the values that the producer copied last took the place of those that are `stages`
-    tiles older, after whose probabilities all consumers had begun with a work tile that recent.
+    memory. On Hopper that has two slots: one is overwritten when the queries of the work tile after it have been
+    copied, which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves
+    there is a slot more than there are stages: the values that the producer copied last took the place of those that
+    are `stages` tiles older, after whose probabilities all consumers had begun with a work tile that recent.
 
     Attributes:
       programs: number of programs.
@@ -417,9 +417,7 @@ class TileQueue(NamedTuple):
         return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
-    def scratch_types(
-        tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False
-    ) -> tuple[Any, Any]:
+    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> tuple[Any, Any]:
         """Scratch for `next_tile` and `landed`."""
         if tile_counter is None:
             return None, None

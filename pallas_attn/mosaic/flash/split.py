@@ -22,7 +22,7 @@ from jaxtyping import Array, Int32
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E
 from pallas_attn.mosaic.block_scan import Lanes
-from pallas_attn.mosaic.sm90.tiles import over_tokens
+from pallas_attn.mosaic.tiles import over_tokens
 
 WORK_TILE_OVERHEAD = 2
 """Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its output."""

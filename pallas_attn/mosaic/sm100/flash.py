@@ -8,9 +8,9 @@ one head, 128 rows for each consumer, against the keys that the block sees, tile
     last            one of its threads starts all products, S = Q Kᵀ and O += P V
 
 TMEM holds, in its 512 columns of 32 bits, the output O of each consumer and two buffers for scores. A consumer reads S,
-and writes the 16-bit probabilities P over it, from where P is the left operand of its product. Of two consumers each has
-a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both, and finds the next
-scores finished when it is done with a tile:
+and writes the 16-bit probabilities P over it, from where P is the left operand of its product. Of two consumers each
+has a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both, and finds the
+next scores finished when it is done with a tile:
 
     two consumers                                           one consumer
     tensor core   S₀   S₁  ···  PV₀  S₀'  PV₁  S₁' ···      S  S'   PV   S''  PV'  ···
@@ -24,8 +24,8 @@ arrives, order the tensor core.
     s_full[buffer]          S is finished         its consumer, before it reads S
     p_full[buffer]          its consumer, once P  the issuing thread, before P V; S has been read by then, and O of the
                             and O are ready       block before written out
-    o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread, before
-                                                  it starts an S over that P
+    o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
+                                                  before it starts an S over that P
     next_tile_landed[slot]  the producer          all, before their next work tile (`TileQueue`)
 
 The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
@@ -92,8 +92,8 @@ BUFFERS = 2
 
 REGISTERS = {1: (248, 80, 40), 2: (208, 56, 40)}
 DEQUANTIZE_REGISTERS = {1: (248, 168, 40), 2: (192, 96, 32)}
-"""Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number of
-consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
+"""Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number
+of consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
 """
 
 
@@ -187,8 +187,8 @@ def _require_tmem(static: FlashStatic) -> None:
     columns = BUFFERS * static.tile_keys + static.consumers * static.value_dim
     if columns > tmem.COLUMNS:
         raise NotImplementedError(
-            f"scores of {static.tile_keys} keys and values of width {static.value_dim} for {static.consumers} consumers "
-            f"take {columns} columns of TMEM, expected at most {tmem.COLUMNS}"
+            f"scores of {static.tile_keys} keys and values of width {static.value_dim} for {static.consumers} "
+            f"consumers take {columns} columns of TMEM, expected at most {tmem.COLUMNS}"
         )
 
 
@@ -433,7 +433,8 @@ class SoftmaxConsumer:
         scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
         if token_scales is None:
             return s, scale
-        return [part * scale + self._of_columns(token_scales(i).at[1], columns, part) for columns, part in self._with(s)], 1.0
+        log2 = token_scales(i).at[1]
+        return [part * scale + self._of_columns(log2, columns, part) for columns, part in self._with(s)], 1.0
 
     def _with(self, s: list[Any]) -> zip[tuple[Any, Any]]:
         return zip(self._chunks(), s, strict=True)
@@ -443,7 +444,7 @@ class SoftmaxConsumer:
         return over_columns(basics.load(ref.at[columns], PER_COLUMN), part.shape)
 
     def store(self, result: OutputRows | RowState, row: jax.Array, state: RowStats, options: RowOptions) -> None:
-        """Write 128 rows to rows `row` of the result where that is not negative: finished, or as they are to be merged."""
+        """Write 128 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             o = plgpu.async_load_tmem(o_ref.at[:, pl.ds(first, CHUNK)], layout=TILE)
@@ -482,9 +483,7 @@ def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
     hidden = []
     for number, part in enumerate(s):
         column = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=TILE) + number * CHUNK
-        low, high, sink, pages = (
-            None if limit is None else over_rows(limit, part.shape) for limit in limits[:4]
-        )
+        low, high, sink, pages = (None if limit is None else over_rows(limit, part.shape) for limit in limits[:4])
         seen = column >= low
         if sink is not None:
             seen |= column < sink
@@ -536,9 +535,7 @@ def any_of_warp(condition: jax.Array) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         (register,) = condition.registers.flat
         number = vector.extract(register, [], [0])
-        text = (
-            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-        )
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         voted = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
 

@@ -1,4 +1,4 @@
-"""Tensor memory (TMEM), where tcgen05 keeps accumulators: its layouts in registers, its size, and barriers that order it.
+"""Tensor memory (TMEM), where tcgen05 keeps accumulators: its size, layouts in registers, and ordered barriers.
 
 A multiprocessor has 128 rows (lanes) of 512 columns of 32 bits. A warp of a warpgroup reaches 32 of the rows.
 """

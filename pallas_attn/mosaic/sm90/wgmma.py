@@ -27,7 +27,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
 from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, ROW_BYTES, TILE, add_product, operand_ref, over_tokens
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product
+from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref, over_tokens
 
 DEPTH = 16
 """K of a wgmma instruction on 16-bit operands."""

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, DecodeConfig
+from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 
 if TYPE_CHECKING:
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
-    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+    from pallas_attn.mosaic.decode import DecodeTile
+    from pallas_attn.mosaic.query_packing import QueryPacking
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
@@ -63,7 +63,7 @@ def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
     """Run as many programs side by side as registers and shared memory hold, each with two tiles or more."""
     # Only here, since the portable implementation has to run where there is no kernel language.
-    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+    from pallas_attn.mosaic.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
     most = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1
@@ -91,7 +91,8 @@ def swap_ab_tile(
       key_dims: L and R.
       dtype: of queries and cache.
     """
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
+    from pallas_attn.mosaic.decode import DecodeTile
+    from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
 
     return DecodeTile(
         packing=packing,
@@ -105,6 +106,7 @@ def swap_ab_tile(
         q_dtype=dtype,
         cache_dtype=dtype,
         out_dtype=out_dtype,
+        products=WgmmaProducts(),
     )
 
 

@@ -60,10 +60,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import tiles, wgmma
-from pallas_attn.mosaic.sm90.split_states import (
+from pallas_attn.mosaic.sm90 import wgmma
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, token_iota
+from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, partial_sums, rescale_accumulator
+from pallas_attn.mosaic.split_states import (
     FRAGMENT_COLUMNS,
     AttentionState,
     PartialLoader,
@@ -72,8 +74,6 @@ from pallas_attn.mosaic.sm90.split_states import (
     num_fragments,
     store_fragments,
 )
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, clear_rows, over_columns, over_tokens
-from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, partial_sums, rescale_accumulator
 from pallas_attn.mosaic.tile_scheduler import (
     ABSENT,
     WorkTile,
@@ -82,6 +82,7 @@ from pallas_attn.mosaic.tile_scheduler import (
     merge_programs,
     num_partial_states,
 )
+from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.visibility import real_queries
@@ -628,8 +629,8 @@ class SeesawConsumer:
             plgpu.barrier_wait(mem.q_landed)
             empty = SeesawState(
                 tiles.filled(INITIAL_MAX, (ROWS,), PER_ROW),
-                tiles.filled(0.0, (ROWS, 8), tiles.TILE),
-                tiles.filled(0.0, (ROWS, static.widths[self.half]), tiles.TILE),
+                tiles.filled(0.0, (ROWS, 8), TILE),
+                tiles.filled(0.0, (ROWS, static.widths[self.half]), TILE),
             )
             state = (self.attend_odd if self.half else self.attend_even)(split, empty)
             self.write(results, split, state)
@@ -787,7 +788,7 @@ class SeesawConsumer:
     def seen(self, split: LatentSplit) -> Any:
         """Bits [ROWS] of what each row sees."""
         if self.x.seen is None:
-            row = self.block * ROWS + tiles.token_iota(ROWS)
+            row = self.block * ROWS + token_iota(ROWS)
             newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts that the row does not see
             bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
             return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
@@ -798,11 +799,11 @@ class SeesawConsumer:
 
         @pl.when(self.tile_meta(pair, tile)[0] == DEAD)
         def _clear() -> None:
-            bit = self.token_bits(split, pair, tile, tiles.token_iota(TOKENS))
+            bit = self.token_bits(split, pair, tile, token_iota(TOKENS))
             every = jnp.int32(self.static.draft_bits - 2**OLDER_BIT)
             any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[split.row]
             live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
-            clear_rows(self.mem.k[self.half].at[slot], live_mask, self.static.row_bytes)
+            clear_rows(self.mem.k[self.half].at[slot], live_mask, BY_64, self.static.row_bytes)
             plgpu.commit_smem()
 
     # Results
@@ -842,7 +843,7 @@ class SeesawConsumer:
             index = partials.state_index(block, results.lse.shape[0], split.state)
             fragments = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
             acc = jnp.where(over_tokens(is_query, state.acc.shape), state.acc, 0.0)
-            store_fragments(acc, partials.acc.at[index, fragments])
+            store_fragments(acc, partials.acc.at[index, fragments], BY_64)
             if half == 0:
                 partials.stats[index, 0] = m * (1 / LOG2E)
                 partials.stats[index, 1] = l
@@ -901,7 +902,7 @@ def _merge_kernel(
 
     def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
         m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
-        return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns))), over_tokens)
+        return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns), BY_64)), over_tokens)
 
     def merge(index: Any, item: Any) -> None:
         block, column_slice = lax.div(item, slices), lax.rem(item, slices)
@@ -911,7 +912,7 @@ def _merge_kernel(
         empty = AttentionState(
             tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS,), PER_ROW),
-            tiles.filled(0.0, (ROWS, columns), tiles.TILE),
+            tiles.filled(0.0, (ROWS, columns), TILE),
         )
         fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
         merged = loader.for_each(partials, first, count, slice(None), fragments, add, empty)

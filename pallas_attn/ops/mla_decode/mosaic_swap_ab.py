@@ -8,7 +8,7 @@ columns of a tile, and 64 tokens its rows:
 so a tile C [64 tokens, L + R] is read once from global memory and multiplied twice from where it landed, and wgmma's M
 of 64 are tokens in one product and latent columns in the other, however few the query rows. The latent and the rope
 part of a tile are arrays of their own, since O takes the latent alone. The kernel is that of `paged_decode`
-(`sm90.decode`), with one KV head and no values apart from the keys.
+(`mosaic.decode`), with one KV head and no values apart from the keys.
 
 O limits the columns: at L 512, 32 of them are half of a program's registers. More query rows would be several blocks
 that each read the cache.
@@ -19,9 +19,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.sm90.decode import DecodeInputs, DecodeStatic, decode_attention
-from pallas_attn.mosaic.sm90.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+from pallas_attn.mosaic.decode import DecodeInputs, DecodeStatic, decode_attention
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from pallas_attn import tuning
-from pallas_attn.mosaic.sm90.decode_config import MAX_STAGES, DecodeConfig
+from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 
 if TYPE_CHECKING:
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
+    from pallas_attn.mosaic.decode import DecodeProducts, DecodeTile
+    from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
@@ -63,6 +64,20 @@ class PagedDecodeKey:
     page_size: int
 
 
+def key_of(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
+    """Key of a call, given the columns of its tiles."""
+    scales = call.kv.k_scale
+    return PagedDecodeKey(
+        head_dim=call.head_dim,
+        cache_bytes=call.kv.k.dtype.itemsize,
+        token_scales=scales is not None and scales.ndim == 3,
+        columns=columns,
+        terms=2 if scales is not None and scales.ndim == 2 else 1,
+        out_bytes=call.output_dtype.itemsize,
+        page_size=call.page_size,
+    )
+
+
 def mosaic_config(key: PagedDecodeKey) -> DecodeConfig:
     """Sizes of the Mosaic kernel."""
     return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), DecodeConfig, lambda: _mosaic_heuristic(key))
@@ -96,8 +111,59 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
 def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
     """Tile of the kernel for a key; of the calls that share the key, for the one that takes the most shared memory."""
     # Only here, since the portable implementation has to run where there is no kernel language.
-    from pallas_attn.mosaic.sm90.decode import DecodeTile
-    from pallas_attn.mosaic.sm90.query_packing import QueryPacking
+    from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
+
+    return _tile(key, tile_tokens, WgmmaProducts(), packs_queries=packs_queries(key.cache_bytes, key.columns))
+
+
+# --- data-center Blackwell
+
+MAX_COLUMNS_SM100 = 32
+"""Columns of a tile of 128 tokens for which a warpgroup has registers."""
+
+
+def column_step_sm100(head_dim: int) -> int:
+    """What the columns of a tile are a multiple of."""
+    from pallas_attn.mosaic.sm100.decode_products import column_step
+
+    return column_step(_tile_tokens_sm100(head_dim), head_dim)
+
+
+def _tile_tokens_sm100(head_dim: int) -> int:
+    """128 tokens, the rows of the tensor core; 64 of wide heads, of which shared memory would not hold two tiles."""
+    return 128 if head_dim <= 128 else 64
+
+
+def mosaic_sm100_config(key: PagedDecodeKey) -> DecodeConfig:
+    """Sizes of the Mosaic kernel."""
+    name = "paged_decode/mosaic"
+    return tuning.lookup(name, dataclasses.asdict(key), DecodeConfig, lambda: _mosaic_sm100_heuristic(key))
+
+
+def _mosaic_sm100_heuristic(key: PagedDecodeKey) -> DecodeConfig:
+    """Run two programs side by side if each has two tiles or more then, else one with as many as fit."""
+    tile_tokens = _tile_tokens_sm100(key.head_dim)
+    tile = mosaic_sm100_tile(key, tile_tokens)
+    for programs in (2, 1):
+        stages = tile.most_stages(programs, MAX_STAGES)
+        if stages >= 2:
+            return DecodeConfig(tile_tokens, stages, programs)
+    raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
+
+
+def mosaic_sm100_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
+    """As `mosaic_tile`, for the kernel of data-center Blackwell."""
+    from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
+
+    return _tile(key, tile_tokens, Tcgen05Products(), packs_queries=False)
+
+
+# --- either
+
+
+def _tile(key: PagedDecodeKey, tile_tokens: int, products: DecodeProducts, *, packs_queries: bool) -> DecodeTile:
+    from pallas_attn.mosaic.decode import DecodeTile
+    from pallas_attn.mosaic.query_packing import QueryPacking
 
     return DecodeTile(
         packing=QueryPacking(group=key.columns, queries=1, limit=key.columns),
@@ -106,9 +172,10 @@ def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
         key_dims=(key.head_dim,),
         has_values=True,
         terms=key.terms,
-        packs_queries=packs_queries(key.cache_bytes, key.columns),
+        packs_queries=packs_queries,
         scales=None if key.cache_bytes == 2 else key.page_size if key.token_scales else "head",
         q_dtype=jnp.bfloat16,
         cache_dtype=jnp.int8 if key.cache_bytes == 1 else jnp.bfloat16,
         out_dtype=jnp.bfloat16 if key.out_bytes == 2 else jnp.float32,
+        products=products,
     )

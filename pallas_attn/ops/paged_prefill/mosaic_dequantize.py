@@ -1,8 +1,8 @@
 """8-bit caches in `paged_prefill`: tiles as cached become the float16 that the tensor cores multiply.
 
 Float16 holds all values of e4m3 and int8. Both operands that come from the cache have to lie in shared memory as tensor
-cores read them, and all rows of a block use them: the producer, which has little else to do, copies a tile as cached to a
-staging buffer, one for keys and one for values, and writes it as float16 to a slot of the rings. The consumers notice
+cores read them, and all rows of a block use them: the producer, which has little else to do, copies a tile as cached to
+a staging buffer, one for keys and one for values, and writes it as float16 to a slot of the rings. The consumers notice
 only the scales:
 
     producer     K0 V0 copied ·dequant K0· K1 copied ·dequant K1· K2 copied ·dequant V0· V1 copied ·dequant K2· ···
@@ -37,11 +37,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, dequantise, tiles
 from pallas_attn.mosaic.flash.pipeline import FlashStatic, Rings, ScoreTransform, wait_if
 from pallas_attn.mosaic.flash.schedule import ring_slot
-from pallas_attn.mosaic.sm90 import dequantise, tiles
-from pallas_attn.mosaic.sm90.tiles import over_columns
+from pallas_attn.mosaic.tiles import BY_64, over_columns
 from pallas_attn.types import ScaleLayout
 
 
@@ -98,8 +97,8 @@ class Dequantizer:
 
             @pl.when(~whole)
             def _clear() -> None:
-                live = live_mask(tiles.token_iota(self.static.tile_keys))
-                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live)
+                live = live_mask(tiles.row_iota(self.static.tile_keys, BY_64))
+                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
                 plgpu.commit_smem()
 
         wait_if(kv_tile >= self.static.stages, self.rings.v_free.at[slot])
@@ -130,7 +129,7 @@ class CacheScales(NamedTuple):
     token_scales: Any
 
     def transform(self, transform: ScoreTransform, kv_head: Any, kv_tile: Any) -> ScoreTransform:
-        """The transform with scales, of a block whose tiles have number `kv_tile` of the rings and those that follow."""
+        """The transform with scales, of a block whose tiles have number `kv_tile` of the rings and the next ones."""
         if self.layout == "head":
             return transform._replace(key_scale=self.k[kv_head])
         if self.token_scales is None:
@@ -139,11 +138,11 @@ class CacheScales(NamedTuple):
         return transform._replace(token_scales=lambda i: self.token_scales.at[ring_slot(kv_tile + i, slots)])
 
     def output_scale(self, kv_head: Any) -> Callable[[Any, int, Any], Any] | None:
-        """What multiplies sums of values as cached with the scales that are the same for all tokens; see `RowOptions`."""
+        """Function that applies the scales which are the same for all tokens to sums of values; see `RowOptions`."""
         if self.layout == "head":
             return lambda o, *_: o * self.v[kv_head]
         if self.layout == "channel":
-            return lambda o, first, per_column: o * over_columns(
-                basics.load(self.v.at[kv_head, pl.ds(first, o.shape[1])], per_column), o.shape
+            return lambda o, first, per_column: (
+                o * over_columns(basics.load(self.v.at[kv_head, pl.ds(first, o.shape[1])], per_column), o.shape)
             )
         return None

@@ -26,10 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic import basics, dequantise, refusals, tiles
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
 from pallas_attn.mosaic.flash.pipeline import (
+    TOKENS,
     BlockConsumer,
     FlashStatic,
     OutputRows,
@@ -51,7 +52,7 @@ from pallas_attn.mosaic.flash.schedule import (
 from pallas_attn.mosaic.flash.split import KvSplits, RowState
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.sm90 import dequantise, tiles
+from pallas_attn.mosaic.tiles import BY_64
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
@@ -67,7 +68,7 @@ class PrefillInputs(NamedTuple):
 
     Attributes:
       q: terms of the queries, whose sum they are: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`sm90.dequantise.tokens_per_smem_row`).
+      k, v: [N·Hkv, ps, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, counts: of the `WorkList`.
       window: a `HeadWindow` or None.
@@ -113,9 +114,7 @@ def attend(
     """
     kv = call.kv
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
-    front = PagedFrontEnd.of(
-        call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale
-    )
+    front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
     blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, call.causal)
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
@@ -566,7 +565,7 @@ class PagedTile(NamedTuple):
         """Mask [n] of the tokens of the i-th tile that some row sees, of this block or another."""
         position = self.first_position(i) + token
         present = lax.shift_right_logical(
-            tiles.TOKENS.filled(self.present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
+            TOKENS.filled(self.present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
         )
         live = (position < self.block.end_key) & ((present & 1) == 1)
         if self.window is not None:
@@ -580,13 +579,13 @@ class PagedTile(NamedTuple):
         groups, page_size = self.front.scale_groups, self.front.page_size
         if not groups:
             return []
-        token = tiles.token_iota(self.static.tile_keys)
-        row = tiles.TOKENS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
+        token = tiles.row_iota(self.static.tile_keys, BY_64)
+        row = TOKENS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
         for j, page in enumerate(pages[1:], start=1):
             row = jnp.where(token >= j * self.part_tokens, jnp.maximum(page, 0), row)
         within = lax.rem(self.first_position(i) + token, jnp.int32(page_size))
         index = row * groups + lax.div(within, jnp.int32(page_size // groups))
-        k_scale, v_scale = (tiles.TOKENS.take(scale, index) for scale in (self.x.k_scale, self.x.v_scale))
+        k_scale, v_scale = (TOKENS.take(scale, index) for scale in (self.x.k_scale, self.x.v_scale))
         return [k_scale, jnp.where(self.live_mask(i, pages, token), v_scale, 1.0)]
 
     # Consumer
@@ -609,7 +608,7 @@ class PagedTile(NamedTuple):
         consumer.store(result, row, state, RowOptions(self.sinks(row), scale))
 
     def limits(self, position: jax.Array, kv_tile: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
-        """Limits of the i-th tile, number kv_tile + i of the rings, for rows at these positions; see `ScoreTransform`."""
+        """Limits of the i-th tile, number kv_tile + i of the rings, for rows at these positions (`ScoreTransform`)."""
         meta = self.tile_meta(kv_tile + i)
         present, start = meta[0], meta[1]
 

@@ -2,11 +2,11 @@
 
 After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes work tiles (`flash.schedule`): a block of
 neighbouring queries of one head, 64 rows for each consumer, against the keys that the block sees, tile by tile. The
-producer copies keys and values into the rings of `flash.pipeline`. A consumer holds its scores S, probabilities P and output
-O in registers, and starts two products at once: S of a tile, and O += P V of the tile before, during which it finds the
-maxima of S. Its exponentials wait for both products, because the 16-bit P that they make takes the registers of the P
-that is multiplied. Consumers start their products in turn, so that the softmax of one overlaps the products of the
-others:
+producer copies keys and values into the rings of `flash.pipeline`. A consumer holds its scores S, probabilities P and
+output O in registers, and starts two products at once: S of a tile, and O += P V of the tile before, during which it
+finds the maxima of S. Its exponentials wait for both products, because the 16-bit P that they make takes the registers
+of the P that is multiplied. Consumers start their products in turn, so that the softmax of one overlaps the products of
+the others:
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.flash.pipeline import (
     FlashKernel,
@@ -61,8 +61,9 @@ from pallas_attn.mosaic.flash.pipeline import (
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import tiles, wgmma
-from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, PER_TOKEN, TILE, over_columns, over_tokens
+from pallas_attn.mosaic.sm90 import wgmma
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.tiles import PER_COLUMN, over_columns, over_tokens
 
 QUERIES = 64
 """Query rows of a consumer: wgmma's M."""
@@ -256,7 +257,7 @@ class Consumer:
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
     def store(self, result: OutputRows | RowState, row: jax.Array, state: RowState, options: RowOptions) -> None:
-        """Write 64 rows to rows `row` of the result where that is not negative: finished, or as they are to be merged."""
+        """Write 64 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
         if isinstance(result, RowState):

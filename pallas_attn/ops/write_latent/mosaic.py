@@ -1,4 +1,4 @@
-"""`write_latent` on Hopper (H100, H200).
+"""`write_latent` on Hopper and data-center Blackwell.
 
 A slot is a row of the pool. A program is one warpgroup and takes as many tokens as it has groups of threads that share
 a row. They look up the token's slot, load its latent to registers and store it there, 16 bytes an access:
@@ -26,7 +26,7 @@ from pallas_attn.types import PagedLatent
 
 
 def write_latent(call: WriteLatentCall) -> PagedLatent:
-    basics.require_capability((9, 0))
+    basics.require_capability((9, 0), (10, 0))
     refusals.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)

@@ -1,4 +1,4 @@
-"""Tunable sizes of the kernel of `sm90.decode`, in a file that loads without a kernel language."""
+"""Tunable sizes of the kernel of `mosaic.decode`, in a file that loads without a kernel language."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if self.tile_tokens < 64 or self.tile_tokens % 64:
-            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, wgmma's M")
+            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, M of the tensor cores")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"{self.stages=} must be from 1 to 32")
         if not 1 <= self.programs_per_multiprocessor <= 16:

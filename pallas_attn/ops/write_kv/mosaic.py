@@ -1,4 +1,4 @@
-"""`write_kv` on Hopper (H100, H200).
+"""`write_kv` on Hopper and data-center Blackwell.
 
 An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A program is one warpgroup
 and takes some entries. The threads that share an entry hold its columns in registers, where it is normed, rotated and
@@ -38,8 +38,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.dequantise import scale_layout
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
-from pallas_attn.mosaic.sm90.dequantise import scale_layout
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.ops.write_kv.config import WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile
@@ -55,7 +55,7 @@ MANY_VALUES = 64
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
-    basics.require_capability((9, 0))
+    basics.require_capability((9, 0), (10, 0))
     static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
     writers = _record_writers(static, x.slots) if static.grouped else None
     pool = KVPool(

@@ -1,4 +1,4 @@
-"""`gather_latent` on Hopper (H100, H200).
+"""`gather_latent` on Hopper and data-center Blackwell.
 
 A program is one warpgroup and takes as many rows of the result as it has groups of threads that share a row, 16 bytes
 an access. It finds the sources of its rows in one pass over the lengths of all sequences, which is cheaper than another
@@ -32,7 +32,7 @@ MAX_SEQUENCES = 1024
 
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
-    basics.require_capability((9, 0))
+    basics.require_capability((9, 0), (10, 0))
     refusals.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
     refusals.require_int32_rows(num_pages * page_size)

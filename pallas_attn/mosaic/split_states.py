@@ -26,24 +26,22 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
-from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
-from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, TILE, over_columns
+from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
+from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, over_columns
 from pallas_attn.types import DecodePlan
 
 FRAGMENT = (4, 128)
-"""Shape in global memory of a fragment, 64 x 8 values: 128 of each warp, four of each thread."""
+"""Shape in global memory of a fragment, 64 x 8 values: 128 of each warp, four of each thread. In tiles by 128 rows it
+is every other 16 of those.
+"""
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
 LOADER_BYTES = 32 * 1024
 """Bytes of partial states, at most, that a program merges at a time; the next ones in flight take as many."""
-
-MERGE_VALUES = 64
-"""Output values of a query row in one item of the merge."""
 
 OUTPUT_BYTES = 32 * 1024
 """Bytes of output, at most, that a program holds in shared memory while they are copied out."""
@@ -62,12 +60,12 @@ class AttentionState(NamedTuple):
     acc: Any
 
     @staticmethod
-    def empty(values: int, width: int) -> AttentionState:
+    def empty(values: int, width: int, layout: RegisterLayout) -> AttentionState:
         """State over no keys."""
         return AttentionState(
             tiles.filled(-jnp.inf, (width,), PER_COLUMN),
             tiles.filled(0.0, (width,), PER_COLUMN),
-            tiles.filled(0.0, (values, width), tiles.TILE),
+            tiles.filled(0.0, (values, width), layout.tile),
         )
 
     def merge(
@@ -89,11 +87,16 @@ class AttentionState(NamedTuple):
 
 
 class OutputWriter(NamedTuple):
-    """Destination of a finished row: out [B, Q, Hq, D] by way of a tile in shared memory, and lse [width]."""
+    """Destination of a finished row: out [B, Q, Hq, D] by way of a tile in shared memory, and lse [width].
+
+    Attributes:
+      layout: of rows that are written.
+    """
 
     out: Ref
     lse: Ref
     tile: Ref
+    layout: RegisterLayout
 
     @staticmethod
     def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike) -> Any:
@@ -139,7 +142,7 @@ class OutputWriter(NamedTuple):
         """Write values of a query row, as many as the tile holds, to the tile and start their copies."""
         out = out.astype(self.tile.dtype)
         if out.dtype == jnp.float32:  # only a tile of 16 bits can be transposed while it is stored
-            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+            out = plgpu.layout_cast(out, self.layout.transposed)
         kv_heads, slice_values = self.out.shape[2] // packing.group, self.tile.shape[2]
         batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
         heads = pl.ds(packing.first_head(block, kv_head), packing.block_heads)
@@ -179,11 +182,11 @@ class PartialStates(NamedTuple):
         """Index of the state of a split, for one of so many blocks of query rows."""
         return block * (self.acc.shape[0] // blocks) + split
 
-    def store(self, index: Any, state: AttentionState) -> None:
-        """Write a state."""
+    def store(self, index: Any, state: AttentionState, layout: RegisterLayout) -> None:
+        """Write a state whose values are in such registers."""
         self.stats[index, 0] = state.m
         self.stats[index, 1] = state.l
-        store_fragments(state.acc, self.acc.at[index])
+        store_fragments(state.acc, self.acc.at[index], layout)
 
 
 class PartialLoader(NamedTuple):
@@ -260,15 +263,15 @@ def num_fragments(values: int) -> int:
     return values // (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
 
 
-def store_fragments(tile: jax.Array, to: Ref) -> None:
+def store_fragments(tile: jax.Array, to: Ref, layout: RegisterLayout) -> None:
     """Write a tile [M, N] from registers of a warpgroup to fragments [M / 64 · N / 8, *FRAGMENT]."""
     if interpreted():
         m, n = tile.shape
-        split = tile.reshape(m // FRAGMENT_ROWS, FRAGMENT_ROWS, n // FRAGMENT_COLUMNS, FRAGMENT_COLUMNS)
+        split = tile.reshape(m // layout.rows, layout.rows, n // FRAGMENT_COLUMNS, FRAGMENT_COLUMNS)
         to[...] = split.swapaxes(1, 2).reshape(-1, *FRAGMENT)
         return
 
-    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout.tile, plgpu.RefType()))
     def write(_: Any, tile: Any, to: ir.Value) -> None:
         four = ir.VectorType.get((4,), tile.mlir_dtype)
         registers = tile.registers.reshape(-1, 2)
@@ -279,27 +282,27 @@ def store_fragments(tile: jax.Array, to: Ref) -> None:
     write(tile, to)
 
 
-def load_fragments(fragments: Ref, shape: tuple[int, int]) -> jax.Array:
+def load_fragments(fragments: Ref, shape: tuple[int, int], layout: RegisterLayout) -> jax.Array:
     """Read the tile [M, N] that `store_fragments` wrote."""
     m, n = shape
     if interpreted():
-        split = fragments[...].reshape(m // FRAGMENT_ROWS, n // FRAGMENT_COLUMNS, FRAGMENT_ROWS, FRAGMENT_COLUMNS)
+        split = fragments[...].reshape(m // layout.rows, n // FRAGMENT_COLUMNS, layout.rows, FRAGMENT_COLUMNS)
         return split.swapaxes(1, 2).reshape(shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE)
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout.tile)
     )
     def read(_: Any, fragments: ir.Value) -> Any:
-        layout, number = TILE.to_mgpu(), ir.F32Type.get()
+        held, number = layout.tile.to_mgpu(), ir.F32Type.get()
         two, four = (ir.VectorType.get((n,), number) for n in (2, 4))
-        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        registers = np.empty(held.registers_shape(shape), dtype=object)
         pairs = registers.reshape(-1, 2)
         for pair, pointer in zip(pairs, _pointers(fragments, len(pairs), number), strict=True):
             numbers = llvm.load(four, pointer, alignment=16)
             for i in range(2):
                 halves = [vector.extract(numbers, [], [2 * i + j]) for j in range(2)]
                 pair[i] = vector.from_elements(two, halves)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return mgpu.FragmentedArray(_registers=registers, _layout=held, _is_signed=None)
 
     return read(fragments)
 
@@ -323,23 +326,27 @@ def merge_splits(
     plan: DecodePlan,
     sinks: Float[Array, "head_blocks Hkv width"] | None,
     packing: QueryPacking,
+    layout: RegisterLayout,
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "blocks rows width"]]:
     """Finish, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
 
     Splits are merged in their order, whichever programs they came from.
+
+    Args:
+      layout: in which the states' values were stored. Its rows are the output values of an item of the merge.
     """
     rows, head_dim = lse.shape[1], out.shape[3]
-    slices = head_dim // MERGE_VALUES
+    slices = head_dim // layout.rows
     narrow = packing.split_width(slices * packing.blocks * rows)
     width = narrow.width
     refs = basics.alias_in_place(out), basics.alias_in_place(lse)
     plgpu.kernel(
-        functools.partial(_merge_kernel, packing, narrow),
+        functools.partial(_merge_kernel, packing, narrow, layout),
         grid=(merge_programs(slices * narrow.blocks * rows),),
         grid_names=("program",),
         scratch_types=[
-            PartialLoader.types(partials, packing.blocks * rows, width, num_fragments(MERGE_VALUES * width)),
-            OutputWriter.tile_type(width, MERGE_VALUES, out.dtype),
+            PartialLoader.types(partials, packing.blocks * rows, width, num_fragments(layout.rows * width)),
+            OutputWriter.tile_type(width, layout.rows, out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
@@ -350,6 +357,7 @@ def merge_splits(
 def _merge_kernel(
     packing: QueryPacking,
     narrow: QueryPacking,
+    layout: RegisterLayout,
     out: Ref,
     lse: Ref,
     partials: PartialStates,
@@ -358,17 +366,17 @@ def _merge_kernel(
     loader: PartialLoader,
     tile: Ref,
 ) -> None:
-    """Merge rows of several splits, item by item: `MERGE_VALUES` values of a row for the columns of a narrow block.
+    """Merge rows of several splits, item by item: so many values of a row for the columns of a narrow block.
 
     Args:
       packing, narrow: blocks of columns of the partial states, and the narrower ones that they are cut into here.
     """
-    width, narrow_per_block, slices = narrow.width, packing.width // narrow.width, out.shape[3] // MERGE_VALUES
-    slice_fragments = num_fragments(MERGE_VALUES * width)
+    values, width, narrow_per_block = layout.rows, narrow.width, packing.width // narrow.width
+    slices, slice_fragments = out.shape[3] // values, num_fragments(values * width)
 
     def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
         m, l = (basics.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
-        return merged.merge(AttentionState(m, l, load_fragments(acc, (MERGE_VALUES, width))))
+        return merged.merge(AttentionState(m, l, load_fragments(acc, (values, width), layout)))
 
     def merge(index: Any, item: Any) -> None:
         narrow_block, value_slice = lax.div(item, slices), lax.rem(item, slices)
@@ -380,11 +388,11 @@ def _merge_kernel(
             partials.state_index(block, packing.blocks, first_split),
             plan.split_indptr[index + 1] - first_split,
         )
-        empty = AttentionState.empty(MERGE_VALUES, width)
+        empty = AttentionState.empty(values, width, layout)
         merged = loader.for_each(partials, first, count, columns, fragments, add, empty)
         sink = packing.load_sinks(sinks, block, lax.rem(row, out.shape[2] // packing.group), columns)
-        writer = OutputWriter(out, lse.at[block, row, columns], tile)
-        writer.write(narrow, narrow_block, row, merged, sink, value_slice * MERGE_VALUES)
+        writer = OutputWriter(out, lse.at[block, row, columns], tile, layout)
+        writer.write(narrow, narrow_block, row, merged, sink, value_slice * values)
 
     for_each_merged(plan, slices * narrow.blocks, merge)
     plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""Query rows of a KV head as columns of tiles, where wgmma's M are tokens and its N query rows."""
+"""Query rows of a KV head as columns of tiles, where M of the tensor cores are tokens and N query rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.sm90 import tiles
-from pallas_attn.mosaic.sm90.tiles import PER_COLUMN
+from pallas_attn.mosaic.tiles import PER_COLUMN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +19,19 @@ class QueryPacking:
     """Assignment of the query rows of a KV head, `group` heads of each of `queries` queries, to blocks of columns.
 
     A block holds `block_heads` heads of each of `block_queries` queries, query by query, then padding up to a multiple
-    of 8. Columns never mix, so a NaN in a padding column stays there.
+    of `step`. Columns never mix, so a NaN in a padding column stays there.
 
     Attributes:
       group: query heads of a KV head.
       queries: queries of a sequence.
       limit: columns of a block, at most.
+      step: what the columns of a block are a multiple of.
     """
 
     group: int
     queries: int
     limit: int
+    step: int = 8
 
     @property
     def block_heads(self) -> int:
@@ -60,8 +61,8 @@ class QueryPacking:
 
     @property
     def width(self) -> int:
-        """Columns of a block with padding, N of wgmma."""
-        return -(-self.used // 8) * 8
+        """Columns of a block with padding, N of the tensor cores."""
+        return -(-self.used // self.step) * self.step
 
     @property
     def packs_freely(self) -> bool:
@@ -126,11 +127,11 @@ class QueryPacking:
         return None if sinks is None else basics.load(sinks.at[self.head_block(block), kv_head, columns], PER_COLUMN)
 
     def split_width(self, programs: int) -> QueryPacking:
-        """Cut each block into narrower ones, in order, while so many programs with a block each leave multiprocessors
-        idle.
+        """Cut each block into narrower ones of 8 columns or more, in order, while so many programs with a block each
+        leave multiprocessors idle.
         """
         width = self.width
         if self.block_queries == 1 and self.used == width:
             while width % 16 == 0 and 2 * programs <= basics.multiprocessors():
                 width, programs = width // 2, 2 * programs
-        return dataclasses.replace(self, limit=width) if width < self.width else self
+        return dataclasses.replace(self, limit=width, step=8) if width < self.width else self

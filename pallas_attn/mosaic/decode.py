@@ -1,8 +1,9 @@
-"""Decode attention over paged K and V on Hopper, read downward: operands of the kernel, the kernel, one tile.
+"""Decode attention over paged K and V, read downward: operands of the kernel, the kernel, one tile.
 
 A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
 wait. Each takes its share of a decode plan: work tiles (`mosaic.tile_scheduler`), consecutive pages of one row, which
-is a KV head of a sequence. Query rows of that head are the columns of the tiles (`sm90.query_packing`).
+is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles are multiplied
+as the architecture does it (`DecodeProducts`): in `sm90.decode_products` and `sm100.decode_products`.
 
 What happens to one tile of K and V, by the functions of this file:
 
@@ -34,9 +35,10 @@ No wait can last: a program waits only for copies that it started itself, earlie
   is waited for once, in the order of the copies, and no copy is started past the last tile.
 - q_landed has a phase for every split, with an arrival for every term of every part of the queries (for every query if
   they are packed in the kernel).
-- A slot is copied to again once its tile is done with: every warp has waited for the wgmma that read it, and
+- A slot is copied to again once its tile is done with: every warp has waited for the products that read it, and
   `first_warp` for every warp. What threads themselves read or wrote there was committed before P was multiplied.
 - The output tile is written again once the copy from it has been read, for which its own program waits.
+- What the products of an architecture wait for is said where they are.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +55,66 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, shared_memory
+from pallas_attn.mosaic import basics, dequantise, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import dequantise, tiles, wgmma
-from pallas_attn.mosaic.sm90.query_packing import QueryPacking
-from pallas_attn.mosaic.sm90.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
-from pallas_attn.mosaic.sm90.tiles import PER_COLUMN, PER_TOKEN, TILE, clear_rows, over_columns, over_tokens
+from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
 from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile, num_partial_states
+from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, clear_rows, over_columns, over_tokens
 from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
 
 SCALES_PER_COPY = 4
 """float32 scales in 16 bytes, at multiples of which copies begin and end."""
 
 # --- compile-time facts, operands and scratch of a kernel
+
+
+class DecodeProducts(Protocol):
+    """Products of decode on the tensor cores of an architecture. An object has the compile-time facts of no tile."""
+
+    def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
+        """Registers in which `scores` leaves its result."""
+        ...
+
+    def values_layout(self, tile: DecodeTile) -> RegisterLayout:
+        """Registers of the accumulator, whose rows are channels of the values."""
+        ...
+
+    def query_row_bytes(self, tile: DecodeTile) -> int:
+        """Bytes of a swizzled row of the queries in shared memory."""
+        ...
+
+    def probs_type(self, tile: DecodeTile) -> Any:
+        """Scratch type of the probabilities."""
+        ...
+
+    def probs(self, p: Ref) -> Ref:
+        """View [tokens, width] of the probabilities' memory."""
+        ...
+
+    def scratch_types(self, tile: DecodeTile) -> Any:
+        """Memory and barriers of the products' own."""
+        ...
+
+    def scores(self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
+        """Compute K qᵀ [tokens, width] from the parts of a key, each with the terms of the queries for it."""
+        ...
+
+    def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
+        """Get values [tokens, D], as cached, ready to be multiplied; probabilities are committed after it."""
+        ...
+
+    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
+        """Compute acc + Vᵀ P from what `load_values` returned, and committed probabilities."""
+        ...
+
+    def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
+        """Bring the rows of a finished accumulator to the order of the channels."""
+        ...
+
+    def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
+        """Compute soft_cap * tanh(s / soft_cap)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +131,7 @@ class DecodeTile:
       packs_queries: queries come as [B, Q, Hq, D], and the kernel arranges them as columns.
       scales: of an 8-bit cache.
       q_dtype, cache_dtype, out_dtype: of queries and probabilities, of K and V, of the output.
+      products: of the architecture.
     """
 
     packing: QueryPacking
@@ -95,6 +145,7 @@ class DecodeTile:
     q_dtype: Any
     cache_dtype: Any
     out_dtype: Any
+    products: DecodeProducts
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -244,7 +295,7 @@ class DecodeScratch(NamedTuple):
       raw_q: [width, D], queries as copied if the kernel packs them; else None.
       k: for each part of a key [stages, tokens, dim of the part], as cached, with as many tokens in a row.
       v: like k; None if the first part of a key is the value.
-      p: [width, tokens], probabilities.
+      p: probabilities, as `DecodeProducts.probs_type`.
       out: as `OutputWriter.tile_type`.
       tile_meta: int32 [2 · stages + 2, at least pages and width]. A row for each stage: position of each page's first
         token, or ABSENT. Then for each column the newest position it sees, and the newest that its window hides. Then
@@ -252,6 +303,7 @@ class DecodeScratch(NamedTuple):
       scales: [stages, 2, pages, at least 32] of keys and values, or None. A copy starts at a multiple of 128 bytes.
       landed: a barrier for each stage: its tile is there.
       q_landed: the queries are there.
+      products: of the products' own, as `DecodeProducts.scratch_types`.
     """
 
     q: tuple[Any, ...]
@@ -264,20 +316,22 @@ class DecodeScratch(NamedTuple):
     scales: Any
     landed: Any
     q_landed: Any
+    products: Any
 
     @staticmethod
     def types(tile: DecodeTile, stages: int) -> DecodeScratch:
         """Scratch types of a kernel."""
         packing, (tokens, width) = tile.packing, tile.shape
         operand = functools.partial(tiles.operand, row_bytes=tile.row_bytes)
+        query = functools.partial(tiles.operand, row_bytes=tile.products.query_row_bytes(tile))
         keys = [operand((stages, tile.rows(tokens), columns), tile.cache_dtype) for _, columns in tile.key_slices]
         scales = (stages, 2, tile.pages, max(32, tile.page_groups))
         return DecodeScratch(
-            q=tuple(operand((tile.terms, width, dim), tile.q_dtype) for dim in tile.key_dims),
+            q=tuple(query((tile.terms, width, dim), tile.q_dtype) for dim in tile.key_dims),
             raw_q=plgpu.SMEM((width, tile.value_dim), tile.q_dtype) if tile.packs_queries else None,
             k=tuple(keys),
             v=keys[0] if tile.has_values else None,
-            p=operand((width, tokens), tile.q_dtype),
+            p=tile.products.probs_type(tile),
             out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype),
             tile_meta=plgpu.SMEM((2 * stages + 2, max(tile.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups else None,
@@ -285,6 +339,7 @@ class DecodeScratch(NamedTuple):
             q_landed=plgpu.Barrier(
                 num_arrivals=packing.block_queries if tile.packs_queries else tile.terms * len(tile.key_dims)
             ),
+            products=tile.products.scratch_types(tile),
         )
 
     def values(self, slot: Any) -> Ref:
@@ -304,7 +359,8 @@ def decode_attention(
     """
     packing = static.tile.packing
     out, lse, partials = _attend(x, static, out_shape, name)
-    out, lse = merge_splits(out, lse, partials, x.plan, x.sinks, packing)
+    layout = static.tile.products.values_layout(static.tile)
+    out, lse = merge_splits(out, lse, partials, x.plan, x.sinks, packing, layout)
     return out, packing.unpack(lse, static.num_kv_heads)
 
 
@@ -333,6 +389,7 @@ def _attend(
 def _kernel(static: DecodeStatic, x: DecodeInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Ref) -> None:
     """Attend to the work tiles of one program."""
     block, mem, packing = lax.axis_index("block"), DecodeScratch(*scratch), static.tile.packing
+    layout = static.tile.products.values_layout(static.tile)
 
     def attend(work: WorkTile, carry: Any) -> Any:
         split = KvSplit.of(static, x, mem, block, work)
@@ -341,11 +398,11 @@ def _kernel(static: DecodeStatic, x: DecodeInputs, out: Ref, lse: Ref, partials:
         @pl.when(work.is_whole_row)
         def _write() -> None:
             sink = packing.load_sinks(x.sinks, block, split.head)
-            OutputWriter(out, lse.at[block, work.row], mem.out).write(packing, block, work.row, state, sink)
+            OutputWriter(out, lse.at[block, work.row], mem.out, layout).write(packing, block, work.row, state, sink)
 
         @pl.when(~work.is_whole_row)
         def _store_partial() -> None:
-            partials.store(partials.state_index(block, packing.blocks, work.split), state)
+            partials.store(partials.state_index(block, packing.blocks, work.split), state, layout)
 
         return carry
 
@@ -404,6 +461,15 @@ class KvSplit:
         return self.static.tile
 
     @property
+    def products(self) -> DecodeProducts:
+        return self.static.tile.products
+
+    @property
+    def layout(self) -> RegisterLayout:
+        """Registers of scores."""
+        return self.products.scores_layout(self.tile)
+
+    @property
     def num_tiles(self) -> Any:
         return pl.cdiv(self.stop - self.start, self.tile.pages) * self.tile.tiles_per_page
 
@@ -422,13 +488,13 @@ class KvSplit:
         self.store_limits()
         plgpu.barrier_wait(mem.q_landed)
         if tile.packs_queries:
-            mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.raw_q.transpose((1, 0)), TILE)
+            mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.raw_q.transpose((1, 0)), self.layout.tile)
             plgpu.commit_smem()
-        state = AttentionState.empty(tile.value_dim, tile.packing.width)
-        state = state._replace(l=tiles.filled(0.0, tile.shape, TILE))  # summed over tokens at the end
+        state = AttentionState.empty(tile.value_dim, tile.packing.width, self.products.values_layout(tile))
+        state = state._replace(l=tiles.filled(0.0, tile.shape, self.layout.tile))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if tile.scales is not None:
-            acc = self.apply_value_scales(dequantise.restore_channel_order(acc))
+            acc = self.apply_value_scales(self.products.in_channel_order(tile, acc))
         is_query = basics.load(self.limits(0), PER_COLUMN) >= 0
         return AttentionState(
             jnp.where(is_query, m, -jnp.inf),
@@ -441,7 +507,8 @@ class KvSplit:
         if self.tile.scales == "head":
             return acc * self.x.v_scale[self.head]
         if self.tile.scales == "channel":
-            return acc * over_tokens(basics.load(self.x.v_scale.at[self.head], PER_TOKEN), acc.shape)
+            per_channel = self.products.values_layout(self.tile).per_row
+            return acc * over_tokens(basics.load(self.x.v_scale.at[self.head], per_channel), acc.shape)
         return acc  # scales of tokens are in it already
 
     # Copies to shared memory
@@ -558,12 +625,11 @@ class KvSplit:
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
         rescale = jnp.exp2((m - shift) * LOG2E)
-        quantised = self.tile.scales is not None
-        transposed = dequantise.load_transposed(v, self.tile.value_dim) if quantised else v.transpose((1, 0))
-        mem.p.transpose((1, 0))[...] = p.astype(mem.p.dtype)
+        values = self.products.load_values(self.tile, mem.products, v)
+        self.products.probs(mem.p)[...] = p.astype(mem.p.dtype)
         plgpu.commit_smem()
         acc = acc * over_columns(rescale, acc.shape)
-        acc = tiles.add_product(acc, transposed, mem.p.transpose((1, 0)))
+        acc = self.products.add_values(self.tile, mem.products, acc, values, self.products.probs(mem.p))
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(rescale, shape) + p  # noqa: E741
@@ -584,7 +650,8 @@ class KvSplit:
         if tile.groups < SCALES_PER_COPY:
             begin = mem.tile_meta.at[self.static.stages + 2 + slot, pl.ds(0, tile.pages)]
         k_scale, v_scale = (
-            dequantise.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens) for i in range(2)
+            dequantise.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens, self.layout)
+            for i in range(2)
         )
         return k_scale, v_scale
 
@@ -592,15 +659,11 @@ class KvSplit:
         """Compute K qᵀ of a tile, scaled and capped."""
         static, tile, mem = self.static, self.tile, self.mem
         queries = [[q.at[first_term + i] for i in range(q.shape[0])] for q in mem.q]
-        if tile.scales is None:
-            parts = zip(mem.k, queries, strict=True)
-            s = tiles.multiply([(k.at[slot], term) for k, terms in parts for term in terms])
-        else:
-            s = dequantise.multiply_dequantised(mem.k[0].at[slot], queries[0])
+        s = self.products.scores(tile, mem.products, [k.at[slot] for k in mem.k], queries)
         s *= static.score_scale * self.x.k_scale[self.head] if tile.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, tile.shape)
-        return s if static.soft_cap is None else wgmma.capped(s, 1.0, static.soft_cap)
+        return s if static.soft_cap is None else self.products.capped(s, static.soft_cap)
 
     # Visibility
 
@@ -636,9 +699,9 @@ class KvSplit:
         if self.x.v is None:
             plgpu.commit_smem()  # every warp has its scores: the keys may change
         if self.tile.scales is None:
-            clear_rows(v, live_mask, self.tile.row_bytes)
+            clear_rows(v, live_mask, self.layout, self.tile.row_bytes)
         else:
-            dequantise.clear_tokens(v, self.tile.value_dim, live_mask)
+            dequantise.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)
             plgpu.commit_smem()
         if v_scale is not None:
             v_scale = jnp.where(live_mask, v_scale, 1.0)
@@ -646,7 +709,7 @@ class KvSplit:
 
     def positions(self, base: list[Any]) -> Any:
         """Position of each token of a tile."""
-        token = tiles.token_iota(self.tile.tokens)
+        token = tiles.row_iota(self.tile.tokens, self.layout)
         position = token + base[0]
         for j in range(1, self.tile.pages):
             first = j * self.tile.page_tokens

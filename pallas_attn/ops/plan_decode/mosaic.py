@@ -1,4 +1,4 @@
-"""`plan_decode` on Hopper: one program, so that a step pays for one short kernel.
+"""`plan_decode` on Hopper and data-center Blackwell: one program, so that a step pays for one short kernel.
 
 The arithmetic is that of `portable.schedule`, which also says what offsets, places and pieces are. Each thread takes a
 row, a place or a program; where there are more of them than threads, they are taken a chunk at a time. Prefix sums stay
@@ -137,7 +137,7 @@ class PlanScratch(NamedTuple):
 
 
 def plan_decode(call: PlanDecodeCall) -> DecodePlan:
-    basics.require_capability((9, 0))
+    basics.require_capability((9, 0), (10, 0))
     rows = call.kv_lens.shape[0] * call.num_kv_heads
     if rows > MAX_ROWS:
         raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")

@@ -1,0 +1,55 @@
+"""Products of decode by wgmma: K and V are multiplied where they landed, or from registers for 8-bit caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_attn.mosaic import tiles
+from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.sm90 import dequantise, wgmma
+from pallas_attn.mosaic.sm90.tiles import add_product, multiply
+from pallas_attn.mosaic.tiles import BY_64, RegisterLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class WgmmaProducts:
+    """`DecodeProducts` on Hopper. Results are in registers, and no memory or barrier is needed besides."""
+
+    def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
+        return BY_64
+
+    def values_layout(self, tile: DecodeTile) -> RegisterLayout:
+        return BY_64
+
+    def query_row_bytes(self, tile: DecodeTile) -> int:
+        return tile.row_bytes
+
+    def probs_type(self, tile: DecodeTile) -> Any:
+        return tiles.operand((tile.packing.width, tile.tokens), tile.q_dtype, row_bytes=tile.row_bytes)
+
+    def probs(self, p: Ref) -> Ref:
+        return p.transpose((1, 0))
+
+    def scratch_types(self, tile: DecodeTile) -> Any:
+        return ()
+
+    def scores(self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
+        if tile.scales is None:
+            return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])
+        return dequantise.multiply_dequantised(keys[0], queries[0])
+
+    def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
+        return v.transpose((1, 0)) if tile.scales is None else dequantise.load_transposed(v, tile.value_dim)
+
+    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
+        return add_product(acc, values, p)
+
+    def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
+        return dequantise.restore_channel_order(acc)
+
+    def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
+        return wgmma.capped(s, 1.0, soft_cap)

@@ -1,0 +1,77 @@
+"""A call of `paged_decode` as the kernel takes it (`mosaic.decode`), and calls that it does not take."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_attn.device import Architecture
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile, decode_attention
+from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.types import DecodePlan, HeadWindow
+
+
+def attend(
+    call: PagedDecodeCall, plan: DecodePlan, tile: DecodeTile, stages: int, terms: list[Array], query_scale: float
+) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    """Run the kernel.
+
+    Args:
+      stages: tiles in shared memory.
+      terms: [B, Q, Hq, D] each, whose sum is the queries times `query_scale`.
+    """
+    kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
+    packed = [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in terms]
+    rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
+    inputs = DecodeInputs(
+        q=(call.q if tile.packs_queries else jnp.stack(packed),),
+        k=kv.k.reshape(rows),
+        v=kv.v.reshape(rows),
+        k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
+        v_scale=_one_axis(kv.v_scale),
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        q_lens=call.q_lens,
+        plan=plan,
+        window=window if isinstance(window, HeadWindow) else None,
+        drafts=None if draft_mask is None else packing.drafts(draft_mask),
+        sinks=None if sinks is None else packing.per_head(sinks),
+    )
+    static = DecodeStatic(
+        tile=tile,
+        stages=stages,
+        num_kv_heads=call.num_kv_heads,
+        score_scale=call.scale / query_scale,
+        soft_cap=call.soft_cap,
+        window=window if isinstance(window, int) else None,
+    )
+    return decode_attention(inputs, static, call.q.shape, name="paged_decode")
+
+
+def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
+    """Raise NotImplementedError for calls that the kernel does not take.
+
+    Args:
+      limit: columns of a tile, at most.
+    """
+    basics.require_capability(architecture)
+    refusals.require_dtypes(call.q, call.kv.k)
+    refusals.require_head_dim(call.head_dim)
+    refusals.require_page_size(call.page_size)
+    if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
+        raise NotImplementedError(
+            f"takes {limit} query heads at once, or about as many; {call.group} have no such divisor"
+        )
+    if call.draft_mask is not None:
+        refusals.require_draft_bits(call.num_queries)
+    refusals.require_soft_cap(call.soft_cap)
+
+
+def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """Flatten scales that come with the tokens, padded so that no copy of the kernel reads past their end."""
+    if scale is None or scale.ndim != 3:
+        return scale
+    scale = scale.reshape(-1)
+    return jnp.pad(scale, (0, -scale.size % SCALES_PER_COPY)) if scale.size % SCALES_PER_COPY else scale

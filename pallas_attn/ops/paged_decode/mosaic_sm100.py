@@ -1,0 +1,54 @@
+"""`paged_decode` on data-center Blackwell (B200).
+
+The kernel is `mosaic.decode`, as on Hopper, with tiles of 128 tokens, which are the rows of the tensor core
+(`sm100.decode_products`); of 64 for heads of 256, so that two of them fit shared memory.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.dequantise import plain_query_terms, scale_layout
+from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
+from pallas_attn.ops.paged_decode import config
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
+from pallas_attn.ops.plan_decode import plan_of
+
+
+def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    plan = plan_of(call, "mosaic_sm100", num_programs(call))
+    packing, settings = _sizes(call)
+    terms, query_scale = plain_query_terms(call.q, call.kv)
+    tile = DecodeTile(
+        packing=packing,
+        tokens=settings.tile_tokens,
+        page_size=call.page_size,
+        key_dims=(call.head_dim,),
+        has_values=True,
+        terms=len(terms),
+        packs_queries=False,
+        scales=scale_layout(call.kv),
+        q_dtype=terms[0].dtype,
+        cache_dtype=call.kv.k.dtype,
+        out_dtype=call.output_dtype,
+        products=Tcgen05Products(),
+    )
+    return attend(call, plan, tile, settings.stages, terms, query_scale)
+
+
+def num_programs(call: PagedDecodeCall) -> int:
+    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    refuse(call, (10, 0), config.MAX_COLUMNS_SM100)
+    _, settings = _sizes(call)
+    return settings.programs_per_multiprocessor * basics.multiprocessors()
+
+
+def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
+    step = config.column_step_sm100(call.head_dim)
+    packing = QueryPacking(call.group, call.num_queries, config.MAX_COLUMNS_SM100, step)
+    return packing, config.mosaic_sm100_config(config.key_of(call, packing.width))

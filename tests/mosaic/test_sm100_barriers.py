@@ -1,0 +1,109 @@
+"""Every barrier of Blackwell's kernels that no copy arrives at orders the tensor core.
+
+Neither the interpreter nor the compiler notices one that does not: on a card a thread might then read TMEM before the
+tensor core has written it, or the other way round. Kernels are traced as the gate's cases call them, and not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn import device
+from tests.aot.cases import CASES, IN_EVERY_RUN
+
+MULTIPLYING = {name: case for name, case in CASES.items() if case.card == "B200" and case.tensor_cores}
+
+
+@contextlib.contextmanager
+def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
+    """Context that yields two lists: barriers of all kernels traced within, and those at which a copy arrives."""
+    barriers: list[Any] = []
+    copied_to: list[Any] = []
+    kernel, signals = plgpu.kernel, (plgpu.copy_gmem_to_smem, plgpu.try_cluster_cancel)
+
+    def recording_kernel(body: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(body)
+        def traced(*refs: Any, **named: Any) -> None:
+            barriers.extend(ref for ref in jax.tree.leaves((refs, named)) if orders(ref) is not None)
+            body(*refs, **named)
+
+        return kernel(traced, *args, **kwargs)
+
+    def recording(signal: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            copied_to.extend(base(x) for x in (*args, *kwargs.values()) if orders(base(x)) is not None)
+            return signal(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(plgpu, "kernel", recording_kernel))
+        for signal in signals:
+            stack.enter_context(mock.patch.object(plgpu, signal.__name__, recording(signal)))
+        yield barriers, copied_to
+
+
+def base(ref: Any) -> Any:
+    """The reference that one with transforms, such as an index, is made of."""
+    return getattr(ref, "ref", ref)
+
+
+def orders(ref: Any) -> bool | None:
+    """Whether a barrier orders the tensor core; None for what is no barrier."""
+    aval = getattr(ref, "aval", None)
+    return getattr(getattr(getattr(aval, "inner_aval", None), "dtype", None), "orders_tensor_core", None)
+
+
+def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, list[Any]]:
+    """Number of barriers of the kernels of a call, and those that break the rule."""
+    with (
+        mock.patch.dict("os.environ", {device.INTERPRET_VARIABLE: "10.0"}),
+        plgpu.force_gpu_interpret_mode(),
+        recorded_barriers() as (barriers, copied_to),
+    ):
+        jax.eval_shape(function, *args, **kwargs)
+    return len(barriers), [ref for ref in barriers if not orders(ref) and not any(ref is other for other in copied_to)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
+)
+def test_barriers_order_the_tensor_core(name: str) -> None:
+    barriers, wrong = unordered(MULTIPLYING[name].function, **MULTIPLYING[name].arguments)
+    assert barriers
+    assert not wrong
+
+
+@pytest.mark.parametrize(("ordered", "wrong"), [(True, 0), (False, 1)])
+def test_a_barrier_that_does_not_is_found(ordered: bool, wrong: int) -> None:
+    """Of two barriers, at one of which a copy arrives, and which needs no order."""
+
+    def body(x: Any, out: Any, tile: Any, landed: Any, read: Any) -> None:
+        plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], landed.at[0])
+        plgpu.barrier_wait(landed.at[0])
+        plgpu.barrier_arrive(read)
+        plgpu.barrier_wait(read)
+        out[...] = tile[0]
+
+    def call(x: jax.Array) -> jax.Array:
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((128,), x.dtype),
+            scratch_types=[
+                plgpu.SMEM((1, 128), x.dtype),
+                plgpu.Barrier(num_barriers=1),
+                plgpu.Barrier(orders_tensor_core=ordered),
+            ],
+        )(x)
+
+    barriers, found = unordered(call, jax.ShapeDtypeStruct((1, 128), jnp.float32))
+    assert (barriers, len(found)) == (2, wrong)

@@ -1,0 +1,102 @@
+"""Tests of `paged_decode` on Blackwell beyond the contract, interpreted: rows of more tiles than there are stages, and
+their splits, over each kind of cache and every layout of its products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, explain, paged_decode
+from pallas_attn.device import INTERPRET_VARIABLE
+from pallas_attn.mosaic.decode_config import DecodeConfig
+from tests.contract import backends
+from tests.contract.paged_case import Inputs, PagedCase
+from tests.ops import harness
+from tests.ops.harness import Variant
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+SM100 = next(backend for backend in backends.BACKENDS if backend.id == "mosaic_sm100")
+FP8 = "float8_e4m3fn"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    with mock.patch.dict("os.environ", {INTERPRET_VARIABLE: "10.0"}), harness.interpreting(capsys):
+        yield
+
+
+LONG = PagedCase(
+    kv_lens=(0, 640, 130),
+    q_lens=(0, 1, 1),
+    q_heads=3,
+    kv_heads=1,
+    head_dim=128,
+    page_size=64,
+    pages_per_row=10,
+    num_pages=24,
+    dtype="bfloat16",
+)
+SMALL_PAGES = replace(LONG, kv_lens=(17, 530, 130), q_lens=(1, 1, 1), page_size=16, pages_per_row=40, num_pages=90)
+CASES = {
+    "bfloat16": replace(LONG, sinks="ordinary"),
+    "bfloat16, heads of 64, windows, absent pages": replace(
+        SMALL_PAGES, head_dim=64, head_windows=((200, 40),), absent_pages=True
+    ),
+    "float16, heads of 256, drafts": replace(
+        LONG, dtype="float16", head_dim=256, kv_lens=(0, 300, 130), q_lens=(0, 3, 2), queries=3
+    ),
+    "fp8 per token": replace(SMALL_PAGES, cache_dtype=FP8, scales=16),
+    "fp8 in 4 groups, heads of 256, soft cap": replace(
+        LONG, cache_dtype=FP8, scales=4, head_dim=256, kv_lens=(0, 300, 130), soft_cap=20.0
+    ),
+    "int8 per channel, heads of 64, tree": replace(
+        SMALL_PAGES, cache_dtype="int8", scales="channel", head_dim=64, queries=3, q_lens=(1, 3, 2), tree=True
+    ),
+    "int8 per head, two blocks of columns": replace(LONG, cache_dtype="int8", scales="head", q_heads=48),
+}
+EVERY_RUN = ("bfloat16", "fp8 per token")
+
+
+def check(case: PagedCase, num_programs: int, mode: str) -> np.ndarray:
+    """Compare a call on poisoned inputs with numpy; return how many splits its rows have."""
+    tile_tokens = 64 if case.head_dim == 256 else 128
+    configs = DecodeConfig(tile_tokens, stages=2, programs_per_multiprocessor=1), backends.CUT_SHORT_ROWS
+    variant = Variant("mosaic", configs, (10, 0), honours_plans=True)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    arrays = inputs.decode()
+    plan = backends.plan_of(SM100, arrays, window=case.window, num_programs=num_programs, mode=mode)
+    got = harness.compiled(paged_decode, variant, return_lse=True, **case.static)(**arrays, plan=plan)
+    harness.assert_attention_close(got, inputs.expected_decode(), variant.tolerance(case.dtype))
+    return np.diff(plan.split_indptr)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
+def test_more_tiles_than_stages(name: str) -> None:
+    """One program attends to all rows, one after the other."""
+    assert check(CASES[name], 1, "balanced").max() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "mode"), [(64, "balanced"), (128, "fixed"), (256, "balanced")])
+def test_splits_are_merged(head_dim: int, mode: str) -> None:
+    """The accumulator, and with it a partial state, is one of 64 rows, of 128, and of twice 128."""
+    case = replace(LONG, head_dim=head_dim, kv_lens=(0, 640, 1), head_windows=((FULL, 0),), sinks="mixed")
+    assert check(case, 5, mode).max() > 2
+
+
+def test_is_chosen() -> None:
+    assert explain("paged_decode", **Inputs.draw(LONG, harness.fresh_rng()).decode()).chosen == "mosaic"
+
+
+def test_refuses_in_words() -> None:
+    many = replace(LONG, q_heads=67)
+    reason = "takes 32 query heads at once, or about as many; 67 have no such divisor"
+    explanation = explain("paged_decode", **Inputs.draw(many, harness.fresh_rng()).decode())
+    assert reason in explanation.refused["mosaic"]
