@@ -10,7 +10,7 @@ from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
-from tests.aot.prefill import PREFILL, PREFILL_MORE
+from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
 from tests.aot.real import REAL
 from tests.aot.steps import STEPS
 from tests.aot.triton_xla import TRITON
@@ -23,7 +23,7 @@ SM100_LATENT = on_b200({name: case for name, case in (LATENT | LATENT_MORE).item
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
-    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE),
+    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **TRITON,
 }
 
@@ -44,6 +44,7 @@ MODULES = {
     **dict.fromkeys(SM100_LATENT, "latent"),
     **dict.fromkeys(SM100_PLANS, "plans"),
     **dict.fromkeys(SM100_DECODE, "decode"),
+    **dict.fromkeys(SM100_PREFILL, "prefill"),
 }
 """Module of this package that defines each case."""
 
@@ -68,6 +69,7 @@ IN_EVERY_RUN = frozenset(
         # For a B200.
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
+        "sm100-ragged-192-128", "sm100-ragged-64-64-all-options", "sm100-paged-prefill-fp8-token-d128-p16",
     }
 )  # fmt: skip
 """Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""

@@ -1,8 +1,9 @@
-"""`ragged_attention` and `paged_prefill` on Hopper: every configuration that can be chosen, features, and calls."""
+"""`ragged_attention` and `paged_prefill`: every configuration that can be chosen, features, and calls."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
-from tests.aot.case import Case, Tile, allocated, shape
+from tests.aot.case import Case, Tile, allocated, on_b200, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
@@ -227,7 +228,15 @@ PREFILL: dict[str, Case] = {
 }
 """Every width, and each kind of call."""
 
+TUNING: dict[str, Case] = {
+    f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
+    for (key_dim, value_dim), tried in SIZES.items()
+    for c in tried
+}
+"""The sizes that tuning tries on Hopper."""
+
 PREFILL_MORE: dict[str, Case] = {
+    **TUNING,
     **{
         f"paged-prefill-{cache}-d{head_dim}-p{page_size}": paged(head_dim, page_size, cache=CACHES[cache])
         for cache in CACHES
@@ -267,10 +276,17 @@ PREFILL_MORE: dict[str, Case] = {
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))
         for name, static in VARIED.items()
     },
-    **{
-        f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
-        for (key_dim, value_dim), tried in SIZES.items()
-        for c in tried
-    },
 }
 """Combinations of caches, widths and features, and the sizes that tuning tries."""
+
+REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
+"""Shared memory is too small: 128 rows of queries of this width, two stages and the staging buffers leave no room for
+scales of tokens, or a second term of the queries.
+"""
+
+SM100_PREFILL = {
+    name: replace(case, tile=None)  # which is of Hopper's sizes
+    for name, case in on_b200(PREFILL | PREFILL_MORE).items()
+    if name.removeprefix("sm100-") not in TUNING and not REFUSED_ON_B200.search(name)
+}
+"""The same calls on Blackwell."""

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +140,7 @@ class Rings(NamedTuple):
 # --- front ends
 
 
+@runtime_checkable
 class FrontTile(Protocol):
     """A work tile as an operation sees it."""
 
@@ -158,6 +159,7 @@ class FrontTile(Protocol):
         """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, written to `result`."""
 
 
+@runtime_checkable
 class FrontEnd(Protocol):
     """Part of the kernel that is an operation's own.
 
@@ -187,6 +189,7 @@ class FrontEnd(Protocol):
         """Turn a work tile into the operation's, given references to the operands and to its own scratch."""
 
 
+@runtime_checkable
 class BlockConsumer(Protocol):
     """Attention of some of a block's rows.
 

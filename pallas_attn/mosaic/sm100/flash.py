@@ -91,7 +91,7 @@ BUFFERS = 2
 """Of scores."""
 
 REGISTERS = {1: (248, 80, 40), 2: (208, 56, 40)}
-DEQUANTIZE_REGISTERS = {1: (248, 168, 40), 2: (192, 96, 32)}
+DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}
 """Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number
 of consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
 """

@@ -75,11 +75,12 @@ def sm100_config(key: PagedPrefillKey) -> FlashConfig:
 
 def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
     """As many rows, then keys, then stages as fit shared memory, with staging buffers where a cache has 8 bits, and
-    TMEM. Pages of 16 take small tiles, as on Hopper.
+    TMEM. Pages of 16 take small tiles, as on Hopper. Nothing fits 8-bit heads of width 256 with scales by channel or
+    token.
     """
     narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
     tile_keys = 128 if key.page_size > 16 and (narrow or (key.head_dim == 128 and not quantised)) else 64
-    stages = 4 if tile_keys * key.head_dim <= 8192 else 2
+    stages = 4 if tile_keys * key.head_dim <= 8192 and (narrow or key.terms == 1) else 2
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 else 2)
 
 
