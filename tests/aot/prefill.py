@@ -284,8 +284,12 @@ REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)
 scales of tokens, or a second term of the queries.
 """
 
+PARTIALS_ON_B200 = 2 * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
+"""Bytes of partial states: two of a block of 256 rows for each multiprocessor, or as many of 128 rows twice as wide."""
+
 SM100_PREFILL = {
-    name: replace(case, tile=None)  # which is of Hopper's sizes
+    # Tiles are of Hopper's sizes. More multiprocessors and larger blocks have keys cut where Hopper does not.
+    name: replace(case, tile=None, temporaries=case.temporaries + PARTIALS_ON_B200)
     for name, case in on_b200(PREFILL | PREFILL_MORE).items()
     if name.removeprefix("sm100-") not in TUNING and not REFUSED_ON_B200.search(name)
 }

@@ -279,6 +279,9 @@ SM100_SAMPLE = (
     r"test_write_turns.*\[4-before_rope-neox-mosaic_sm100",
     r"test_write_places.*mosaic_sm100-bfloat16",
     r"test_gather_lays.*mosaic_sm100-bfloat16",
+    # More of prefill, with two consumers, is in tests/ops/test_flash_sm100.py.
+    r"test_widths_and_heads\[mosaic_sm100-DeepSeek",
+    r"test_prefill\[mosaic_sm100-chunks, int8 per token",
 )
 """Tests of Blackwell's kernels that the ordinary run interprets; all others are slow."""
 

@@ -483,14 +483,13 @@ def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
     hidden = []
     for number, part in enumerate(s):
         column = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=TILE) + number * CHUNK
-        low, high, sink, pages = (None if limit is None else over_rows(limit, part.shape) for limit in limits[:4])
-        seen = column >= low
-        if sink is not None:
-            seen |= column < sink
-        seen &= column < high
-        if pages is not None:
+        seen = column >= over_rows(limits.low, part.shape)
+        if limits.sink is not None:
+            seen |= column < over_rows(limits.sink, part.shape)
+        seen &= column < over_rows(limits.high, part.shape)
+        if limits.pages is not None:
             page = lax.div(column, jnp.int32(limits.page_tokens))
-            seen &= (lax.shift_right_logical(pages, page) & 1) == 1
+            seen &= (lax.shift_right_logical(over_rows(limits.pages, part.shape), page) & 1) == 1
         hidden.append(jnp.where(seen, part, -jnp.inf))
     return hidden
 
@@ -511,7 +510,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
         f32, inverted = ir.F32Type.get(), np.empty_like(x.registers)
         for index, pair in np.ndenumerate(x.registers):
             numbers = [vector.extract(pair, [], [i]) for i in range(pair.type.shape[0])]
-            inverses = [llvm.inline_asm(f32, [number], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for number in numbers]
+            inverses: Any = [llvm.inline_asm(f32, [number], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for number in numbers]
             inverted[index] = vector.from_elements(pair.type, inverses)
         return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=x.is_signed)
 
@@ -536,7 +535,7 @@ def any_of_warp(condition: jax.Array) -> Any:
         (register,) = condition.registers.flat
         number = vector.extract(register, [], [0])
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-        voted = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
+        voted: Any = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
 
     return vote(jnp.where(condition, jnp.int32(1), jnp.int32(0))) != 0
