@@ -13,14 +13,24 @@ WIDEST_HEAD = 256
 
 def refuse(q: jax.Array, kv: PagedKV) -> None:
     """Raise NotImplementedError for queries and a cache that no kernel multiplies."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    refuse_queries(q)
     if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
         raise NotImplementedError(
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
         )
-    if q.shape[-1] > WIDEST_HEAD:
-        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {q.shape[-1]}")
+    refuse_width(q.shape[-1])
+
+
+def refuse_queries(q: jax.Array) -> None:
+    """Raise NotImplementedError for queries that tensor cores do not multiply as they are."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+
+
+def refuse_width(head_dim: int) -> None:
+    """Raise NotImplementedError for heads of more columns than registers hold."""
+    if head_dim > WIDEST_HEAD:
+        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {head_dim}")
 
 
 def scale_groups(kv: PagedKV) -> int | str | None:

@@ -1,7 +1,7 @@
 """Device functions that Triton kernels share: what a query sees, where tokens lie, softmax, 8-bit numbers, plans.
 
-Scores stay in natural units until a difference of two of them is exponentiated: times log2(e) first, scores of 5e5
-would be rounded by 1/32.
+Softmax is in base 2: weights are 2**(score * BASE - top), one multiply-add and one instruction each. Times log2(e), a
+score of 5e5 is rounded by up to 1/32; only `top` is, by which all weights of a row are divided, and so is their sum.
 """
 
 from __future__ import annotations
@@ -62,6 +62,23 @@ def pool_rows(page_id, head, NUM_HEADS: tl.constexpr, HEAD_WISE: tl.constexpr):
     return row if HEAD_WISE else row * NUM_HEADS + head
 
 
+@triton.jit
+def places(row_start, held, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of columns, from the first one on, of rows that start at offsets; and which exist, in rows held."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    is_held = tl.broadcast_to(held[:, None], [held.shape[0], COLUMNS])
+    if FIRST + COLUMNS > WIDTH:
+        is_held = is_held & (column < WIDTH)[None, :]
+    return row_start[:, None] + column[None, :], is_held
+
+
+@triton.jit
+def columns(ptr, row_start, FIRST: tl.constexpr, held, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Values at `places`, 0 for others."""
+    at, is_held = places(row_start, held, FIRST, WIDTH, COLUMNS)
+    return tl.load(ptr + at, mask=is_held, other=0)
+
+
 # --- softmax
 
 
@@ -72,16 +89,21 @@ def finite_or_zero(top):
 
 
 @triton.jit
-def softmax_step(scores, top, total):
+def softmax_step(scores, top, total, BASE: tl.constexpr):
     """One step of an online softmax over scores [rows, tokens], -inf where not visible.
 
+    Args:
+      top: [rows], the largest score so far, times BASE.
+      total: [rows], the sum of 2**(score * BASE - top).
+      BASE: positive; log2(e) times what scores are still to be multiplied by.
+
     Returns:
-      The new maximum and total [rows], the factor for what was accumulated before [rows], and weights [rows, tokens].
+      The new top and total, the factor for what was accumulated before [rows], and weights [rows, tokens].
     """
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, tl.max(scores, 1) * BASE)
     shift = finite_or_zero(new_top)
-    keep = tl.exp2((top - shift) * LOG2E)
-    weights = tl.exp2((scores - shift[:, None]) * LOG2E)
+    keep = tl.exp2(top - shift)
+    weights = tl.exp2(scores * BASE - shift[:, None])
     return new_top, total * keep + tl.sum(weights, 1), keep, weights
 
 
@@ -108,10 +130,10 @@ def weights_in_units(weights, keep, unit):
 
 @triton.jit
 def merge_step(other_top, other_total, top, total):
-    """The maximum and total of two states, and the factors for what each accumulated; all [rows]."""
+    """The top and total of two states, and the factors for what each accumulated; all [rows]."""
     new_top = tl.maximum(top, other_top)
     shift = finite_or_zero(new_top)
-    keep, others = tl.exp2((top - shift) * LOG2E), tl.exp2((other_top - shift) * LOG2E)
+    keep, others = tl.exp2(top - shift), tl.exp2(other_top - shift)
     return new_top, total * keep + other_total * others, keep, others
 
 
@@ -120,12 +142,13 @@ def softmax_result(top, total, sink):
     """The factor that normalises what was accumulated, and the LSE; 0 and -inf for rows that have seen nothing.
 
     Args:
+      top, total: [rows] of a state, in base 2.
       sink: learned logits [rows], which enter the denominator only; -inf for none.
     """
     seen = total != 0  # also NaN
     shift = finite_or_zero(top)
-    inverse = 1.0 / tl.where(seen, total + tl.exp2((sink - shift) * LOG2E), 1.0)
-    lse = tl.where(seen, shift + tl.log2(tl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
+    inverse = 1.0 / tl.where(seen, total + tl.exp2(sink * LOG2E - shift), 1.0)
+    lse = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
     return tl.where(seen, inverse, 0.0), lse
 
 

@@ -1,7 +1,8 @@
 """Attention states in Triton: written as output, or left as partial states of split rows, which a second kernel merges.
 
-States are not normalised: `top` is the largest score of a query row, `total` the sum of exp(score - top), `acc` the sum
-of values times exp(score - top), all float32. An LSE in place of the first two would be rounded: at 5e5 by up to 1/64.
+States are not normalised: of a query row, `top` is the largest score times log2(e), `total` the sum of all
+2**(score * log2(e) - top), `acc` the sum of values times the same, all float32. An LSE in place of the first two would
+be rounded once more: at 5e5 by up to 1/64.
 Query rows of a KV head are query-major: all heads of its group for one query are neighbours.
 """
 
@@ -102,12 +103,7 @@ def _merge(
             top, total, keep, others = merge_step(other_top, other_total, top, total)
             part = tl.where((other_total != 0)[:, None], part, 0.0)  # one that saw nothing may hold 0 times infinity
             acc = acc * keep[:, None] + part * others[:, None]
-        sink = tl.full([ROWS], float("-inf"), tl.float32)
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
-        inverse, lse = softmax_result(top, total, sink)
-        store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
-        tl.store(lse_ptr + out_row, lse, mask=real_row)
+        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
 
 
 @kernel
@@ -122,3 +118,21 @@ def store_values(at, acc, inverse, total, held):
     """Writes output values, normalised; 0 for rows that see nothing, which may have added 0 times an infinite value."""
     out = tl.where((total != 0)[:, None], acc * inverse[:, None], 0.0)
     tl.store(at, out.to(at.dtype.element_ty), mask=held)
+
+
+@kernel
+def store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D: tl.constexpr):
+    """Normalises a state over all keys of its rows, and writes it.
+
+    Args:
+      out_row: [rows], those of the output [..., D] and of the LSE.
+      q_head: [rows], which of the learned logits a row has, if there are any.
+      held: [rows, columns], the values that exist.
+      d: [columns].
+    """
+    sink = tl.full(top.shape, float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
+    inverse, lse = softmax_result(top, total, sink)
+    store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
+    tl.store(lse_ptr + out_row, lse, mask=real_row)

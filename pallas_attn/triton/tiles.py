@@ -1,7 +1,8 @@
 """Sizes of Triton kernels by card: the one table, by how much shared memory a thread block may have.
 
-None was timed on a card, but a like kernel with 64 tokens of 128 columns and 4 warps, on an H100. They are chosen so
-that no configuration spills, and each program has a tile of keys and values on its way while it uses another.
+Those of prefill and of latents for Hopper are the fastest of about a hundred that were timed on an H100. On other cards
+nothing was timed: there they are chosen so that no configuration spills, and each program has a tile of keys and values
+on its way while it uses another.
 """
 
 from __future__ import annotations
@@ -39,6 +40,18 @@ class TritonTile:
     stages: int
     programs: int
     max_registers: int | None
+
+    def programs_side_by_side(self, card: Device, rows: int) -> int:
+        """Programs that follow a plan at a time, each with a block for every tile of so many rows.
+
+        Raises:
+          NotImplementedError: the card does not tell how many multiprocessors it has.
+        """
+        if card.multiprocessors is None:
+            raise NotImplementedError(
+                f"needs to know how many multiprocessors there are, and {card.name} does not tell"
+            )
+        return max(1, self.programs * card.multiprocessors // -(-rows // self.rows))
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
@@ -94,7 +107,7 @@ def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tr
         programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
         return TritonTile(16, 32, width, warps, stages, programs, max_registers=255)
     if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
-        return TritonTile(64, 32 if width > 256 else 64, width, warps=8, stages=2, programs=1, max_registers=255)
+        return TritonTile(64, 64, width, warps=8, stages=2, programs=1, max_registers=255)
     return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
@@ -131,9 +144,12 @@ def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> Fl
       demanding: whether keys are scaled or scores capped, which takes registers.
     """
     width = power_of_two(head_dim)
-    by_warpgroup = card.capability is not None and card.capability[0] in (9, 10)  # whose operands need no registers
-    in_tensor_memory = card.capability is not None and card.capability[0] == 10  # read back beside what is scaled
-    if demanding and (width > 128 or in_tensor_memory):
+    if card.capability == (9, 0):
+        # Two programs of 64 rows beside each other hide each other's softmax; wider heads leave room for one.
+        wide = FlashTile(rows=MOST_ROWS, tokens=32, warps=8, stages=2 if demanding else 3)
+        return wide if width > 128 else FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3)
+    by_warpgroup = card.capability is not None and card.capability[0] == 10  # whose operands need no registers
+    if demanding and (width > 128 or by_warpgroup):  # tensor memory is read back beside what is scaled
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)
     if width > 128:
         return FlashTile(MOST_ROWS if by_warpgroup else 64, tokens=32, warps=8, stages=2)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 GROUPS = {
-    "tensor": r"[HQI]GMMA|[HID]MMA",
+    "tensor": r"[HQI]GMMA|[HID]MMA|UTC\w*MMA",
     "load": r"LD(?!GDEPBAR)\w*|UTMALDG|UBLKCP",
     "store": r"ST\w*|UTMASTG|RED|ATOM\w*",
     "convert": r"[FI]2[FI]P?|FRND",

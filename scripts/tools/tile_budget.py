@@ -10,7 +10,8 @@ take, such as masking, makes the forecast too pessimistic.
 
 A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
 are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
-whether the compiler unrolled the loop or several warpgroups share a tile.
+whether the compiler unrolled the loop or several warpgroups share a tile. Instructions of tcgen05 (UTCHMMA), which a
+thread issues for its thread block, do not tell their shapes: a pass of a loop with them is taken for one tile.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ def tile_budget(listing: str) -> Budget:
         raise ValueError("expected a line such as `// tile: 32768 bytes, 2097152 multiply-adds`, found none")
     executed = [instruction for body in main_loops(parse(listing)) for instruction in body]
     multiply_adds = sum(instruction.multiply_adds for instruction in executed)
+    if any(instruction.head.startswith("UTC") for instruction in executed):
+        multiply_adds = int(tile[2])
     if not multiply_adds:
         raise ValueError("no loop of this kernel uses a warpgroup's tensor-core instructions")
     tiles = multiply_adds / int(tile[2])

@@ -70,6 +70,8 @@ IN_EVERY_RUN = frozenset(
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
         "sm100-ragged-192-128", "sm100-ragged-64-64-all-options", "sm100-paged-prefill-fp8-token-d128-p16",
+        "sm100-paged-decode-bf16-d128-n16", "sm100-paged-decode-int8-channel-d128-n32",
+        "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }
 )  # fmt: skip
 """Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""

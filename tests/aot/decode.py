@@ -140,8 +140,8 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens, whatever the kernel takes at once."""
-        elements = TOKENS * self.head_dim
+        """Tile of `TOKENS` tokens, whatever the kernel takes at once; on a B200 of as many as it takes."""
+        elements = (self.config.tile_tokens if self.card == "B200" else TOKENS) * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
@@ -205,7 +205,7 @@ def sm100_configurations() -> list[Configuration]:
     every = [
         Configuration(cache, head_dim, columns, out, card="B200")
         for cache, head_dim, out in itertools.product(CACHES, HEAD_DIMS, (jnp.bfloat16, jnp.float32))
-        for step in [column_step_sm100(head_dim)]
+        for step in [column_step_sm100(head_dim, jnp.dtype(CACHES[cache][0]).itemsize)]
         for columns in range(step, MAX_COLUMNS_SM100 + 1, step)
     ]
     widest = [c for c in every if c.out == jnp.bfloat16 and c.columns == MAX_COLUMNS_SM100]

@@ -295,6 +295,33 @@ PAGED_PREFILL = {
 }
 
 
+def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool = False, **options: Any) -> TritonCase:
+    """Eight sequences of 8 heads over 2 KV heads."""
+    kv_heads, sums = 2, shape(9, dtype=jnp.int32)
+    arguments = {
+        "q": shape(num_tokens, 4 * kv_heads, key_dim),
+        "k": shape(2 * num_tokens, kv_heads, key_dim),
+        "v": shape(2 * num_tokens, kv_heads, value_dim),
+        "cu_q_lens": sums,
+        "cu_kv_lens": sums,
+    }
+    if sinks:
+        arguments["sinks"] = shape(4 * kv_heads, dtype=jnp.float32)
+    call = functools.partial(pallas_attn.ragged_attention, implementation="triton", return_lse=True, **options)
+    return TritonCase(call, arguments)
+
+
+RAGGED = {
+    **{
+        f"ragged-{key_dim}-{value_dim}-{n}{name}": ragged(key_dim, value_dim, n, **options)
+        for key_dim, value_dim in ((192, 128), (128, 128), (80, 80), (64, 64), (256, 256))
+        for n in (FEW, MANY)
+        for name, options in (("", {}), ("-options", {"window": 1024, "soft_cap": 30.0, "sinks": True}))
+    },
+    "ragged-192-128-full": ragged(192, 128, MANY, causal=False),
+}
+
+
 def write_kv(
     cache: str = "bf16", head_dim: int = 128, half: int | None = None, *, head_slots: bool = False, **static: Any
 ) -> TritonCase:
@@ -334,7 +361,7 @@ WRITE_KV = {
     "write-kv-fp8-channel-head-slots": write_kv("fp8-channel", head_slots=True),
 }
 
-TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | WRITE_KV
+TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
 
 ORDINARY = frozenset(
     {
@@ -347,6 +374,7 @@ ORDINARY = frozenset(
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
         ("paged-prefill-bf16-d128-8192", "sm80"),
+        ("ragged-192-128-8192-options", "sm120"),
         ("write-kv-fp8-4-d128", "sm86"),
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }

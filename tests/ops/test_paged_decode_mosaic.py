@@ -250,7 +250,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: 
 
 
 def test_refuses_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = "needs a GPU of compute capability 9.0 (H100, H200), this is"
+    needed = "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is"
     assert refusal(monkeypatch, "cpu", None) == f"{needed} cpu"
     assert refusal(monkeypatch, "gpu", (8, 0)) == f"{needed} gpu 8.0"
 

@@ -66,7 +66,8 @@ EVERY_RUN = ("bfloat16", "fp8 per token")
 
 def check(case: PagedCase, num_programs: int, mode: str) -> np.ndarray:
     """Compare a call on poisoned inputs with numpy; return how many splits its rows have."""
-    tile_tokens = 64 if case.head_dim == 256 else 128
+    cache_bytes = np.dtype(case.cache_dtype or case.dtype).itemsize
+    tile_tokens = 128 if case.head_dim * 2 <= 128 * cache_bytes else 64
     configs = DecodeConfig(tile_tokens, stages=2, programs_per_multiprocessor=1), backends.CUT_SHORT_ROWS
     variant = Variant("mosaic", configs, (10, 0), honours_plans=True)
     inputs = Inputs.draw(case, harness.fresh_rng())

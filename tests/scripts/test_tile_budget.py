@@ -44,7 +44,7 @@ def without_labels(text: str) -> str:
 @pytest.mark.parametrize(
     ("group", "opcodes"),
     [
-        ("tensor", "HGMMA.64x128x16.F32.BF16 QGMMA.64x64x32.F32.E4M3.E4M3 IGMMA.64x8x32.S8.S8 HMMA.16816.F32"),
+        ("tensor", "HGMMA.64x128x16.F32.BF16 QGMMA.64x64x32.F32.E4M3.E4M3 IGMMA.64x8x32.S8.S8 HMMA.16816.F32 UTCHMMA"),
         ("load", "LDS.128 LDSM.16.M88.4 LDG.E LDC.64 LDL UTMALDG.5D UBLKCP"),
         ("store", "STS.64 STSM.16.M88.4 STG.E STL UTMASTG.4D RED.E.ADD ATOMG.E.ADD"),
         ("convert", "I2F.S8 I2FP.F32.S32 F2FP.BF16.F32.PACK_AB F2F.F16.F32 F2I.S8 I2IP.S8 F2IP FRND"),
@@ -167,6 +167,13 @@ def test_a_loop_over_several_tiles_costs_the_same_per_tile():
     shared = tile_budget(SAMPLE.replace("524288", str(524288 * 2)))
     assert half.cycles == {pipe: cycles / 2 for pipe, cycles in whole.cycles.items()}
     assert shared.counts == {group: 2 * count for group, count in whole.counts.items()}
+
+
+def test_a_pass_with_products_of_no_known_shape_is_a_tile():
+    text = listing(".L_x_0:", "UTCHMMA gdesc[UR4], gdesc[UR8], tmem[UR10]", "LDTM.x16 R4, tmem[UR4]", "BRA `(.L_x_0)")
+    budget = tile_budget(f"// tile: 65536 bytes, 4194304 multiply-adds\n{text}")
+    assert budget.counts == {"tensor": 1, "load": 1, "other": 1}
+    assert budget.cycles == {ISSUE: 3}
 
 
 def test_bytes_take_time():

@@ -23,9 +23,18 @@ from jaxtyping import Array, Float
 from pallas_attn import device
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
-from pallas_attn.triton import plans, tiles
+from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import draft_visible, softmax_result, softmax_step, split_end, tensor_core_operand
+from pallas_attn.triton.pieces import (
+    LOG2E,
+    columns,
+    draft_visible,
+    places,
+    softmax_result,
+    softmax_step,
+    split_end,
+    tensor_core_operand,
+)
 from pallas_attn.triton.split_states import merge_splits, partial_states, store_values
 from pallas_attn.triton.tiles import TritonTile, power_of_two
 from pallas_attn.types import LATENT_GROUP
@@ -77,10 +86,7 @@ def num_programs(call: MlaDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
     _refuse(call)
     card, tile = _card_and_tile(call)
-    if card.multiprocessors is None:
-        raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
-    blocks = -(-call.query_rows // tile.rows)
-    return max(1, tile.programs * card.multiprocessors // blocks)
+    return tile.programs_side_by_side(card, call.query_rows)
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
@@ -91,8 +97,7 @@ def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
 def _refuse(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     q, cache = call.q_latent, call.cache
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    caches.refuse_queries(q)
     keys = cache.pages if cache.rope is None else cache.rope
     if keys.dtype != q.dtype:
         which = "an unquantised cache" if cache.rope is None else "rotated keys"
@@ -145,6 +150,8 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
+    HAS_DRAFTS: tl.constexpr = QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None
+    IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
     query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # of the sequence: all heads of a query are neighbours
     query, real_row = query_row // HEADS, tl.full([ROWS], True, tl.int1)
@@ -171,60 +178,88 @@ def _attend(
         first_row = sequence * (QUERIES * HEADS)  # of the queries, and of the output
         q_latent, acc = (), ()  # by chunk
         for chunk in tl.static_range(CHUNKS):
-            q_latent += (_columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
+            q_latent += (columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
             acc += (tl.zeros([ROWS, CHUNK], tl.float32),)
-        q_rope = _columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
+        q_rope = columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         end = tl.minimum(stop * PAGE, kv_len)  # for which the table has entries
-        for start in range(page * PAGE, end, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            seen = token < end
-            page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
-            seen = seen & (page_id >= 0) & (page_id < pool_pages)
-            visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
-            if QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None:
-                visible = visible & draft_visible(token, kv_len - q_len, query, q_len, tree_ptr, QUERIES)
-                if draft_ptr is not None:  # a tree may hide a token from all queries
-                    seen = tl.max(visible.to(tl.int32), 0) > 0
-            slot = page_id.to(tl.int64) * PAGE + token % PAGE
-            if rope_ptr is None:
-                k_rope = _columns(pages_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
-            else:
-                k_rope = _columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
-            scores = tl.dot(q_rope, tl.trans(k_rope))
-            latent, scales = (), ()
-            for chunk in tl.static_range(CHUNKS):
-                stored = _columns(pages_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
-                latent += (stored,)
-                k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
-                if scale_ptr is None:
-                    scores = tl.dot(q_latent[chunk], k, scores)
+        bare_end = end  # tokens before are seen by all queries, and need no mask
+        if HAS_DRAFTS:
+            bare_end = tl.minimum(end, kv_len - q_len + (0 if draft_ptr is not None else 1))
+        bare_end = page * PAGE + tl.maximum(bare_end - page * PAGE, 0) // TOKENS * TOKENS
+        for masked in tl.static_range(2):
+            first, last = page * PAGE, bare_end
+            if masked:
+                first, last = bare_end, end
+            next_id = 0  # of a page, loaded a step ahead where a page has all tokens of a step
+            if IN_ONE_PAGE:
+                next_id = tl.load(table_ptr + first // PAGE, mask=first < last, other=-1)
+            for start in range(first, last, TOKENS):
+                token = start + tl.arange(0, TOKENS)
+                seen = tl.full([TOKENS], True, tl.int1)
+                if masked:
+                    seen = token < end
+                if IN_ONE_PAGE:
+                    page_id = next_id
+                    next_id = tl.load(table_ptr + (start + TOKENS) // PAGE, mask=start + TOKENS < last, other=-1)
+                    base = page_id.to(tl.int64) * PAGE + start % PAGE
+                    slot = tl.arange(0, TOKENS).to(
+                        tl.int64
+                    )  # counted from the base: addresses of few bits leave registers
                 else:
-                    scale = tl.load(scale_ptr + slot * CHUNKS + chunk, mask=seen, other=0.0)
-                    scales += (scale,)
-                    scores += tl.dot(q_latent[chunk], k) * scale[None, :]
-            scores = tl.where(visible, scores * SCALE, float("-inf"))
-            top, total, keep, weights = softmax_step(scores, top, total)
-            new_acc = ()
-            for chunk in tl.static_range(CHUNKS):
-                kept = acc[chunk] * keep[:, None]
-                if scale_ptr is None:
-                    kept = tl.dot(weights.to(q_dtype), latent[chunk], kept)
+                    page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
+                    base = tl.full([], 0, tl.int64)
+                    slot = page_id.to(tl.int64) * PAGE + token % PAGE
+                seen = seen & (page_id >= 0) & (page_id < pool_pages)
+                visible = seen
+                if masked and HAS_DRAFTS:
+                    visible = seen[None, :] & draft_visible(token, kv_len - q_len, query, q_len, tree_ptr, QUERIES)
+                    if draft_ptr is not None:  # a tree may hide a token from all queries
+                        seen = tl.max(visible.to(tl.int32), 0) > 0
+                if rope_ptr is None:
+                    k_rope = columns(pages_ptr + base * PAGES_WIDTH + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
                 else:
-                    scaled = weights * scales[chunk][None, :]
-                    rounded = scaled.to(tl.bfloat16)
-                    v = tensor_core_operand(latent[chunk], tl.bfloat16, NATIVE)
-                    kept = tl.dot(rounded, v, kept)
-                    kept = tl.dot((scaled - rounded.to(tl.float32)).to(tl.bfloat16), v, kept)
-                new_acc += (kept,)
-            acc = new_acc
+                    k_rope = columns(rope_ptr + base * R, slot * R, 0, seen, R, ROPE_WIDTH)
+                scores = tl.dot(q_rope, tl.trans(k_rope))
+                latent, scales = (), ()
+                for chunk in tl.static_range(CHUNKS):
+                    stored = columns(pages_ptr + base * PAGES_WIDTH, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
+                    latent += (stored,)
+                    k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
+                    if scale_ptr is None:
+                        scores = tl.dot(q_latent[chunk], k, scores)
+                    else:
+                        scale = tl.load(scale_ptr + base * CHUNKS + slot * CHUNKS + chunk, mask=seen, other=0.0)
+                        scales += (scale,)
+                        scores += tl.dot(q_latent[chunk], k) * scale[None, :]
+                if masked and HAS_DRAFTS:
+                    scores = tl.where(visible, scores, float("-inf"))
+                else:  # an addition, where a choice needs a comparison for each score
+                    scores += tl.where(visible, 0.0, float("-inf"))[None, :]
+                top, total, keep, weights = softmax_step(scores, top, total, SCALE * LOG2E)
+                new_acc = ()
+                for chunk in tl.static_range(CHUNKS):
+                    kept = acc[chunk] * keep[:, None]
+                    if scale_ptr is None:
+                        kept = tl.dot(weights.to(q_dtype), latent[chunk], kept)
+                    else:
+                        scaled = weights * scales[chunk][None, :]
+                        rounded = scaled.to(tl.bfloat16)
+                        v = tensor_core_operand(latent[chunk], tl.bfloat16, NATIVE)
+                        kept = tl.dot(rounded, v, kept)
+                        kept = tl.dot((scaled - rounded.to(tl.float32)).to(tl.bfloat16), v, kept)
+                    new_acc += (kept,)
+                acc = new_acc
 
+        if HAS_DRAFTS:
+            real_query = query < q_len
+            top, total = tl.where(real_query, top, float("-inf")), tl.where(real_query, total, 0.0)
         is_whole_row = (page == 0) & (stop >= tl.load(num_pages_ptr + place))
         first_state = split.to(tl.int64) * (QUERIES * HEADS)
         inverse, lse = softmax_result(top, total, tl.full([ROWS], float("-inf"), tl.float32))
         for chunk in tl.static_range(CHUNKS):
-            at, held = _places(query_row * L, chunk * CHUNK, real_row, L, CHUNK)
+            at, held = places(query_row * L, real_row, chunk * CHUNK, L, CHUNK)
             if is_whole_row:
                 store_values(out_ptr + first_row * L + at, acc[chunk], inverse, total, held)
             else:
@@ -238,20 +273,3 @@ def _attend(
         row_ends = stop >= tl.load(num_pages_ptr + place)
         place = tl.where(row_ends, tl.load(next_row_ptr + place), place)
         page = tl.where(row_ends, 0, stop)
-
-
-@kernel
-def _places(row_start, first, held, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of columns, from the first one on, of rows that start at offsets; and which exist, in rows held."""
-    column = first + tl.arange(0, COLUMNS)
-    is_held = tl.broadcast_to(held[:, None], [held.shape[0], COLUMNS])
-    if WIDTH % COLUMNS:
-        is_held = is_held & (column < WIDTH)[None, :]
-    return row_start[:, None] + column[None, :], is_held
-
-
-@kernel
-def _columns(ptr, row_start, first, held, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values at `_places`, 0 for others."""
-    at, is_held = _places(row_start, first, held, WIDTH, COLUMNS)
-    return tl.load(ptr + at, mask=is_held, other=0)

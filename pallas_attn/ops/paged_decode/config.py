@@ -122,16 +122,18 @@ MAX_COLUMNS_SM100 = 32
 """Columns of a tile of 128 tokens for which a warpgroup has registers."""
 
 
-def column_step_sm100(head_dim: int) -> int:
+def column_step_sm100(head_dim: int, cache_bytes: int) -> int:
     """What the columns of a tile are a multiple of."""
     from pallas_attn.mosaic.sm100.decode_products import column_step
 
-    return column_step(_tile_tokens_sm100(head_dim), head_dim)
+    return column_step(_tile_tokens_sm100(head_dim, cache_bytes), head_dim)
 
 
-def _tile_tokens_sm100(head_dim: int) -> int:
-    """128 tokens, the rows of the tensor core; 64 of wide heads, of which shared memory would not hold two tiles."""
-    return 128 if head_dim <= 128 else 64
+def _tile_tokens_sm100(head_dim: int, cache_bytes: int) -> int:
+    """128 tokens, the rows of the tensor core; 64 where tiles in float16 are so large that no second program, or in 16
+    bits no second tile, would fit beside them.
+    """
+    return 128 if head_dim * 2 <= 128 * cache_bytes else 64
 
 
 def mosaic_sm100_config(key: PagedDecodeKey) -> DecodeConfig:
@@ -141,8 +143,10 @@ def mosaic_sm100_config(key: PagedDecodeKey) -> DecodeConfig:
 
 
 def _mosaic_sm100_heuristic(key: PagedDecodeKey) -> DecodeConfig:
-    """Run two programs side by side if each has two tiles or more then, else one with as many as fit."""
-    tile_tokens = _tile_tokens_sm100(key.head_dim)
+    """Run two programs side by side, which registers hold, if shared memory has two tiles or more for each: one that
+    converts 8-bit tiles takes longer for a tile than its bytes, and the other has to work meanwhile.
+    """
+    tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes)
     tile = mosaic_sm100_tile(key, tile_tokens)
     for programs in (2, 1):
         stages = tile.most_stages(programs, MAX_STAGES)

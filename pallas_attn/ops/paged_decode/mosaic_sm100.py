@@ -1,7 +1,7 @@
 """`paged_decode` on data-center Blackwell (B200).
 
 The kernel is `mosaic.decode`, as on Hopper, with tiles of 128 tokens, which are the rows of the tensor core
-(`sm100.decode_products`); of 64 for heads of 256, so that two of them fit shared memory.
+(`sm100.decode_products`), or of 64 where those are too large.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def num_programs(call: PagedDecodeCall) -> int:
 
 
 def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
-    step = config.column_step_sm100(call.head_dim)
+    step = config.column_step_sm100(call.head_dim, call.kv.k.dtype.itemsize)
     packing = QueryPacking(call.group, call.num_queries, config.MAX_COLUMNS_SM100, step)
     return packing, config.mosaic_sm100_config(config.key_of(call, packing.width))

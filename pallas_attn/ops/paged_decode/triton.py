@@ -27,17 +27,17 @@ from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import (
+    LOG2E,
     draft_visible,
     in_window,
     pool_rows,
     soft_capped,
-    softmax_result,
     softmax_step,
     split_end,
     tensor_core_operand,
     walked_token,
 )
-from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_values
+from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_result
 from pallas_attn.triton.tiles import TritonTile
 from pallas_attn.types import HeadWindow
 
@@ -95,10 +95,7 @@ def num_programs(call: PagedDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
     caches.refuse(call.q, call.kv)
     card, tile = _card_and_tile(call)
-    if card.multiprocessors is None:
-        raise NotImplementedError(f"needs to know how many multiprocessors there are, and {card.name} does not tell")
-    blocks = -(-call.group * call.num_queries // tile.rows)
-    return max(1, tile.programs * card.multiprocessors // blocks)
+    return tile.programs_side_by_side(card, call.group * call.num_queries)
 
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
@@ -155,6 +152,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
     program = tl.program_id(0)
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
@@ -192,9 +190,8 @@ def _attend(
         held = real_row[:, None] & real_d[None, :]
         q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
         q_rest = q
-        score_scale = SCALE
         if GROUPS == "head":
-            score_scale = SCALE * tl.load(k_scale_ptr + head)
+            k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":
             wide = q.to(tl.float32) * tl.load(k_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
             q = wide.to(tl.bfloat16)
@@ -228,13 +225,14 @@ def _attend(
             scores = tl.dot(q, tl.trans(k))
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
-            scores = scores * score_scale
+            if GROUPS == "head":
+                scores = scores * k_scale
             if BY_TOKEN:
                 scores = scores * _token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             if CAP is not None:
-                scores = soft_capped(scores, CAP)
+                scores = soft_capped(scores * SCALE, CAP)
             scores = tl.where(visible, scores, float("-inf"))
-            top, total, keep, weights = softmax_step(scores, top, total)
+            top, total, keep, weights = softmax_step(scores, top, total, BASE)
             if BY_TOKEN:
                 weights = weights * _token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             v = tensor_core_operand(
@@ -250,7 +248,7 @@ def _attend(
         if GROUPS == "channel":
             acc = acc * tl.load(v_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
         if (page == 0) & (stop >= num_pages):
-            _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
+            store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
         else:
             state = split.to(tl.int64) * (QUERIES * GROUP) + row_in_group
             tl.store(part_ptr + state[:, None] * D + d[None, :], acc, mask=held)
@@ -266,14 +264,3 @@ def _attend(
 def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
     """Scales [tokens] of tokens whose pages have GROUPS of them each."""
     return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
-
-
-@kernel
-def _store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D: tl.constexpr):
-    """Normalises a state over all keys of its rows, and writes it."""
-    sink = tl.full(top.shape, float("-inf"), tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
-    inverse, lse = softmax_result(top, total, sink)
-    store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
-    tl.store(lse_ptr + out_row, lse, mask=real_row)

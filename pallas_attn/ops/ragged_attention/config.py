@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pallas_attn import tuning
+from pallas_attn.device import Device
 from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
+from pallas_attn.triton import tiles
 
 
 def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
@@ -67,6 +70,14 @@ def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
     if key.key_dim > 128:
         return FlashConfig(tile_keys=64, stages=3, consumers=2)
     return FlashConfig(tile_keys=128, stages=2 if key.key_dim > 64 else 4, consumers=2)
+
+
+def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped: bool) -> tiles.FlashTile:
+    """Sizes of the Triton kernel, by the query rows that share keys, on average, and Dk and Dv; see `flash_tile`."""
+    rows = min(tiles.MOST_ROWS, tiles.power_of_two(rows))
+    key = {"key_dim": key_dim, "value_dim": value_dim, "rows": rows, "demanding": capped}
+    make = functools.partial(tiles.flash_tile, card, rows, max(key_dim, value_dim), demanding=capped)
+    return tuning.lookup("ragged_attention/triton", key, tiles.FlashTile, make)
 
 
 CACHE_BYTES = 32 * 2**20

@@ -14,7 +14,7 @@ from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, vllm_triton
 from scripts.bench.shapes import MlaDecode
 
 
@@ -75,6 +75,10 @@ BENCH = Bench(
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
-    contenders=by_name(ours) | flashinfer_mla.CONTENDERS | flash_mla.CONTENDERS | flash_attention.MLA_CONTENDERS,
+    contenders=by_name(ours)
+    | flashinfer_mla.CONTENDERS
+    | flash_mla.CONTENDERS
+    | flash_attention.MLA_CONTENDERS
+    | vllm_triton.MLA_CONTENDERS,
     inputs=MlaDecodeCase.inputs,
 )

@@ -1,0 +1,352 @@
+"""Attention of many queries, over pages or over keys that lie in order, in Triton, for any card from Ampere (sm80) on.
+
+A program takes a tile: some neighbouring queries of one sequence, for the heads of a group that share a KV head, as the
+rows of one product. It walks the keys that any of them sees with an online softmax, `TOKENS` a step: first the steps
+whose keys all of them see, which need no mask, then those of tokens of sinks, and those before and after.
+
+Which sequence a tile is of, programs find in cu_q_lens by themselves, so the grid depends on shapes only. Tiles of
+sequence s begin at number cu_q_lens[s] // queries + s + 1, which leaves each as many as it needs, and one more at most:
+
+    padding before  |  sequence 0  |  sequence 1  |  ...  |  padding after
+    0                  cu[0]//n + 1   cu[1]//n + 2          cu[S]//n + S + 1
+
+Padding is a sequence without keys, whose result is zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from pallas_attn.triton import tiles
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.pieces import (
+    LOG2E,
+    SMALLEST_UNIT,
+    columns,
+    in_window,
+    pool_rows,
+    soft_capped,
+    softmax_step,
+    tensor_core_operand,
+    weights_in_units,
+)
+from pallas_attn.triton.split_states import store_result
+from pallas_attn.triton.tiles import FlashTile
+from pallas_attn.types import HeadWindow
+
+
+def attend(
+    q: Float[Array, "T Hq Dk"],
+    k: Array,
+    v: Array,
+    *,
+    cu_q_lens: Array,
+    kv_lens: Array | None = None,
+    cu_kv_lens: Array | None = None,
+    block_tables: Array | None = None,
+    scales: tuple[Array | None, Array | None] = (None, None),
+    groups: int | str | None = None,
+    window: HeadWindow | None,
+    sinks: Array | None,
+    causal: bool,
+    scale: float,
+    soft_cap: float | None,
+    out_dtype: jnp.dtype,
+    tile: FlashTile,
+    native: bool,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Output and LSE.
+
+    Args:
+      k, v: pages [N, Hkv, ps, D], or with head-wise tables [N, 1, ps, D], of `block_tables` and `kv_lens`; or
+        [U, Hkv, Dk] and [U, Hkv, Dv] of `cu_kv_lens`.
+      scales: of keys and values in 8 bits, laid out as `caches.scale_groups` says of `groups`.
+      native: whether the card has instructions for float8_e4m3fn.
+    """
+    num_tokens, q_heads, key_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[-1]
+    group, num_sequences = q_heads // kv_heads, cu_q_lens.shape[0] - 1
+    heads = tile.heads(group)
+    queries = tile.rows // heads
+    paged = block_tables is not None
+    head_wise = paged and block_tables.ndim == 3
+    num_ids = min(k.shape[0] * (kv_heads if head_wise else 1), jnp.iinfo(jnp.int32).max)
+    of_queries = tl.bfloat16 if q.dtype == jnp.bfloat16 else tl.float16
+    first_columns = 1 << (key_dim.bit_length() - 1)
+    rest = key_dim - first_columns
+    constants: dict[str, Any] = {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "DK": key_dim,
+        "DV": value_dim,
+        "K_COLUMNS": max(16, first_columns),
+        "K_REST": tiles.power_of_two(rest) if rest else 0,
+        "V_COLUMNS": tiles.power_of_two(value_dim),
+        "PAGE": k.shape[2] if paged else 0,
+        "ROWS": tile.rows,
+        "HEADS": heads,
+        "QUERIES": queries,
+        "TOKENS": tile.tokens,
+        "SEARCH_STEPS": (num_sequences + 1).bit_length(),
+        "CAUSAL": causal,
+        "SCALE": scale,
+        "CAP": soft_cap,
+        "HEAD_WISE": head_wise,
+        "GROUPS": groups,
+        "BY_TOKEN": isinstance(groups, int),
+        "QUERY_DTYPE": tl.bfloat16 if groups == "channel" else of_queries,
+        "VALUE_DTYPE": of_queries if groups is None else tl.float16,
+        "NATIVE": native,
+    }
+    out, lse = launch(
+        _attend,
+        *(q, k, v, *scales, block_tables, cu_q_lens, kv_lens, cu_kv_lens),
+        *((None, None) if window is None else (window.window, window.sink_tokens)),
+        *(sinks, num_tokens, num_sequences, block_tables.shape[-1] if paged else 0, num_ids),
+        outputs=[
+            jax.ShapeDtypeStruct((num_tokens, q_heads, value_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens, q_heads), jnp.float32),
+        ],
+        grid=(num_tokens // queries + num_sequences + 2, kv_heads * -(-group // heads)),
+        constants=constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out, lse
+
+
+@kernel
+def _attend(
+    q_ptr,  # [T, Q_HEADS, DK]
+    k_ptr,  # [pool rows, PAGE, DK] or [U, KV_HEADS, DK]
+    v_ptr,  # likewise, DV
+    k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
+    v_scale_ptr,
+    tables_ptr,  # [S, table_pages], [S, KV_HEADS, table_pages] or None
+    cu_q_lens_ptr,  # [S + 1]
+    kv_lens_ptr,  # [S] or None
+    cu_kv_lens_ptr,  # [S + 1] or None
+    window_ptr,  # [KV_HEADS] or None
+    sink_tokens_ptr,
+    sinks_ptr,  # [Q_HEADS] or None
+    num_tokens,
+    num_sequences,
+    table_pages,
+    num_ids,
+    out_ptr,  # [T, Q_HEADS, DV]
+    lse_ptr,  # [T, Q_HEADS]
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    K_COLUMNS: tl.constexpr,
+    K_REST: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    HEAD_WISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    QUERY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
+    IS_PAGED: tl.constexpr = tables_ptr is not None
+    IN_ONE_PAGE: tl.constexpr = IS_PAGED and PAGE % TOKENS == 0
+    head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal tiles at a sequence's end take longest: they start first
+    sequence, first_token, q_len, first = _work_of(
+        cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS
+    )
+    if first < q_len:
+        kv_len, first_key = 0, 0
+        if (sequence >= 0) & (sequence < num_sequences):
+            if IS_PAGED:
+                kv_len = tl.load(kv_lens_ptr + sequence)
+            else:
+                first_key = tl.load(cu_kv_lens_ptr + sequence)
+                kv_len = tl.load(cu_kv_lens_ptr + sequence + 1) - first_key
+        r = tl.arange(0, ROWS)
+        query, head_in_group = first + r // HEADS, block * HEADS + r % HEADS
+        real_row = (r < QUERIES * HEADS) & (query < q_len) & (head_in_group < GROUP)
+        q_head = head * GROUP + head_in_group
+        out_row = (first_token + query).to(tl.int64) * Q_HEADS + q_head
+
+        # Position of each row's query, and the keys that any of them sees: [oldest, end), and those of sink tokens.
+        first_position = kv_len - q_len + first
+        if CAUSAL:
+            position = first_position + r // HEADS
+            end = tl.maximum(tl.minimum(first_position + QUERIES, kv_len), 0)
+            bare_end = first_position + 1
+        else:
+            position = kv_len - 1 + tl.zeros([ROWS], tl.int32)
+            end = kv_len
+            bare_end = end
+        position = tl.where(real_row, tl.maximum(position, -1), -1)
+        oldest, window, sink_tokens, bare = 0, 0, 0, 0
+        if window_ptr is not None:
+            window, sink_tokens = tl.load(window_ptr + head), tl.load(sink_tokens_ptr + head)
+            oldest = tl.maximum(tl.maximum(first_position, 0) - window + 1, 0)
+            bare = tl.maximum(end - window, 0)
+        # In steps. Those in [bare, bare_end), whose keys all queries see, need no mask and come first. Then come those
+        # of sinks, and those before and after.
+        begin, end_step = oldest // TOKENS, (end + TOKENS - 1) // TOKENS
+        sink_steps = tl.minimum((tl.minimum(sink_tokens, end) + TOKENS - 1) // TOKENS, begin)
+        bare_end = tl.maximum(tl.maximum(bare_end, 0) // TOKENS, begin)
+        bare = tl.minimum(tl.maximum((bare + TOKENS - 1) // TOKENS, begin), bare_end)
+        if IS_PAGED:
+            table_row = sequence.to(tl.int64)
+            if HEAD_WISE:
+                table_row = table_row * KV_HEADS + head
+            table_ptr = tables_ptr + table_row * table_pages
+
+        q = columns(q_ptr, out_row * DK, 0, real_row, DK, K_COLUMNS)
+        if K_REST:
+            q_more = columns(q_ptr, out_row * DK, K_COLUMNS, real_row, DK, K_REST)
+        if GROUPS == "head":
+            k_scale = tl.load(k_scale_ptr + head)
+        if GROUPS == "channel":
+            q, q_error = _scaled(q, k_scale_ptr + head * DK, 0, DK, K_COLUMNS)
+            if K_REST:
+                q_more, q_more_error = _scaled(q_more, k_scale_ptr + head * DK, K_COLUMNS, DK, K_REST)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, V_COLUMNS], tl.float32)
+        unit = tl.full([ROWS], SMALLEST_UNIT, tl.float32)
+        for masked in tl.static_range(2):
+            steps = bare_end - bare
+            if masked:
+                steps = sink_steps + bare - begin + end_step - bare_end
+            next_id = 0  # of a page, loaded a step ahead where a page has all tokens of a step
+            if IN_ONE_PAGE:
+                step = _nth_step(0, masked, sink_steps, begin, bare, bare_end)
+                next_id = tl.load(table_ptr + step * TOKENS // PAGE, mask=steps > 0, other=-1)
+            for i in range(steps):
+                step = _nth_step(i, masked, sink_steps, begin, bare, bare_end)
+                token = step * TOKENS + tl.arange(0, TOKENS)
+                seen = tl.full([TOKENS], True, tl.int1)
+                if masked:
+                    seen = token < end
+                    if window_ptr is not None:
+                        seen = seen & ((token < sink_tokens) | (token >= oldest))
+                # Rows of keys, and of values, are counted from a first one: addresses of few bits leave registers.
+                if not IS_PAGED:
+                    first_row = (first_key + step * TOKENS).to(tl.int64) * KV_HEADS + head
+                    place = tl.arange(0, TOKENS) * KV_HEADS
+                elif IN_ONE_PAGE:
+                    page_id = next_id
+                    next_step = _nth_step(i + 1, masked, sink_steps, begin, bare, bare_end)
+                    next_id = tl.load(table_ptr + next_step * TOKENS // PAGE, mask=i + 1 < steps, other=-1)
+                    row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
+                    first_row = row * PAGE + step * TOKENS % PAGE
+                    place = tl.arange(0, TOKENS)
+                else:
+                    page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
+                    row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
+                    first_row = tl.full([], 0, tl.int64)
+                    place = row * PAGE + token % PAGE
+                if IS_PAGED:
+                    seen = seen & (page_id >= 0) & (page_id < num_ids)
+                k = columns(k_ptr + first_row * DK, place * DK, 0, seen, DK, K_COLUMNS)
+                k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
+                scores = tl.dot(q, k)
+                if GROUPS == "channel":
+                    scores = tl.dot(q_error, k, scores)
+                if K_REST:
+                    k = columns(k_ptr + first_row * DK, place * DK, K_COLUMNS, seen, DK, K_REST)
+                    k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
+                    scores = tl.dot(q_more, k, scores)
+                    if GROUPS == "channel":
+                        scores = tl.dot(q_more_error, k, scores)
+                if GROUPS == "head":
+                    scores = scores * k_scale
+                if BY_TOKEN:
+                    scores = scores * _token_scales(k_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
+                if CAP is not None:
+                    scores = soft_capped(scores * SCALE, CAP)
+                if masked:
+                    # One comparison says both whether a key is there and whether it is past the query.
+                    visible = tl.where(seen, token, 2147483647)[None, :] <= position[:, None]
+                    if window_ptr is not None:
+                        visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
+                    scores = tl.where(visible, scores, float("-inf"))
+                elif IS_PAGED:  # an addition, where a choice needs a comparison for each score
+                    scores += tl.where(seen, 0.0, float("-inf"))[None, :]
+                top, total, keep, weights = softmax_step(scores, top, total, BASE)
+                if BY_TOKEN:
+                    weights = weights * _token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
+                    weights, keep, unit = weights_in_units(weights, keep, unit)
+                v = columns(v_ptr + first_row * DV, place * DV, 0, seen, DV, V_COLUMNS)
+                v = tensor_core_operand(v, VALUE_DTYPE, NATIVE)
+                acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
+
+        if BY_TOKEN:
+            acc = acc * unit[:, None]
+        if GROUPS == "head":
+            acc = acc * tl.load(v_scale_ptr + head)
+        d = tl.arange(0, V_COLUMNS)
+        if GROUPS == "channel":
+            acc = acc * tl.load(v_scale_ptr + head * DV + d, mask=d < DV, other=0.0)[None, :]
+        held = real_row[:, None] & (d < DV)[None, :]
+        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, DV)
+
+
+@kernel
+def _scaled(q, scale_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Query times the scales of its columns, as the sum of two bfloat16 numbers."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    wide = q.to(tl.float32) * tl.load(scale_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
+    rounded = wide.to(tl.bfloat16)
+    return rounded, (wide - rounded.to(tl.float32)).to(tl.bfloat16)
+
+
+@kernel
+def _nth_step(i, masked: tl.constexpr, sink_steps, begin, bare, bare_end):
+    """Step of the sequence that is the i-th of those without a mask, or of those with one."""
+    step = bare + i
+    if masked:
+        i_before, i_after = i - sink_steps, i - sink_steps - (bare - begin)
+        step = tl.where(i_before < 0, i, tl.where(i_after < 0, begin + i_before, bare_end + i_after))
+    return step
+
+
+@kernel
+def _token_scales(scale_ptr, row, token, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
+    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
+    return tl.load(scale_ptr + row * GROUPS + token % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
+
+
+@kernel
+def _work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES: tl.constexpr, SEARCH_STEPS: tl.constexpr):
+    """Sequence of a tile, its first token and number of queries, and the tile's first query.
+
+    Sequences -1 and `num_sequences` are the padding before and after the others. The first query may be past the last.
+    """
+    low, high = -1, num_sequences  # the last sequence whose tiles begin at or before this one is among these
+    for _ in range(SEARCH_STEPS):
+        middle = tl.maximum((low + high + 1) // 2, 0)
+        begins = tl.load(cu_q_lens_ptr + middle) // QUERIES + middle + 1
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    begin, begins, end = 0, 0, num_tokens
+    if low >= 0:
+        begin = tl.load(cu_q_lens_ptr + low)
+        begins = begin // QUERIES + low + 1
+    if low < num_sequences:
+        end = tl.load(cu_q_lens_ptr + low + 1)
+    return low, begin, end - begin, (tile - begins) * QUERIES

@@ -1,0 +1,121 @@
+"""vLLM's Triton kernels as contenders, over the same pages as ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
+from scripts.bench.cases.prefill import PagedPrefillCase
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+
+OPS = "vllm.v1.attention.ops"
+SEGMENTS, SEQUENCES_IN_SEGMENTS = 16, 128
+"""Segments that its attention splits keys of decodes into, of up to so many query rows; see its Triton backend."""
+
+
+def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times its decode over latents, split as its backend does. Not timed is joining the two parts of queries."""
+    torch = import_torch()
+    decode = importlib.import_module(f"{OPS}.triton_decode_attention").decode_attention_fwd
+    splits_of = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla")._compute_num_kv_splits
+    s = case.shape
+    if case.cache != "bf16" or s.queries > 1:
+        raise NotImplementedError("takes bf16 and one query a sequence here")
+    lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
+    splits = splits_of(int(lens.max()), torch.cuda.get_device_properties(0).multi_processor_count)
+    states = torch.empty(s.batch, s.heads, splits, s.latent_dim + 1, device="cuda")
+    lse = torch.empty(s.batch, s.heads, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones((), device="cuda")
+
+    def call(q: Any, out: Any, table: Any) -> Any:
+        values = pages[..., : s.latent_dim]
+        arguments = (states, splits, case.sm_scale, s.page_size)
+        decode(q, pages, values, out, lse, table, lens, *arguments, k_scale=one, v_scale=one, is_mla=True)
+        return out[:, None]
+
+    calls = []
+    for own in arrays.owns:
+        q = torch.cat([as_torch(own["q_latent"]), as_torch(own["q_rope"])], -1)[:, 0]
+        calls.append(functools.partial(call, q, q.new_empty(*q.shape[:2], s.latent_dim), as_torch(own["block_tables"])))
+    return stopwatch.graph(calls, compared=True)
+
+
+def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times its attention of chunks over pages, whose strides it takes as they are."""
+    import_torch()
+    attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
+    s = case.shape
+    if case.cache != "bf16" or s.learned_sinks:
+        raise NotImplementedError("takes bf16 without sinks here")
+    k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
+    options = {
+        "cu_seqlens_q": as_torch(arrays["cu_q_lens"]),
+        "max_seqlen_q": s.new_tokens,
+        "seqused_k": as_torch(arrays["kv_lens"]),
+        "max_seqlen_k": s.new_tokens + s.cached_tokens,
+        "softmax_scale": s.head_dim**-0.5,
+        "causal": True,
+        "softcap": s.soft_cap or 0,
+        "window_size": (-1, -1) if s.window is None else (s.window - 1, 0),
+        "block_table": as_torch(arrays["block_tables"]),
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+    }
+
+    def call(q: Any, out: Any) -> Any:
+        attend(q, k, v, out, **options)
+        return out
+
+    queries = [as_torch(q) for q in arrays["q"]]
+    return stopwatch.graph([functools.partial(call, q, q.new_empty(q.shape)) for q in queries], compared=True)
+
+
+def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
+    """Times its attention of decodes over pages, split into segments as its backend does."""
+    torch = import_torch()
+    attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
+    s = case.shape
+    if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
+        raise NotImplementedError("takes bf16 and one query a sequence, without sinks and windows, here")
+    k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
+    states = torch.empty(s.batch, s.q_heads, SEGMENTS, s.head_dim, device="cuda")
+    tops, totals = (torch.empty(s.batch, s.q_heads, SEGMENTS, device="cuda") for _ in range(2))
+    options = {
+        "cu_seqlens_q": torch.arange(s.batch + 1, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": 1,
+        "seqused_k": as_torch(arrays.kv_lens),
+        "max_seqlen_k": s.context,
+        "softmax_scale": s.head_dim**-0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "softcap": s.soft_cap or 0,
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+        "seq_threshold_3D": SEQUENCES_IN_SEGMENTS // s.kv_heads,
+        "num_par_softmax_segments": SEGMENTS,
+        "softmax_segm_output": states,
+        "softmax_segm_max": tops,
+        "softmax_segm_expsum": totals,
+    }
+
+    def call(q: Any, out: Any, table: Any) -> Any:
+        attend(q, k, v, out, block_table=table, **options)
+        return out[:, None]
+
+    calls = []
+    for q, table in zip(arrays.q, arrays.block_tables, strict=True):
+        queries = as_torch(q)[:, 0]
+        calls.append(functools.partial(call, queries, queries.new_empty(queries.shape), as_torch(table)))
+    return stopwatch.graph(calls, compared=True)
+
+
+NAME = "vllm-triton"
+MLA_CONTENDERS = {NAME: latents}
+PREFILL_CONTENDERS = {NAME: chunk}
+DECODE_CONTENDERS = {NAME: pages}

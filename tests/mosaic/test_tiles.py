@@ -1,0 +1,51 @@
+"""Registers of tiles are where the code that computes its own addresses takes them to be, which no interpreter runs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, FRAGMENT_ROWS, num_fragments
+from pallas_attn.mosaic.tiles import BY_64, BY_128, RegisterLayout
+
+LAYOUTS = pytest.mark.parametrize("layout", [BY_64, BY_128], ids=["64 rows", "128 rows"])
+WARPS, LANES = 4, 32
+
+
+def tiled(array: np.ndarray, layout: object) -> np.ndarray:
+    """The array with the dimensions of a Mosaic GPU layout's tiling."""
+    for tile in layout.tiling.tiles:
+        kept = array.ndim - len(tile)
+        split = [n for size, step in zip(array.shape[kept:], tile, strict=True) for n in (size // step, step)]
+        array = array.reshape(*array.shape[:kept], *split)
+        outer, inner = range(kept, array.ndim, 2), range(kept + 1, array.ndim, 2)
+        array = array.transpose(*range(kept), *outer, *inner)
+    return array
+
+
+@LAYOUTS
+def test_rows_of_a_register(layout: RegisterLayout) -> None:
+    rows = 256
+    held = tiled(np.arange(rows), layout.per_row.to_mgpu())  # [blocks, warps, parts, 8, 1]
+    assert held.shape == (rows // layout.rows, WARPS, layout.rows // 32, 8, 1)
+    for block, part in np.ndindex(held.shape[0], held.shape[2]):
+        register = block * held.shape[2] + part
+        want = layout.rows // WARPS * np.arange(WARPS)[:, None] + np.arange(8) + layout.first_row(register)
+        np.testing.assert_array_equal(held[block, :, part, :, 0], want)
+
+
+@LAYOUTS
+def test_fragments_of_a_slice_are_neighbours(layout: RegisterLayout) -> None:
+    """A slice of `layout.rows` rows and a multiple of 8 columns is a range of fragments, each of two registers."""
+    shape = 2 * layout.rows, 32
+    held = tiled(np.arange(math.prod(shape)).reshape(shape), layout.tile.to_mgpu())
+    blocks, columns, warps, _, parts, *_ = held.shape
+    assert (blocks, columns, warps) == (2, 4, WARPS)
+    registers = held.reshape(blocks, columns, WARPS, parts, LANES * 2).swapaxes(2, 3).reshape(-1, 2, WARPS, LANES * 2)
+    assert registers.shape[0] == num_fragments(math.prod(shape))
+    count = num_fragments(layout.rows * 16)
+    for i, (row, column) in enumerate((r, c) for r in (0, layout.rows) for c in (0, 16)):
+        got = np.sort(registers[i * count : (i + 1) * count], axis=None)
+        want = np.arange(math.prod(shape)).reshape(shape)[row : row + layout.rows, column : column + 16]
+        np.testing.assert_array_equal(got, np.sort(want, axis=None))
+    assert registers[0].size == FRAGMENT_ROWS * FRAGMENT_COLUMNS
