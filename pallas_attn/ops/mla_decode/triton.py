@@ -204,9 +204,7 @@ def _attend(
                     page_id = next_id
                     next_id = tl.load(table_ptr + (start + TOKENS) // PAGE, mask=start + TOKENS < last, other=-1)
                     base = page_id.to(tl.int64) * PAGE + start % PAGE
-                    slot = tl.arange(0, TOKENS).to(
-                        tl.int64
-                    )  # counted from the base: addresses of few bits leave registers
+                    slot = tl.arange(0, TOKENS).to(tl.int64)  # counted from the base: addresses of few bits leave registers
                 else:
                     page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
                     base = tl.full([], 0, tl.int64)
