@@ -50,7 +50,7 @@ class StagedQuant(NamedTuple):
     Attributes:
       k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       landed: barriers of both.
-      token_scales: [stages + 1, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of the
+      token_scales: [slots, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of the
         scale of its value; None if scales do not come with the tokens.
     """
 
@@ -60,13 +60,13 @@ class StagedQuant(NamedTuple):
     token_scales: Any
 
     @staticmethod
-    def types(static: FlashStatic, dtype: Any, tokens_per_smem_row: int, *, token_scales: bool) -> StagedQuant:
-        """For a cache of some dtype with so many tokens in a row."""
+    def types(static: FlashStatic, dtype: Any, tokens_per_smem_row: int, slots: int) -> StagedQuant:
+        """For a cache with so many tokens in a row, and so many slots for scales of tokens, 0 for none."""
         rows, columns = static.tile_keys // tokens_per_smem_row, static.key_dim * tokens_per_smem_row
         tile = tiles.operand((rows, columns), dtype)
-        scales = plgpu.SMEM((static.stages + 1, 3, static.tile_keys), jnp.float32)
+        scales = plgpu.SMEM((slots, 3, static.tile_keys), jnp.float32) if slots else None
         landed = plgpu.Barrier(num_barriers=2, num_arrivals=static.copies)
-        return StagedQuant(tile, tile, landed, scales if token_scales else None)
+        return StagedQuant(tile, tile, landed, scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Dequantizer:
     def publish_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
         """Writes the scales of a tile's tokens; that of masked values has to be 1."""
         v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
-        target = self.staged.token_scales.at[ring_slot(kv_tile, self.static.stages + 1)]
+        target = self.staged.token_scales.at[ring_slot(kv_tile, self.staged.token_scales.shape[0])]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
             target[i, ...] = factor
 

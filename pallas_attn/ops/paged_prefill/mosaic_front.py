@@ -155,7 +155,9 @@ class PrefillScratch(NamedTuple):
     """Shared memory of a program, beside the rings.
 
     Attributes:
-      tile_meta: int32 [stages + 1, 2], for each tile a bit for each present page, or `FULL_TILE`; and its position.
+      tile_meta: int32 [slots, 2], for each tile a bit for each present page, or `FULL_TILE`; and its position. There is
+        a slot more than there are stages, or two where the keys of a tile may be multiplied, and make room for others,
+        while a consumer is at the tile before.
       staged: tiles as cached, where the cache has 8 bits; else None.
       tile_meta_landed: a barrier for each slot of `tile_meta`; None where consumers wait for the keys themselves.
     """
@@ -273,11 +275,11 @@ class PagedFrontEnd:
         return self.scales if isinstance(self.scales, int) else 0
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> PrefillScratch:
-        slots = self.static.stages + 1
+        slots = self.static.stages + (2 if orders_tensor_core else 1)
         return PrefillScratch(
             plgpu.SMEM((slots, 2), jnp.int32),
             StagedQuant.types(
-                self.static, self.cache_dtype, self.tokens_per_smem_row, token_scales=self.scale_groups > 0
+                self.static, self.cache_dtype, self.tokens_per_smem_row, slots if self.scale_groups else 0
             )
             if self.static.dequantizes
             else None,
@@ -347,7 +349,7 @@ class PagedTile(NamedTuple):
 
     def tile_meta(self, kv_tile: Any) -> Ref:
         """Position and pages that are published of tile number `kv_tile` of the rings."""
-        return self.scratch.tile_meta.at[ring_slot(kv_tile, self.static.stages + 1)]
+        return self.scratch.tile_meta.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])]
 
     # Rows of the block: queries of one head after another
 
@@ -538,11 +540,11 @@ class PagedTile(NamedTuple):
     def announce_tile_meta(self, kv_tile: Any) -> None:
         """Tells consumers that all that is published of tile number `kv_tile` is there."""
         if self.scratch.tile_meta_landed is not None:
-            plgpu.barrier_arrive(self.scratch.tile_meta_landed.at[ring_slot(kv_tile, self.static.stages + 1)])
+            plgpu.barrier_arrive(self.scratch.tile_meta_landed.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
 
     def await_tile_meta(self, kv_tile: Any) -> None:
         """Waits for what is published of tile number `kv_tile` of the rings."""
-        plgpu.barrier_wait(self.scratch.tile_meta_landed.at[ring_slot(kv_tile, self.static.stages + 1)])
+        plgpu.barrier_wait(self.scratch.tile_meta_landed.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
 
     def present_pages(self, pages: list[Any]) -> Any:
         """A bit for each page of a tile."""
