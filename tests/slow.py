@@ -70,6 +70,30 @@ SLOW = (
     r"test_parallel.py::test_decode_over_contexts\[(f32-1|bf16, float32 exchanged-2|latents, drafts-1)",
     r"test_parallel.py::test_heads_over_devices\[int8-head",
     r"contract/test_surroundings.py::test_kernels_are_traced.*-(decode of heads|decode, int8|latents, few heads)\]",
+    # Long traffic, and whole models beside what other tests show of their parts.
+    r"models/test_speculation.py::test_windows_of_heads_and_quantised",  # test_engine_windows.py, and drafts of latents
+    r"models/test_speculation.py::test_right_wrong_and_random.*\[drawn",  # test_drafts.py compares distributions
+    r"models/test_speculation.py::test_an_aborted_request",  # test_engine.py aborts, here in midst of drafts
+    r"models/test_sparse.py::test_an_engine_gives",  # parity has prompt logits of both, test_cached_pages.py its engine
+    r"models/test_scheduler_traffic.py::test_long_traffic",  # any traffic is a shorter one
+    r"models/test_latents_8bit.py::test_tokens_depend_on_no_way",
+    r"models/test_mesh.py::test_traffic_of_a_latent_model",  # recycled pages of split heads stay, and goldens
+    r"models/test_cached_pages.py::test_a_second_engine.*latents and index keys",
+    r"models/test_step_plans.py::test_a_step_has_one_plan.*auto-1",
+    r"models/test_parity.py::test_a_right_model_passes.*gpt-oss",  # v3 stays; mistakes of the table are made in all
+    r"models/test_parity.py::test_prompt_logits\[v2-g",  # v3 chooses by groups, too
+    r"models/test_engine_mtp.py::test_output_is_that_of_plain",  # run_decode's, and drafts that follow from tokens
+    r"models/test_verify.py::test_sampled_tokens_are_found",
+    r"models/test_weights.py::test_(prediction_modules_may|without_being_asked|models_without|loads_shards|fp8_loads)",
+    r"models/test_weights.py::test_misfits_among.*changes[1-3]",
+    r"models/test_weights.py::test_every_parameter.*\[(v2|glm)",
+    r"scripts/test_run_decode.py::test_(heads_see|a_draw_depends|the_implementation_and_mla)",  # engines' own tests
+    r"scripts/test_startup.py::test_each_mode",
+    r"scripts/test_bench_serving.py::test_the_report_adds_up",
+    r"ops/test_plan_decode_mosaic.py::test_interpreted_(in_chunks|with_one_window)",  # uneven rows, and those of fixed
+    r"ops/test_dispatch.py::test_deleting_any",
+    r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
+    r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.
     r"aot/test_gate.py::test_spoilt.*cuda12-(leaves|does-not-fit|has-temp)",
     r"aot/test_several_cards.py",  # compiles for eight cards; tests/contract/test_surroundings.py traces for several

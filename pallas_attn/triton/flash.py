@@ -92,6 +92,7 @@ def attend(
         "HEADS": heads,
         "QUERIES": queries,
         "TOKENS": tile.tokens,
+        "BARE_STEPS": tile.bare_steps,
         "SEARCH_STEPS": (num_sequences + 1).bit_length(),
         "CAUSAL": causal,
         "SCALE": scale,
@@ -116,6 +117,7 @@ def attend(
         constants=constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        max_registers=tile.max_registers,
     )
     return out, lse
 
@@ -152,6 +154,7 @@ def _attend(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
+    BARE_STEPS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     CAUSAL: tl.constexpr,
     SCALE: tl.constexpr,
@@ -166,7 +169,7 @@ def _attend(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
-    IS_PAGED: tl.constexpr = tables_ptr is not None
+    IS_PAGED: tl.constexpr = tl.constexpr(tables_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = IS_PAGED and PAGE % TOKENS == 0
     head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal tiles at a sequence's end take longest: they start first
@@ -209,6 +212,7 @@ def _attend(
         sink_steps = tl.minimum((tl.minimum(sink_tokens, end) + TOKENS - 1) // TOKENS, begin)
         bare_end = tl.maximum(tl.maximum(bare_end, 0) // TOKENS, begin)
         bare = tl.minimum(tl.maximum((bare + TOKENS - 1) // TOKENS, begin), bare_end)
+        table_ptr = tables_ptr
         if IS_PAGED:
             table_row = sequence.to(tl.int64)
             if HEAD_WISE:
@@ -216,6 +220,7 @@ def _attend(
             table_ptr = tables_ptr + table_row * table_pages
 
         q = columns(q_ptr, out_row * DK, 0, real_row, DK, K_COLUMNS)
+        q_more, k_scale, q_error, q_more_error = q, 1.0, q, q
         if K_REST:
             q_more = columns(q_ptr, out_row * DK, K_COLUMNS, real_row, DK, K_REST)
         if GROUPS == "head":
@@ -228,7 +233,9 @@ def _attend(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, V_COLUMNS], tl.float32)
         unit = tl.full([ROWS], SMALLEST_UNIT, tl.float32)
-        for masked in tl.static_range(2):
+        if not BARE_STEPS:
+            bare, bare_end = begin, begin
+        for masked in tl.static_range(0 if BARE_STEPS else 1, 2):
             steps = bare_end - bare
             if masked:
                 steps = sink_steps + bare - begin + end_step - bare_end
@@ -244,12 +251,12 @@ def _attend(
                     seen = token < end
                     if window_ptr is not None:
                         seen = seen & ((token < sink_tokens) | (token >= oldest))
+                page_id, row = next_id, 0
                 # Rows of keys, and of values, are counted from a first one: addresses of few bits leave registers.
                 if not IS_PAGED:
                     first_row = (first_key + step * TOKENS).to(tl.int64) * KV_HEADS + head
                     place = tl.arange(0, TOKENS) * KV_HEADS
                 elif IN_ONE_PAGE:
-                    page_id = next_id
                     next_step = _nth_step(i + 1, masked, sink_steps, begin, bare, bare_end)
                     next_id = tl.load(table_ptr + next_step * TOKENS // PAGE, mask=i + 1 < steps, other=-1)
                     row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)

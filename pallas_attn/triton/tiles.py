@@ -8,6 +8,7 @@ on its way while it uses another.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_attn.device import Device
 
@@ -31,6 +32,7 @@ class TritonTile:
       warps, stages: as Triton has them.
       programs: programs that a multiprocessor has registers and shared memory for.
       max_registers: of a thread; None for as many as the assembler takes.
+      bare_steps: whether steps that need no mask are taken by themselves, which takes registers.
     """
 
     rows: int
@@ -40,6 +42,7 @@ class TritonTile:
     stages: int
     programs: int
     max_registers: int | None
+    bare_steps: bool = False
 
     def programs_side_by_side(self, card: Device, rows: int) -> int:
         """Programs that follow a plan at a time, each with a block for every tile of so many rows.
@@ -69,32 +72,35 @@ def has_e4m3(card: Device) -> bool:
     return card.capability is not None and card.capability >= (8, 9)
 
 
-def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int) -> TritonTile:
+def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tree: bool) -> TritonTile:
     """Tile of decode attention.
 
     Args:
       rows: query rows that share keys.
       head_dim: columns of keys, and of values.
       cache_bytes: bytes of a stored value. 8-bit ones become 16-bit ones in registers, of which there are few.
+      tree: whether drafts have a mask.
     """
     width = power_of_two(head_dim)
     small = has_small_shared_memory(card) or cache_bytes == 1
     tokens = 64 if width <= (64 if small else 128) else 32
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
-    warps = 8 if rows * width > 4096 or (cache_bytes == 1 and width > 128) else 4
+    warps = 8 if rows * width > (2048 if tree else 4096) or (cache_bytes == 1 and width > 128) else 4
     # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles take up to 168.
     programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
-    return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 else 255)
+    return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 and cache_bytes > 1 else 255)
 
 
-def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
+def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
     """Tile of decode attention over latents, whose columns are key and value.
 
-    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills.
+    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills. On Hopper tiles
+    of 64 rows and 64 tokens spill up to 180 bytes and yet were the fastest by far (docs/kernels/triton.md).
 
     Args:
       rows: query rows of a sequence.
-      latent_dim: columns of the value; the key has those of the rotated part besides.
+      latent_dim: columns of the value.
+      rope_dim: rotated columns, which the key has besides.
       quantised: whether latents are in 8 bits.
       tree: whether drafts have a mask.
     """
@@ -105,9 +111,12 @@ def latent_tile(card: Device, rows: int, latent_dim: int, *, quantised: bool, tr
     if rows <= 16:
         warps = 8 if tree or card.capability == (8, 0) else 4
         programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
-        return TritonTile(16, 32, width, warps, stages, programs, max_registers=255)
+        return TritonTile(16, 32, width, warps, 2 if programs == 1 else stages, programs, max_registers=255)
     if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
-        return TritonTile(64, 64, width, warps=8, stages=2, programs=1, max_registers=255)
+        tokens = 64 if width + rope_dim <= 576 else 32
+        return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255, bare_steps=True)
+    if has_small_shared_memory(card):
+        stages = 2
     return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
@@ -119,12 +128,16 @@ class FlashTile:
       rows: query rows of a program, a power of two from 16 on.
       tokens: tokens of a step, a power of two from 16 on.
       warps, stages: as Triton has them.
+      bare_steps: whether steps that need no mask are taken by themselves, which takes registers.
+      max_registers: of a thread; None for as many as the assembler takes.
     """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    bare_steps: bool = False
+    max_registers: int | None = 255
 
     def heads(self, group: int) -> int:
         """Heads of a group that a program takes: as many as have a row, in blocks of about one size."""
@@ -146,8 +159,11 @@ def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> Fl
     width = power_of_two(head_dim)
     if card.capability == (9, 0):
         # Two programs of 64 rows beside each other hide each other's softmax; wider heads leave room for one.
-        wide = FlashTile(rows=MOST_ROWS, tokens=32, warps=8, stages=2 if demanding else 3)
-        return wide if width > 128 else FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3)
+        measured: dict[str, Any] = {"bare_steps": True, "max_registers": None}
+        if width <= 128:
+            return FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3, **measured)
+        if not demanding:
+            return FlashTile(MOST_ROWS, tokens=32, warps=8, stages=3, **measured)
     by_warpgroup = card.capability is not None and card.capability[0] == 10  # whose operands need no registers
     if demanding and (width > 128 or by_warpgroup):  # tensor memory is read back beside what is scaled
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)

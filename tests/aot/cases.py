@@ -53,16 +53,15 @@ IN_EVERY_RUN = frozenset(
         # Portable implementations: quantised ones do what others do, and more.
         "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
         "xla-gather-latent-fp8", "xla-ragged-attention",
-        "experts-1-tokens", "experts-64-tokens",
+        "experts-1-tokens",
         "plan-decode-64-windows",
         # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
-        "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16", "paged-decode-int8-channel-d128-n8",
-        "paged-decode-bf16-d128-n64-p16-all-features", "paged-decode-fp8-token-d128-n32-p16-all-features",
-        "paged-decode-blocks",
+        "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",
+        "paged-decode-fp8-token-d128-n32-p16-all-features",
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
-        "mla-swap-ab-512-64-n16", "mla-swap-ab-draft-tree", "mla-seesaw-512-64-h128",
+        "mla-swap-ab-draft-tree", "mla-seesaw-512-64-h128",
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
         "triton-write-latent-fp8-512-64", "triton-paged-decode-tree",
@@ -78,10 +77,8 @@ IN_EVERY_RUN = frozenset(
 
 ON_BOTH_PLUGINS = frozenset(
     {
-        "paged-decode-bf16-d128-n8",
         "write-kv-bf16-no-norm",
         "write-latent-scan",
-        "mla-swap-ab-512-64-n16",
         "ragged-128-128",
     }
 )

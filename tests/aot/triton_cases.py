@@ -295,7 +295,7 @@ PAGED_PREFILL = {
 }
 
 
-def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool = False, **options: Any) -> TritonCase:
+def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool, **options: Any) -> TritonCase:
     """Eight sequences of 8 heads over 2 KV heads."""
     kv_heads, sums = 2, shape(9, dtype=jnp.int32)
     arguments = {
@@ -313,12 +313,12 @@ def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool = False
 
 RAGGED = {
     **{
-        f"ragged-{key_dim}-{value_dim}-{n}{name}": ragged(key_dim, value_dim, n, **options)
+        f"ragged-{key_dim}-{value_dim}-{n}{name}": ragged(key_dim, value_dim, n, sinks=bool(options), **options)
         for key_dim, value_dim in ((192, 128), (128, 128), (80, 80), (64, 64), (256, 256))
         for n in (FEW, MANY)
-        for name, options in (("", {}), ("-options", {"window": 1024, "soft_cap": 30.0, "sinks": True}))
+        for name, options in (("", {}), ("-options", {"window": 1024, "soft_cap": 30.0}))
     },
-    "ragged-192-128-full": ragged(192, 128, MANY, causal=False),
+    "ragged-192-128-full": ragged(192, 128, MANY, sinks=False, causal=False),
 }
 
 
@@ -362,6 +362,16 @@ WRITE_KV = {
 }
 
 TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
+
+SPILLS = dict.fromkeys(
+    (
+        *(("mla-decode-bf16-h128", "sm90"), ("mla-decode-bf16-448-64-h128", "sm90")),
+        *(("mla-decode-f16-h128-f32", "sm90"), ("mla-decode-drafts", "sm90")),
+        ("mla-decode-bf16-512-128-h128", "sm90"),
+    ),
+    192,
+)
+"""Bytes that a thread may spill, of the cases that may: timed, and faster so than by any tile that does not."""
 
 ORDINARY = frozenset(
     {

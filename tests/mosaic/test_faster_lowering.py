@@ -82,7 +82,7 @@ def test_two_systems_together_are_those_of_jax(first: dict, second: dict, no_sec
 
 
 def test_assignments_are_those_of_jax() -> None:
-    """Of variables that are known, equal to known ones, and guessed, in the order they are given in."""
+    """Compares layouts of variables that are known, equal to known ones, and guessed, in the order they are given."""
     known = ConstraintSystem(
         assignments={VARIABLES[3]: RegisterLayout(fa.WGMMA_ROW_LAYOUT)},
         constraints=[

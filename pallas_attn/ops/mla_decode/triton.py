@@ -71,6 +71,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
             "ROPE_WIDTH": power_of_two(call.rope_dim),
             "PAGE": page_size,
             "TOKENS": tile.tokens,
+            "BARE_STEPS": tile.bare_steps,
             "SCALE": call.sm_scale,
             "SPLIT_PAGES": plan.split_pages,
             "NATIVE": tiles.has_e4m3(card),
@@ -91,7 +92,8 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
     card, quantised, tree = device.triton_card(), call.cache.is_quantised, call.draft_mask is not None
-    return card, tiles.latent_tile(card, call.query_rows, call.latent_dim, quantised=quantised, tree=tree)
+    widths = call.latent_dim, call.rope_dim
+    return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=tree)
 
 
 def _refuse(call: MlaDecodeCall) -> None:
@@ -145,12 +147,13 @@ def _attend(
     ROPE_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    BARE_STEPS: tl.constexpr,
     SCALE: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
-    HAS_DRAFTS: tl.constexpr = QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None
+    HAS_DRAFTS: tl.constexpr = tl.constexpr(QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
     query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # of the sequence: all heads of a query are neighbours
@@ -188,7 +191,9 @@ def _attend(
         if HAS_DRAFTS:
             bare_end = tl.minimum(end, kv_len - q_len + (0 if draft_ptr is not None else 1))
         bare_end = page * PAGE + tl.maximum(bare_end - page * PAGE, 0) // TOKENS * TOKENS
-        for masked in tl.static_range(2):
+        if not BARE_STEPS:
+            bare_end = page * PAGE
+        for masked in tl.static_range(0 if BARE_STEPS else 1, 2):
             first, last = page * PAGE, bare_end
             if masked:
                 first, last = bare_end, end
@@ -203,8 +208,8 @@ def _attend(
                 if IN_ONE_PAGE:
                     page_id = next_id
                     next_id = tl.load(table_ptr + (start + TOKENS) // PAGE, mask=start + TOKENS < last, other=-1)
-                    base = page_id.to(tl.int64) * PAGE + start % PAGE
-                    slot = tl.arange(0, TOKENS).to(tl.int64)  # counted from the base: addresses of few bits leave registers
+                    base = tl.cast(page_id, tl.int64) * PAGE + tl.cast(start, tl.int64) % PAGE
+                    slot = tl.arange(0, TOKENS)  # counted from the base
                 else:
                     page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
                     base = tl.full([], 0, tl.int64)

@@ -99,8 +99,8 @@ def num_programs(call: PagedDecodeCall) -> int:
 
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
-    card = device.triton_card()
-    return card, tiles.decode_tile(card, call.group * call.num_queries, call.head_dim, call.kv.k.dtype.itemsize)
+    card, rows, tree = device.triton_card(), call.group * call.num_queries, call.draft_mask is not None
+    return card, tiles.decode_tile(card, rows, call.head_dim, call.kv.k.dtype.itemsize, tree=tree)
 
 
 @kernel
@@ -190,6 +190,7 @@ def _attend(
         held = real_row[:, None] & real_d[None, :]
         q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
         q_rest = q
+        k_scale = 1.0
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":

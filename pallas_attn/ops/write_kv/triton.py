@@ -100,6 +100,7 @@ def _write_groups(call: WriteKVCall) -> PagedKV:
             "GROUP_LANES": tiles.power_of_two(group, at_least=1),
             "TOKENS": max(1, min(tiles.power_of_two(group, at_least=1), TILE_ELEMENTS // width)),
         },
+        max_registers=128,
         aliases={4: 0, 5: 1, 6: 2, 7: 3},
         bytes_accessed=2 * call.k.size * (call.k.dtype.itemsize + kv.k.dtype.itemsize),
     )
