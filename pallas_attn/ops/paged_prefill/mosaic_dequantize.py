@@ -22,7 +22,8 @@ Barriers, beside those of `flash.pipeline`:
 This cannot deadlock either: the producer waits for copies it started itself, one tile of keys and one of values at a
 time, and brings keys and values to the rings in the order in which it copies 16-bit tiles there. Token scales are
 written over those of `stages` + 1 tiles before, once all consumers have multiplied the keys of the tile after that one,
-and so have read them. Before a tile is copied over another in a staging buffer, all threads are done reading that:
+and so have read them; where the tensor core may be a tile ahead of its consumer, over those of `stages` + 2 tiles
+before. Before a tile is copied over another in a staging buffer, all threads are done reading that:
 committing what they wrote to the tensor cores makes sure of it.
 """
 
