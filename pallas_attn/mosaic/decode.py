@@ -46,7 +46,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,13 @@ SCALES_PER_COPY = 4
 
 
 class DecodeProducts(Protocol):
-    """Products of decode on the tensor cores of an architecture. An object has the compile-time facts of no tile."""
+    """Products of decode on the tensor cores of an architecture. An object has the compile-time facts of no tile.
+
+    Attributes:
+      most_ahead: pages times values of the accumulator, at most, with which pages are looked up ahead.
+    """
+
+    most_ahead: ClassVar[int]
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         """Registers in which `scores` leaves its result."""
@@ -222,7 +228,7 @@ class DecodeTile:
         """Whether pages are looked up before their slot is free, and wait in registers. An accumulator of many columns
         leaves too few of those.
         """
-        return self.pages * self.packing.width * max(self.value_dim, 256) <= 2**15
+        return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.most_ahead
 
     @property
     def reduction_bytes(self) -> int:

@@ -287,7 +287,7 @@ SM100_SAMPLE = (
     r"test_widths_and_heads\[mosaic_sm100-DeepSeek",
     r"test_prefill\[mosaic_sm100-chunks, int8 per token",
     # Decode is Hopper's kernel but for its products; tests/ops/test_paged_decode_sm100.py has rows of many tiles.
-    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|int8 per channel|tree of 3, windowed)",
+    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|tree of 3, windowed)",
 )
 """Tests of Blackwell's kernels that the ordinary run interprets; all others are slow."""
 

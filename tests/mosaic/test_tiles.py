@@ -1,6 +1,7 @@
 """Registers of tiles are where the code that computes its own addresses takes them to be, which no interpreter runs."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [BY_64, BY_128], ids=["64 rows", "12
 WARPS, LANES = 4, 32
 
 
-def tiled(array: np.ndarray, layout: object) -> np.ndarray:
+def tiled(array: np.ndarray, layout: Any) -> np.ndarray:
     """The array with the dimensions of a Mosaic GPU layout's tiling."""
     for tile in layout.tiling.tiles:
         kept = array.ndim - len(tile)

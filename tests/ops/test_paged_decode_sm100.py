@@ -34,7 +34,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 # Several last pages have a slot that nothing sees: one alone may be shared with a page that is seen whole.
 LONG = PagedCase(
-    kv_lens=(1, 605, 130),
+    kv_lens=(1, 410, 130),
     q_lens=(1, 1, 1),
     q_heads=3,
     kv_heads=1,
@@ -44,7 +44,7 @@ LONG = PagedCase(
     num_pages=24,
     dtype="bfloat16",
 )
-SMALL_PAGES = replace(LONG, kv_lens=(17, 530, 130), q_lens=(1, 1, 1), page_size=16, pages_per_row=40, num_pages=90)
+SMALL_PAGES = replace(LONG, kv_lens=(17, 330, 130), q_lens=(1, 1, 1), page_size=16, pages_per_row=24, num_pages=60)
 CASES = {
     "bfloat16": replace(LONG, sinks="ordinary"),
     "bfloat16, heads of 64, windows, absent pages": replace(

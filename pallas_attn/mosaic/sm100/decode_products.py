@@ -19,12 +19,15 @@ No wait can last: whatever a product reads was waited for, by all threads, befor
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.mosaic import basics, dequantise, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
@@ -66,6 +69,8 @@ class Tcgen05Scratch(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Tcgen05Products:
     """`DecodeProducts` on data-center Blackwell."""
+
+    most_ahead: ClassVar[int] = 2**14
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return layout_of(tile.tokens)
@@ -109,18 +114,19 @@ class Tcgen05Products:
 
     def add_values(self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
         layout = self.values_layout(tile)
-        channels = [values.at[:, pl.ds(i * layout.rows, layout.rows)] for i in range(len(own.values))]
-        parts = zip(own.values, channels, strict=True)
-        _multiply(own, [(o, v.transpose((1, 0)), p, False) for o, v in parts])
-        products = [_load(o, layout) for o in own.values]
-        return acc + (products[0] if len(products) == 1 else jnp.concatenate(products))
+        slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
+        channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]
+        _multiply(own, [(o, v.transpose((1, 0)), p, False) for (_, o), v in zip(slices, channels, strict=True)])
+        # One after the other, since there are no registers for all products beside the accumulator.
+        sums = [acc[first : first + layout.rows] + _load(o, layout) for first, o in slices]
+        return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
         return acc
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
-        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits.
-        return soft_cap - 2 * soft_cap / (1 + jnp.exp2(s * (2 * LOG2E / soft_cap)))
+        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
+        return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
 
 
 def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -> None:
@@ -142,3 +148,21 @@ def _load(accumulator: Ref, layout: RegisterLayout) -> jax.Array:
     result = plgpu.async_load_tmem(accumulator, layout=layout.tile)
     plgpu.wait_load_tmem()
     return result
+
+
+def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
+    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    if basics.interpreted():
+        return 1 / x
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout.tile)
+
+    @plgpu.inline_mgpu(arg_types=(layout.tile,), return_type=result)
+    def invert(_: Any, x: Any) -> Any:
+        inverted = np.empty_like(x.registers)
+        for i, register in np.ndenumerate(x.registers):
+            numbers = [vector.extract(register, [], [j]) for j in range(2)]
+            inverses: Any = [llvm.inline_asm(n.type, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
+            inverted[i] = vector.from_elements(register.type, inverses)
+        return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=None)
+
+    return invert(x)

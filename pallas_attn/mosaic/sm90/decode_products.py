@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,6 +18,8 @@ from pallas_attn.mosaic.tiles import BY_64, RegisterLayout
 @dataclasses.dataclass(frozen=True)
 class WgmmaProducts:
     """`DecodeProducts` on Hopper. Results are in registers, and no memory or barrier is needed besides."""
+
+    most_ahead: ClassVar[int] = 2**15
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return BY_64
