@@ -40,8 +40,16 @@ class WorkTile(NamedTuple):
     is_whole_row: Any
 
 
-def for_each_work_tile(plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = ()) -> None:
-    """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"."""
+def for_each_work_tile(
+    plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = (), *, counted: bool = False
+) -> Any:
+    """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"; return the last
+    carry.
+
+    Args:
+      counted: whether to loop as often as the plan says that the program has splits: a warp on its own has no loops
+        that last while something holds.
+    """
     program = lax.axis_index("program")
     end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
 
@@ -60,7 +68,12 @@ def for_each_work_tile(plan: DecodePlan, work: Callable[[WorkTile, Any], Any], c
         return (index < end_index) | ((index == end_index) & (page < end_page))
 
     begin = plan.cta_row[program], plan.cta_page[program], plan.cta_split[program]
-    lax.while_loop(has_more, step, (*begin, carry))
+    if counted:
+        splits = plan.cta_split[program + 1] - plan.cta_split[program]
+        *_, carry = lax.fori_loop(0, splits, lambda _, at: step(at), (*begin, carry))
+    else:
+        *_, carry = lax.while_loop(has_more, step, (*begin, carry))
+    return carry
 
 
 def merge_programs(items: int) -> int:

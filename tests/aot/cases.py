@@ -8,6 +8,7 @@ from tests.aot.engine import ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
+from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
@@ -24,6 +25,7 @@ CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
+    **(MLA_TCGEN05 | MLA_TCGEN05_MORE),
     **TRITON,
 }
 
@@ -41,6 +43,7 @@ MODULES = {
     **dict.fromkeys(TRITON, "triton_xla"),
     **dict.fromkeys(STEPS, "steps"),
     **dict.fromkeys(SM100_WRITES, "writes"),
+    **dict.fromkeys(MLA_TCGEN05 | MLA_TCGEN05_MORE, "mla_tcgen05"),
     **dict.fromkeys(SM100_LATENT, "latent"),
     **dict.fromkeys(SM100_PLANS, "plans"),
     **dict.fromkeys(SM100_DECODE, "decode"),
@@ -69,6 +72,7 @@ IN_EVERY_RUN = frozenset(
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
         "sm100-ragged-192-128", "sm100-ragged-64-64-all-options", "sm100-paged-prefill-fp8-token-d128-p16",
+        "sm100-mla-decode-512-64-h128", "sm100-mla-decode-512-64-h64",
         "sm100-paged-decode-bf16-d128-n16", "sm100-paged-decode-int8-channel-d128-n32",
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }

@@ -58,7 +58,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
@@ -85,6 +85,15 @@ from pallas_attn.mosaic.tile_scheduler import (
 from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.ops.mla_decode.mosaic_visibility import (
+    DEAD,
+    FULL,
+    INITIAL_MAX,
+    NEVER_BIT,
+    OLDER_BIT,
+    PARTIAL,
+    visible_bits,
+)
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
 
@@ -93,15 +102,6 @@ ROWS = 64
 
 TOKENS = 64
 """Latents of a tile."""
-
-OLDER_BIT, NEVER_BIT = 31, 30
-"""Bits of what a query row sees, above those of the draft keys: all older keys, and none."""
-
-INITIAL_MAX = -1e30
-"""Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
-
-FULL, PARTIAL, DEAD = 2, 1, 0
-"""Visibility of a tile: every row sees all tokens; each token is seen by some row; or one may be seen by no row."""
 
 PARTS = 3
 """Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
@@ -131,7 +131,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
         return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
 
     given = q_lens is not None or draft_mask is not None
-    seen = _visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
+    seen = visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
     inputs = SeesawInputs(
         q_latent=as_rows(q_latent),
         q_rope=as_rows(call.q_rope),
@@ -179,19 +179,6 @@ def num_programs(call: MlaDecodeCall) -> int:
     if num_queries > NEVER_BIT:
         raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {num_queries}")
     return max(1, basics.multiprocessors() // -(-call.query_rows // ROWS))
-
-
-def _visible_bits(
-    q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
-) -> Int32[Array, "B Q"]:
-    """Pack what each query sees into bits: j for draft key j, `OLDER_BIT` for all older keys."""
-    index = jnp.arange(num_queries, dtype=jnp.int32)
-    if draft_mask is None:
-        draft_mask = (index[:, None] >= index[None])[None]
-    real = index[None] < q_lens[:, None]
-    shown = draft_mask & real[:, None, :] & real[:, :, None]
-    bits = jnp.sum(jnp.where(shown, jnp.left_shift(1, index)[None, None], 0), axis=-1, dtype=jnp.int32)
-    return jnp.where(real, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
 
 # --- what the kernel is compiled for, given, and holds

@@ -1,0 +1,82 @@
+"""`mla_decode` on data-center Blackwell (B200): query rows are columns of O where they are few, rows where they are
+many. Interpreted and compiled so far; there was no card to run it on.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics, refusals
+from pallas_attn.mosaic.sm100.tmem import ROWS
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenInputs, TcgenStatic, attend, choose_static
+from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
+from pallas_attn.ops.mla_decode.mosaic_visibility import NEVER_BIT, visible_bits
+from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.portable.visibility import real_queries
+
+
+def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    plan = plan_of(call, "mosaic_sm100", num_programs(call))
+    q_latent, kv_lens, q_lens, draft_mask = call.q_latent, call.kv_lens, call.q_lens, call.draft_mask
+    batch, num_queries, num_heads, _ = q_latent.shape
+    rows, blocks = call.query_rows, -(-call.query_rows // ROWS)
+
+    def as_rows(x: Array) -> Array:
+        x = x.reshape(batch, rows, *x.shape[3:])
+        return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
+
+    given = q_lens is not None or draft_mask is not None
+    seen = visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
+    inputs = TcgenInputs(
+        q_latent=as_rows(q_latent),
+        q_rope=as_rows(call.q_rope),
+        pages=call.cache.pages,
+        block_tables=call.block_tables,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        plan=plan,
+        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
+        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
+    )
+    static = static_of(call)
+    out, lse = merge_splits(attend(inputs, static, call.output_dtype), static, plan)
+    lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
+    return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+
+
+def num_programs(call: MlaDecodeCall) -> int:
+    """Number of programs for plans of such calls: each takes a multiprocessor for each block of query rows and each
+    half of the latent.
+
+    Raises:
+      NotImplementedError: not on Blackwell, or dtypes, widths, pages or numbers of queries that the kernel does not
+        take.
+    """
+    basics.require_capability((10, 0))
+    refusals.require_16_bit_latents(call.cache)
+    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    refusals.require_page_size(call.page_size)
+    if call.latent_dim % 64 or not 64 <= call.latent_dim <= 512:
+        raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {call.latent_dim}")
+    if call.rope_dim not in (32, 64):
+        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
+    if call.num_queries > NEVER_BIT:
+        raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {call.num_queries}")
+    return max(1, basics.multiprocessors() // static_of(call).programs(call.query_rows))
+
+
+def static_of(call: MlaDecodeCall) -> TcgenStatic:
+    """Compile-time facts of the kernel for a call."""
+    return choose_static(
+        latent_dim=call.latent_dim,
+        rope_dim=call.rope_dim,
+        queries=call.num_queries,
+        heads=call.num_heads,
+        page_size=call.page_size,
+        causal=call.draft_mask is None,
+        sm_scale=call.sm_scale,
+        dtype=call.q_latent.dtype,
+    )
