@@ -34,7 +34,7 @@ def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs
       >>> offsets = jax.ShapeDtypeStruct((2,), jnp.int32)
       >>> print(pallas_attn.explain("ragged_attention", q, k, v, offsets, offsets))
       ragged_attention: xla
-        not mosaic: needs a GPU of compute capability 9.0 (H100, H200), this is cpu
+        not mosaic: needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is cpu
         not triton: needs a GPU of compute capability 8.0 or later, this is cpu
     """
     if op not in CANDIDATES_OF:

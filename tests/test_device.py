@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from pallas_attn import Capability, capability, device, explain, tuning
+from pallas_attn import Capability, capability, device, dispatch, explain, tuning
 from pallas_attn.mosaic import basics
 
 H200 = SimpleNamespace(
@@ -115,7 +115,10 @@ def test_the_interpreter_stands_in_for_a_card(
 
 
 def test_kernels_for_hopper_refuse_to_be_interpreted_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of which there is no kernel for Blackwell."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "10.0")
+    only_hopper = {("mosaic", (9, 0)): "mosaic_sm90", ("xla", None): "xla"}
+    monkeypatch.setitem(dispatch.MODULES, "ragged_attention", only_hopper)
     pages, lens = jnp.zeros((2, 1, 16, 64), jnp.bfloat16), jnp.ones((1,), jnp.int32)
     kv = {"k": pages[:, :, 0], "v": pages[:, :, 0]}
     arguments = {"q": jnp.zeros((1, 4, 64), jnp.bfloat16), **kv, "cu_q_lens": jnp.arange(2, dtype=jnp.int32)}

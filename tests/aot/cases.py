@@ -11,7 +11,7 @@ from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
-from tests.aot.prefill import PREFILL, PREFILL_MORE
+from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
 from tests.aot.real import REAL
 from tests.aot.steps import STEPS
 from tests.aot.triton_xla import TRITON
@@ -24,7 +24,7 @@ SM100_LATENT = on_b200({name: case for name, case in (LATENT | LATENT_MORE).item
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
-    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE),
+    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **(MLA_TCGEN05 | MLA_TCGEN05_MORE),
     **TRITON,
 }
@@ -47,6 +47,7 @@ MODULES = {
     **dict.fromkeys(SM100_LATENT, "latent"),
     **dict.fromkeys(SM100_PLANS, "plans"),
     **dict.fromkeys(SM100_DECODE, "decode"),
+    **dict.fromkeys(SM100_PREFILL, "prefill"),
 }
 """Module of this package that defines each case."""
 
@@ -70,6 +71,7 @@ IN_EVERY_RUN = frozenset(
         # For a B200.
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
+        "sm100-ragged-192-128", "sm100-ragged-64-64-all-options", "sm100-paged-prefill-fp8-token-d128-p16",
         "sm100-mla-decode-512-64-h128", "sm100-mla-decode-512-64-h64",
         "sm100-paged-decode-bf16-d128-n16", "sm100-paged-decode-int8-channel-d128-n32",
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",

@@ -1,8 +1,9 @@
-"""`ragged_attention` and `paged_prefill` on Hopper: every configuration that can be chosen, features, and calls."""
+"""`ragged_attention` and `paged_prefill`: every configuration that can be chosen, features, and calls."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,12 @@ from jax import export
 
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.sm90.flash.config import QUERIES, FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
-from tests.aot.case import Case, Tile, allocated, shape
+from tests.aot.case import Case, Tile, allocated, on_b200, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
@@ -226,7 +228,15 @@ PREFILL: dict[str, Case] = {
 }
 """Every width, and each kind of call."""
 
+TUNING: dict[str, Case] = {
+    f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
+    for (key_dim, value_dim), tried in SIZES.items()
+    for c in tried
+}
+"""The sizes that tuning tries on Hopper."""
+
 PREFILL_MORE: dict[str, Case] = {
+    **TUNING,
     **{
         f"paged-prefill-{cache}-d{head_dim}-p{page_size}": paged(head_dim, page_size, cache=CACHES[cache])
         for cache in CACHES
@@ -266,10 +276,21 @@ PREFILL_MORE: dict[str, Case] = {
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))
         for name, static in VARIED.items()
     },
-    **{
-        f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
-        for (key_dim, value_dim), tried in SIZES.items()
-        for c in tried
-    },
 }
 """Combinations of caches, widths and features, and the sizes that tuning tries."""
+
+REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
+"""Shared memory is too small: 128 rows of queries of this width, two stages and the staging buffers leave no room for
+scales of tokens, or a second term of the queries.
+"""
+
+PARTIALS_ON_B200 = 2 * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
+"""Bytes of partial states: two of a block of 256 rows for each multiprocessor, or as many of 128 rows twice as wide."""
+
+SM100_PREFILL = {
+    # Tiles are of Hopper's sizes. More multiprocessors and larger blocks have keys cut where Hopper does not.
+    name: replace(case, tile=None, temporaries=case.temporaries + PARTIALS_ON_B200)
+    for name, case in on_b200(PREFILL | PREFILL_MORE).items()
+    if name.removeprefix("sm100-") not in TUNING and not REFUSED_ON_B200.search(name)
+}
+"""The same calls on Blackwell."""

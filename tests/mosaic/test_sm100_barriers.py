@@ -25,7 +25,7 @@ MULTIPLYING = {name: case for name, case in CASES.items() if case.card == "B200"
 
 @contextlib.contextmanager
 def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
-    """Context that yields two lists: barriers of all kernels traced within, and those at which a copy arrives."""
+    """Context that yields two lists: barriers of kernels with TMEM traced within, and those at which a copy arrives."""
     barriers: list[Any] = []
     copied_to: list[Any] = []
     kernel, signals = plgpu.kernel, (plgpu.copy_gmem_to_smem, plgpu.try_cluster_cancel)
@@ -33,7 +33,9 @@ def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
     def recording_kernel(body: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(body)
         def traced(*refs: Any, **named: Any) -> None:
-            barriers.extend(ref for ref in jax.tree.leaves((refs, named)) if orders(ref) is not None)
+            leaves = jax.tree.leaves((refs, named))
+            if any(has_tensor_memory(ref) for ref in leaves):
+                barriers.extend(ref for ref in leaves if orders(ref) is not None)
             body(*refs, **named)
 
         return kernel(traced, *args, **kwargs)
@@ -55,6 +57,11 @@ def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
 def base(ref: Any) -> Any:
     """The reference that one with transforms, such as an index, is made of."""
     return getattr(ref, "ref", ref)
+
+
+def has_tensor_memory(ref: Any) -> bool:
+    """Whether a reference is to TMEM: a kernel without it, such as one that lists work, has nothing to order."""
+    return getattr(getattr(base(ref), "aval", None), "memory_space", None) == plgpu.TMEM
 
 
 def orders(ref: Any) -> bool | None:
@@ -87,7 +94,7 @@ def test_barriers_order_the_tensor_core(name: str) -> None:
 def test_a_barrier_that_does_not_is_found(ordered: bool, wrong: int) -> None:
     """Of two barriers, at one of which a copy arrives, and which needs no order."""
 
-    def body(x: Any, out: Any, tile: Any, landed: Any, read: Any) -> None:
+    def body(x: Any, out: Any, tile: Any, _: Any, landed: Any, read: Any) -> None:
         plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], landed.at[0])
         plgpu.barrier_wait(landed.at[0])
         plgpu.barrier_arrive(read)
@@ -100,6 +107,7 @@ def test_a_barrier_that_does_not_is_found(ordered: bool, wrong: int) -> None:
             out_type=jax.ShapeDtypeStruct((128,), x.dtype),
             scratch_types=[
                 plgpu.SMEM((1, 128), x.dtype),
+                plgpu.TMEM((128, 128), jnp.float32),
                 plgpu.Barrier(num_barriers=1),
                 plgpu.Barrier(orders_tensor_core=ordered),
             ],

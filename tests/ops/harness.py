@@ -28,8 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import PAGE_NONE, DecodePlan, plan_decode
 from pallas_attn.device import Architecture
 from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.sm90.flash import split
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
+from pallas_attn.mosaic.flash import split
+from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.portable.online_softmax import XlaConfig
 from pallas_attn.portable.page_tiles import PageTiles
 

@@ -19,8 +19,8 @@ import pytest
 
 from pallas_attn import FULL, HeadWindow, checks, ragged_attention
 from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.sm90.flash import kernel, schedule
-from pallas_attn.mosaic.sm90.flash.schedule import (
+from pallas_attn.mosaic.flash import schedule
+from pallas_attn.mosaic.flash.schedule import (
     Blocking,
     FlashWorkTile,
     QueryBlock,
@@ -28,7 +28,8 @@ from pallas_attn.mosaic.sm90.flash.schedule import (
     WorkList,
     list_blocks,
 )
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
+from pallas_attn.mosaic.flash.split import KvSplits
+from pallas_attn.mosaic.sm90.flash import kernel
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
@@ -238,4 +239,4 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     ids=str,
 )
 def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
-    assert paged_config.packing(group, queries, 128) == packing
+    assert paged_config.packing(group, queries, 128, 8) == packing

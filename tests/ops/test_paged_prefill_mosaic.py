@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from pallas_attn import FULL, paged_prefill
-from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.ops.paged_prefill import config
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness

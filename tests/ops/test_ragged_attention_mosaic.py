@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import ragged_attention
-from pallas_attn.mosaic.sm90.flash.config import FlashConfig
-from pallas_attn.mosaic.sm90.flash.kernel import FlashStatic
-from pallas_attn.mosaic.sm90.flash.schedule import FlashWorkTile, QueryBlock
-from pallas_attn.mosaic.sm90.flash.split import RowState, merge_splits
-from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedFrontEnd, RaggedInputs
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.schedule import FlashWorkTile, QueryBlock
+from pallas_attn.mosaic.flash.split import RowState, merge_splits
+from pallas_attn.mosaic.sm90.flash.kernel import ROWS, FlashStatic
+from pallas_attn.ops.ragged_attention.mosaic_front import RaggedFrontEnd, RaggedInputs
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -87,7 +87,9 @@ def test_windows_caps_and_sinks_where_keys_are_cut() -> None:
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
     """A sequence of 100 queries at rows 13 to 113, and of 3,000 keys from 77 on; blocks of 64 rows."""
-    static = FlashStatic(64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0)
+    static = FlashStatic(
+        64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
+    )
     for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
         front = RaggedFrontEnd(static, 113, 1, 1, causal=True, window=window)
         rows = np.arange(max(start, 13), min(start + 64, 113))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, mosaic_config
 from pallas_attn.ops.paged_prefill import config as paged_config

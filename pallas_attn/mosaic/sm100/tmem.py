@@ -10,7 +10,7 @@ import functools
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 128
+ROWS, COLUMNS = 128, 512
 
 TILE = plgpu.Layout.TCGEN05
 """Layout of a tile [128, n] in the registers of a warpgroup, from which it can be stored to swizzled shared memory."""

@@ -26,6 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product
 from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref, over_tokens
 
@@ -262,33 +263,6 @@ def _reciprocal(x: jax.Array) -> jax.Array:
         )
 
     return invert(x)
-
-
-class Limits(NamedTuple):
-    """Columns of a tile of scores [64, N] that each row sees: below `high`, at `low` or later or below `sink`, and on a
-    present page.
-
-    Attributes:
-      low, high: int32 [64].
-      sink: int32 [64]; None where there are no sink tokens.
-      pages: int32 [64], a bit for each `page_tokens` columns; None where all pages are present.
-    """
-
-    low: Any
-    high: Any
-    sink: Any = None
-    pages: Any = None
-    page_tokens: int = 0
-
-    def sees(self, column: Any) -> Any:
-        """Mask [64, N] of columns [1, N]."""
-        seen = column >= self.low[:, None]
-        if self.sink is not None:
-            seen |= column < self.sink[:, None]
-        seen &= column < self.high[:, None]
-        if self.pages is not None:
-            seen &= (jnp.right_shift(self.pages[:, None], column // self.page_tokens) & 1) == 1
-        return seen
 
 
 def hide(s: jax.Array, limits: Limits) -> jax.Array:

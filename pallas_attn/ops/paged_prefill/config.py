@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pallas_attn import tuning
 from pallas_attn.device import Device
-from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT, QUERIES, FlashConfig
+from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 from pallas_attn.triton.tiles import MOST_ROWS, FlashTile, flash_tile, power_of_two
 
@@ -68,6 +68,22 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
 
 
+def sm100_config(key: PagedPrefillKey) -> FlashConfig:
+    """Sizes of the Mosaic kernel on Blackwell."""
+    return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _sm100_heuristic(key))
+
+
+def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
+    """As many rows, then keys, then stages as fit shared memory, with staging buffers where a cache has 8 bits, and
+    TMEM. Pages of 16 take small tiles, as on Hopper. Nothing fits 8-bit heads of width 256 with scales by channel or
+    token.
+    """
+    narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
+    tile_keys = 128 if key.page_size > 16 and (narrow or (key.head_dim == 128 and not quantised)) else 64
+    stages = 4 if tile_keys * key.head_dim <= 8192 and (narrow or key.terms == 1) else 2
+    return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 else 2)
+
+
 def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
     """Sizes of the Triton kernel, by the query rows that share keys, on average, and D; see `flash_tile`."""
     key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
@@ -87,11 +103,7 @@ class HeadPacking(NamedTuple):
     slots: int
 
 
-MOST_SLOTS = QUERIES // ALIGNMENT
-"""Slots at most: then the smallest block has at least as many queries of each head as copies begin at multiples of."""
-
-
-def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
+def packing(group: int, queries: int, block_rows: int, most_slots: int) -> HeadPacking:
     """The packing with the fewest rows of blocks; among equals that with the most heads. The more heads share a block,
     the fewer queries of each it has, and the less of a sequence's last block is empty.
 
@@ -99,6 +111,8 @@ def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
       group: query heads of a KV head.
       queries: queries of a sequence, on average.
       block_rows: rows of a block.
+      most_slots: slots at most: so many that the smallest block has at least as many queries of each head as copies
+        begin at multiples of.
     """
 
     def rows(packing: HeadPacking) -> float:
@@ -108,5 +122,5 @@ def packing(group: int, queries: int, block_rows: int) -> HeadPacking:
         empty = (ALIGNMENT - 1) / 2 + block_rows // packing.slots - 1
         return packing.slots / packing.heads * (queries + empty)
 
-    divisors = [heads for heads in range(min(group, MOST_SLOTS), 0, -1) if group % heads == 0]
+    divisors = [heads for heads in range(min(group, most_slots), 0, -1) if group % heads == 0]
     return min((HeadPacking(heads, 1 << (heads - 1).bit_length()) for heads in divisors), key=rows)

@@ -7,7 +7,7 @@ import functools
 
 from pallas_attn import tuning
 from pallas_attn.device import Device
-from pallas_attn.mosaic.sm90.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 from pallas_attn.triton import tiles
 
@@ -52,6 +52,24 @@ def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
     return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
+
+
+def sm100_config(key: RaggedAttentionKey) -> FlashConfig:
+    """Sizes of the Mosaic kernel on Blackwell."""
+    return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _sm100_heuristic(key))
+
+
+def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
+    """As many rows, then keys, then stages as fit shared memory and TMEM: one consumer where heads are wide, or where
+    the blocks of two would be half empty.
+    """
+    if key.value_dim > 128:
+        return FlashConfig(tile_keys=64, stages=2, consumers=1)
+    if not key.long:
+        return FlashConfig(tile_keys=128, stages=2, consumers=1)
+    if key.key_dim > 128:
+        return FlashConfig(tile_keys=64, stages=3, consumers=2)
+    return FlashConfig(tile_keys=128, stages=2 if key.key_dim > 64 else 4, consumers=2)
 
 
 def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped: bool) -> tiles.FlashTile:

@@ -2,7 +2,7 @@
 
 A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence and before the first are two
 segments more, which see no keys. A work tile is a block for one head (or for a few heads that share the block), against
-all keys that the block sees or against one of several splits of them (`sm90.flash.split`).
+all keys that the block sees or against one of several splits of them (`flash.split`).
 
 1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
    last ones to run are short, and those that run at a time find their keys and values in the L2 cache. XLA would start
@@ -40,9 +40,9 @@ from jaxtyping import Array, Int32
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
+from pallas_attn.mosaic.flash.config import ALIGNMENT
+from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.mosaic.row_layout import THREADS
-from pallas_attn.mosaic.sm90.flash.config import ALIGNMENT
-from pallas_attn.mosaic.sm90.flash.split import KvSplits
 from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
 
@@ -393,14 +393,16 @@ class TileQueue(NamedTuple):
     """A counter in global memory that hands out the numbers of work tiles to programs as they become free.
 
     A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
-    the current work tile are under way, so that no warpgroup waits for it, and passes it on to the consumers in shared
-    memory. That has two slots: one is overwritten when the queries of the work tile after it have been copied, which
-    was no sooner than all consumers had begun with it.
+    the current work tile are under way, so that no warpgroup waits for it, and passes it on to the others in shared
+    memory. On Hopper that has two slots: one is overwritten when the queries of the work tile after it have been
+    copied, which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves
+    there is a slot more than there are stages: the values that the producer copied last took the place of those that
+    are `stages` tiles older, after whose probabilities all consumers had begun with a work tile that recent.
 
     Attributes:
       programs: number of programs.
       tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
-      next_tile: int32 [2, 1] in shared memory.
+      next_tile: int32 [slots, 1] in shared memory.
       landed: a barrier for each slot.
     """
 
@@ -415,13 +417,19 @@ class TileQueue(NamedTuple):
         return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
-    def scratch_types(tile_counter: Ref | None) -> tuple[Any, Any]:
+    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> tuple[Any, Any]:
         """Scratch for `next_tile` and `landed`."""
-        return (None, None) if tile_counter is None else (plgpu.SMEM((2, 1), jnp.int32), plgpu.Barrier(num_barriers=2))
+        if tile_counter is None:
+            return None, None
+        landed = plgpu.Barrier(num_barriers=slots, orders_tensor_core=orders_tensor_core)
+        return plgpu.SMEM((slots, 1), jnp.int32), landed
+
+    def slot(self, i: Any) -> Any:
+        return ring_slot(i, self.next_tile.shape[0])
 
     def fetch(self, i: Any, before: Any) -> Any:
         """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left."""
-        slot = i & 1
+        slot = self.slot(i)
         if before is None:
             self.next_tile[slot, 0] = lax.axis_index("program")
         elif interpreted():
@@ -449,12 +457,17 @@ class TileQueue(NamedTuple):
 
     def receive(self, i: Any, _: Any) -> Any:
         """Number of a consumer's i-th work tile."""
-        slot = i & 1
+        slot = self.slot(i)
         plgpu.barrier_wait(self.landed.at[slot])
         return self.next_tile[slot, 0]
 
 
 # --- arithmetic
+
+
+def ring_slot(number: Any, slots: int) -> Any:
+    """`number` modulo `slots`, for a number that is not negative, which the compiler does not know."""
+    return number & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, slots)
 
 
 def divide(x: Any, y: Any) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 The keys of all blocks are cut into equally many splits, and each split of a block is a work tile of its own, which
 leaves partial states (`RowState`) that XLA merges. The number of splits is chosen on the device, by the kernel that
-lists the blocks (`sm90.flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
+lists the blocks (`flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
 room for the partial states of as many splits as a call of these shapes can have.
 
 As in decode (`sm90.split_states`), partial states keep maximum and sum apart, and are merged by their maxima: an LSE of

@@ -1,0 +1,17 @@
+"""`paged_prefill` on Blackwell."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm100.flash import QUERIES, ROWS, flash_attention
+from pallas_attn.ops.paged_prefill import config
+from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
+from pallas_attn.ops.paged_prefill.mosaic_front import attend, config_key, refuse
+
+
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    basics.require_capability((10, 0))
+    refuse(call)
+    return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

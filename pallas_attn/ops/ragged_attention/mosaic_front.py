@@ -1,0 +1,270 @@
+"""`ragged_attention`: a front end of the prefill kernel (`flash.pipeline`) for packed keys and values.
+
+Copies begin at multiples of 8 rows, sequences anywhere: the first and last rows of a block of queries, or of a tile of
+keys, may belong to neighbouring sequences and hold anything. Queries of neighbours are computed but not written; keys
+of neighbours are masked, and their values zeroed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import refusals
+from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
+from pallas_attn.mosaic.flash.pipeline import (
+    BlockConsumer,
+    FlashStatic,
+    OutputRows,
+    Producer,
+    RowOptions,
+    ScoreTransform,
+    pad_rows,
+)
+from pallas_attn.mosaic.flash.schedule import (
+    Blocking,
+    FlashWorkTile,
+    QueryBlock,
+    SequenceLengths,
+    align_down,
+    list_blocks,
+)
+from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.score_mask import Limits
+from pallas_attn.ops.ragged_attention import config
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
+
+HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
+"""Widths of keys and values."""
+
+
+class RaggedInputs(NamedTuple):
+    """Operands of the kernel: arrays, or in the kernel references to them.
+
+    Attributes:
+      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
+      blocks, counts: of the `WorkList`.
+      sinks: [Hq] or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    blocks: Any
+    counts: Any
+    sinks: Any
+
+
+def config_key(call: RaggedAttentionCall) -> config.RaggedAttentionKey:
+    """Facts that the sizes of the kernel depend on."""
+    queries = call.num_tokens // call.num_sequences
+    return config.RaggedAttentionKey(call.key_dim, call.value_dim, long=queries >= config.LONG)
+
+
+def attend(
+    call: RaggedAttentionCall,
+    flash_attention: Callable[..., tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]],
+    settings: FlashConfig,
+    tile_rows: int,
+    rows: RowLayout,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Output and LSE, by the kernel of an architecture with these sizes.
+
+    Args:
+      tile_rows, rows: see `FlashStatic`.
+    """
+    (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
+    static = FlashStatic(
+        key_dim,
+        value_dim,
+        settings.tile_keys,
+        settings.stages,
+        settings.consumers,
+        copies=1,
+        score_scale=call.scale,
+        tile_rows=tile_rows,
+        rows=rows,
+        soft_cap=call.soft_cap,
+    )
+    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal)
+    lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
+    most_tiles = static.most_tiles(num_keys, call.window)
+    splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
+    work = list_blocks(blocking, lengths, splits)
+    q = pad_rows(call.q, tile_rows)
+    k, v = (pad_rows(x, static.tile_keys) for x in (call.k, call.v))
+    kv_bytes = (k[:, 0].size + v[:, 0].size) * k.dtype.itemsize
+    l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
+    shape = num_tokens, num_heads
+    return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
+
+
+def refuse(call: RaggedAttentionCall) -> None:
+    """Raises NotImplementedError for what the kernel takes on no architecture."""
+    refusals.require_dtypes(call.q, call.k)
+    if (call.q.shape[2], call.v.shape[2]) not in HEADS:
+        widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
+        raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
+    refusals.require_soft_cap(call.soft_cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedFrontEnd:
+    """The `FrontEnd` of packed keys and values."""
+
+    static: FlashStatic
+    num_tokens: int
+    num_heads: int
+    l2_head_group: int
+    causal: bool
+    window: int | None
+
+    kernel_name = "ragged_attention"
+    compiler_params = plgpu.CompilerParams(approx_math=True)
+
+    def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
+        """There is none of its own."""
+
+    def tile(self, x: RaggedInputs, scratch: None, work: FlashWorkTile) -> RaggedTile:
+        return RaggedTile.of(self, x, work)
+
+
+class RaggedTile(NamedTuple):
+    """The `FrontTile` of packed keys and values.
+
+    Attributes:
+      oldest_key: first key of the sequence that some row of the block sees.
+      first_tile, kv_tiles: its tiles of keys, counted from where copies of the sequence's first key begin.
+    """
+
+    front: RaggedFrontEnd
+    x: RaggedInputs
+    work: FlashWorkTile
+    oldest_key: Any
+    first_tile: Any
+    kv_tiles: Any
+
+    @staticmethod
+    def of(front: RaggedFrontEnd, x: RaggedInputs, work: FlashWorkTile) -> RaggedTile:
+        block = work.block
+        if front.window is None:
+            return RaggedTile(front, x, work, block.first_key, *work.kv_range(block.kv_tiles))
+        newest = jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row  # that the first row sees
+        oldest = jnp.maximum(newest + 1 - front.window, block.first_key)
+        hidden_tiles = lax.div(oldest - align_down(block.first_key), jnp.int32(front.static.tile_keys))
+        first_tile, kv_tiles = work.kv_range(block.kv_tiles - hidden_tiles)
+        return RaggedTile(front, x, work, oldest, hidden_tiles + first_tile, kv_tiles)
+
+    @property
+    def static(self) -> FlashStatic:
+        return self.front.static
+
+    @property
+    def block(self) -> QueryBlock:
+        return self.work.block
+
+    # Producer
+
+    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
+        x, static, rings, block = self.x, self.static, producer.rings, self.block
+        num_queries, num_keys = x.q.shape[0], x.k.shape[0]
+        kv_head = lax.div(self.work.head, x.q.shape[1] // x.k.shape[1])
+        start_key = align_down(block.first_key) + self.first_tile * static.tile_keys
+
+        def rows(i: Any) -> Any:
+            """First row that is copied of the i-th tile; less than its own if it reaches beyond the last key."""
+            return pl.multiple_of(jnp.minimum(start_key + i * static.tile_keys, num_keys - static.tile_keys), ALIGNMENT)
+
+        def keys(i: Any) -> None:
+            source = x.k.at[pl.ds(rows(i), static.tile_keys), kv_head]
+            producer.load_keys(kv_tile + i, lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed))
+
+        def values(i: Any) -> None:
+            start = rows(i)
+            low = jnp.maximum(start_key + i * static.tile_keys, self.oldest_key)
+            source = x.v.at[pl.ds(start, static.tile_keys), kv_head]
+            producer.load_values(
+                kv_tile + i,
+                lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed),
+                whole=(start == low) & (start + static.tile_keys <= block.end_key),
+                live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
+            )
+
+        def queries() -> None:
+            for i in range(static.consumers):
+                start = jnp.minimum(block.start + i * static.tile_rows, num_queries - static.tile_rows)
+                source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), static.tile_rows), self.work.head]
+                plgpu.copy_gmem_to_smem(source, rings.q.at[i], rings.q_landed)
+
+        load_later_queries = producer.load_queries(again, queries)
+
+        def load(i: Any, _: None) -> None:
+            pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1))
+            pl.when(i >= 0)(lambda: values(i))
+            load_later_queries(i)
+
+        lax.fori_loop(-1, self.kv_tiles, load, None)
+
+    # Consumer
+
+    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
+        tile_rows, rows = self.static.tile_rows, self.static.rows
+        start = self.block.start + consumer.number * tile_rows
+        first = jnp.minimum(start, self.x.q.shape[0] - tile_rows)  # rows before `start` are another consumer's
+        diagonal = self.block.end_key - self.block.end_row + 1
+        transform = ScoreTransform(functools.partial(self.limits, first, diagonal))
+        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        row = first + rows.iota(tile_rows)
+        ours = (row >= jnp.maximum(start, self.block.first_row)) & (row < self.block.end_row)
+        num_heads = self.front.num_heads
+        row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
+        consumer.store(result, row, state, RowOptions(self.sinks()))
+
+    def sinks(self) -> jax.Array | None:
+        """[tile_rows]: learned logit of the head, for each row."""
+        return None if self.x.sinks is None else self.filled(self.x.sinks[self.work.head])
+
+    def filled(self, value: Any) -> jax.Array:
+        """[tile_rows]: one value for each row."""
+        return self.static.rows.filled(value, self.static.tile_rows)
+
+    def limits(self, first: Any, diagonal: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
+        """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or
+        that a window hides; see `ScoreTransform`.
+
+        Args:
+          first: the first row.
+          diagonal: a causal row sees the keys before number row + diagonal.
+        """
+        static, causal, window = self.static, self.front.causal, self.front.window
+        nominal = align_down(self.block.first_key) + (self.first_tile + i) * static.tile_keys
+        start = jnp.minimum(nominal, self.x.k.shape[0] - static.tile_keys)
+        low = jnp.maximum(nominal, self.block.first_key)
+        end = jnp.minimum(self.block.end_key, first + diagonal) if causal else self.block.end_key
+
+        def limits() -> Limits:
+            # Causal rows of the next sequence see too much. They are not written.
+            high = self.filled((first + diagonal if causal else end) - start)
+            high = high + static.rows.iota(static.tile_rows) if causal else high
+            in_window = self.filled(low - start)
+            if window is not None:
+                oldest = self.filled(first + diagonal - window - start) + static.rows.iota(static.tile_rows)
+                in_window = jnp.maximum(in_window, oldest)
+            return Limits(in_window, high)
+
+        sees_all = (low == start) & (start + static.tile_keys <= end)
+        if window is not None:
+            sees_all &= first + static.tile_rows - 1 + diagonal - window <= start
+        return sees_all, limits

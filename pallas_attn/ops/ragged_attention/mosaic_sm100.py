@@ -1,0 +1,17 @@
+"""`ragged_attention` on Blackwell."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.sm100.flash import QUERIES, ROWS, flash_attention
+from pallas_attn.ops.ragged_attention import config
+from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
+from pallas_attn.ops.ragged_attention.mosaic_front import attend, config_key, refuse
+
+
+def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    basics.require_capability((10, 0))
+    refuse(call)
+    return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

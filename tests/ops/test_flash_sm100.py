@@ -1,0 +1,158 @@
+"""Tests of the prefill kernel on Blackwell beyond the contract, interpreted with race detection.
+
+The contract runs one consumer, of 128 rows. Here are two, whose products the tensor core takes in turn, and what only
+this kernel has. Cases that differ only in values share a compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, device, paged_prefill, ragged_attention
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.sm100 import flash
+from tests.aot.device import MULTIPROCESSOR_REGISTERS
+from tests.aot.report import WARPGROUP
+from tests.contract import paged_case, test_ragged_attention
+from tests.contract.paged_case import PagedCase
+from tests.contract.test_ragged_attention import RaggedCase
+from tests.ops import harness
+from tests.ops.harness import Variant
+
+# Keys that are masked anyway may be NaN when they are multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+SM100 = (10, 0)
+TWO = FlashConfig(tile_keys=64, stages=2, consumers=2)
+RAGGED = RaggedCase(
+    (3, 0, 261, 20),
+    (70, 9, 290, 5),
+    tokens=293,
+    keys=383,
+    q_heads=1,
+    kv_heads=1,
+    key_dim=64,
+    value_dim=64,
+    dtype="bfloat16",
+)
+PAGED = PagedCase(
+    kv_lens=(0, 20, 200, 65),
+    q_lens=(0, 3, 40, 1),
+    tokens=48,
+    head_dim=64,
+    page_size=16,
+    pages_per_row=16,
+    num_pages=56,
+    dtype="bfloat16",
+    head_windows=((FULL, 0), (FULL, 0)),
+    sinks="mixed",
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, "10.0")
+    with harness.interpreting(capsys):
+        yield
+
+
+def check_ragged(case: RaggedCase, config: FlashConfig, growth: int = 0) -> None:
+    """Compare a call on poisoned inputs with numpy.
+
+    Args:
+      growth: keys are so much larger, times their own size, in each 64 than in the 64 before.
+    """
+    inputs = test_ragged_attention.Inputs.draw(case, harness.fresh_rng())
+    inputs.k[...] *= (1 + growth * (np.arange(case.keys) // 64))[:, None, None].astype(inputs.k.dtype)
+    variant = Variant("mosaic", config, SM100)
+    got = harness.compiled(ragged_attention, variant, return_lse=True, **case.static)(**inputs.arguments())
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
+
+
+def check_paged(case: PagedCase, config: FlashConfig) -> None:
+    """Compare a call on poisoned inputs with numpy."""
+    inputs = paged_case.Inputs.draw(case, harness.fresh_rng())
+    variant = Variant("mosaic", config, SM100)
+    got = harness.compiled(paged_prefill, variant, return_lse=True, **case.static)(**inputs.prefill())
+    harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
+
+
+def test_two_consumers_take_more_rows_than_one_has() -> None:
+    """A sequence of 261 queries from row 3 on: blocks of 256 rows, whose second consumers have few rows or none. Maxima
+    grow by more than the threshold from tile to tile, for some rows more than for others.
+    """
+    check_ragged(RAGGED, TWO, growth=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("widths", "config"),
+    [
+        ((128, 128), FlashConfig(tile_keys=128, stages=2, consumers=2)),
+        ((192, 128), FlashConfig(tile_keys=64, stages=3, consumers=2)),
+        ((256, 256), FlashConfig(tile_keys=64, stages=2, consumers=1)),
+        ((64, 64), FlashConfig(tile_keys=128, stages=4, consumers=2)),
+    ],
+    ids=["128", "192/128", "256", "64"],
+)
+def test_each_width(widths: tuple[int, int], config: FlashConfig) -> None:
+    check_ragged(replace(RAGGED, key_dim=widths[0], value_dim=widths[1]), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_keys_cut_among_programs(causal: bool, consumers: int) -> None:
+    """Sequences of fewer tiles than splits leave some splits empty, and programs have several work tiles."""
+    case = replace(RAGGED, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
+    with harness.keys_cut(16) as parts:
+        check_ragged(replace(case, sinks=True, soft_cap=5.0), replace(TWO, consumers=consumers))
+    assert parts[0].most > 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PAGED,
+        pytest.param(replace(PAGED, cache_dtype="int8", scales=16), marks=pytest.mark.slow),
+        pytest.param(replace(PAGED, cache_dtype="float8_e4m3fn", scales="channel"), marks=pytest.mark.slow),
+        pytest.param(replace(PAGED, q_heads=6, absent_pages=True, sinks=None), marks=pytest.mark.slow),
+    ],
+    ids=["16 bits", "int8 by token", "fp8 by channel", "groups of 3, absent pages"],
+)
+def test_pages_with_two_consumers(case: PagedCase) -> None:
+    """Pages are announced to consumers, which do not wait for keys, by a barrier of their own."""
+    check_paged(case, TWO)
+
+
+@pytest.mark.parametrize(
+    ("widths", "config", "why"),
+    [
+        ((256, 256), FlashConfig(tile_keys=64, stages=2, consumers=2), "take 640 columns of TMEM"),
+        ((64, 64), FlashConfig(tile_keys=256, stages=2, consumers=2), "take 640 columns"),
+        ((64, 64), FlashConfig(tile_keys=64, stages=2, consumers=3), "takes one or two consumers, got 3"),
+        ((192, 128), FlashConfig(tile_keys=128, stages=2, consumers=2), "bytes of shared memory"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(widths: tuple[int, int], config: FlashConfig, why: str) -> None:
+    case = replace(RAGGED, key_dim=widths[0], value_dim=widths[1])
+    with pytest.raises(NotImplementedError, match=why):
+        check_ragged(case, config)
+
+
+@pytest.mark.parametrize("registers", [flash.REGISTERS, flash.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
+    """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left
+    hangs.
+    """
+    of_consumer, *others = registers[consumers]
+    warpgroups = consumers + 2
+    at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
+    assert consumers * of_consumer + sum(others) <= warpgroups * at_first
+    assert all(registers % 8 == 0 for registers in (of_consumer, *others))
+    assert of_consumer < 256
