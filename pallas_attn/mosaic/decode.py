@@ -59,8 +59,9 @@ from pallas_attn.mosaic import basics, dequantise, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
-from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile, num_partial_states
+from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, clear_rows, over_columns, over_tokens
+from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
 
 SCALES_PER_COPY = 4
@@ -376,7 +377,7 @@ def _attend(
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     tile, plan = static.tile, x.plan
     packing, rows, num_programs = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
-    states = num_partial_states(plan, rows, x.block_tables.shape[-1])
+    states = most_splits(plan, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(

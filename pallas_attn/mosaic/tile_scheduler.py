@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_attn.mosaic import basics
 from pallas_attn.types import DecodePlan
@@ -99,8 +98,3 @@ def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], No
 
     program = lax.axis_index("program")
     lax.while_loop(lambda at: at[1] < rows, step, (program, index_of(program)))
-
-
-def num_partial_states(plan: DecodePlan, rows: int, table_pages: int) -> int:
-    """Largest number of splits that a plan makes of rows with so many table entries."""
-    return rows + (rows * pl.cdiv(table_pages, plan.split_pages) if plan.split_pages else plan.cta_row.shape[0] - 1)

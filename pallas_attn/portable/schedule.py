@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from pallas_attn.types import DecodePlan
+
 UNEVENNESS = 16
 """Accept a schedule with fewer cuts if its largest share exceeds the mean by at most 1/16."""
 
@@ -219,3 +221,9 @@ class Sharing:
         if self.split_pages:
             return first + into
         return first + jnp.where(into > self.overhead, program - ratio(begin + self.overhead, share), 0)
+
+
+def most_splits(plan: DecodePlan, table_pages: int) -> int:
+    """Largest number of splits that a plan makes of rows with so many table entries."""
+    rows, programs = plan.row_order.shape[0], plan.cta_row.shape[0] - 1
+    return rows + (rows * -(-table_pages // plan.split_pages) if plan.split_pages else programs)

@@ -18,9 +18,3 @@ def followed(plan: DecodePlan) -> tuple[jax.Array, ...]:
 def num_programs(plan: DecodePlan) -> int:
     """Programs that share the plan's pages."""
     return plan.cta_row.shape[0] - 1
-
-
-def most_splits(plan: DecodePlan, table_pages: int) -> int:
-    """Largest number of splits that a plan makes of rows with so many table entries."""
-    rows = plan.row_order.shape[0]
-    return rows + (rows * -(-table_pages // plan.split_pages) if plan.split_pages else num_programs(plan))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from pallas_attn.triton import plans
+from pallas_attn.portable.schedule import most_splits
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import merge_step, softmax_result
 from pallas_attn.triton.tiles import power_of_two
@@ -27,7 +27,7 @@ MERGE_ELEMENTS = 4096
 
 def partial_states(plan: DecodePlan, table_pages: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
     """Shapes of acc, top and total of all splits that a plan can make, of so many query rows a KV head."""
-    states = plans.most_splits(plan, table_pages), rows
+    states = most_splits(plan, table_pages), rows
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*states, width), states, states)]
 
 

@@ -80,7 +80,6 @@ from pallas_attn.mosaic.tile_scheduler import (
     for_each_merged,
     for_each_work_tile,
     merge_programs,
-    num_partial_states,
 )
 from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import config
@@ -94,6 +93,7 @@ from pallas_attn.ops.mla_decode.mosaic_visibility import (
     PARTIAL,
     visible_bits,
 )
+from pallas_attn.portable.schedule import most_splits
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
 
@@ -370,7 +370,7 @@ def _attend(
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
-    states = blocks * num_partial_states(x.plan, batch, x.block_tables.shape[1])
+    states = blocks * most_splits(x.plan, x.block_tables.shape[1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=SeesawResults(

@@ -60,8 +60,9 @@ from pallas_attn.mosaic.sm100.native_tiles import (
     store_rows,
 )
 from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
-from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile, num_partial_states
+from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.ops.mla_decode.mosaic_visibility import DEAD, FULL, INITIAL_MAX, NEVER_BIT, OLDER_BIT, PARTIAL
+from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan
 
 TOKENS = 64
@@ -382,7 +383,7 @@ def attend(x: TcgenInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike)
     """Run the kernel: output and LSE of sequences in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
-    states = blocks * static.halves * num_partial_states(x.plan, batch, x.block_tables.shape[1])
+    states = blocks * static.halves * most_splits(x.plan, x.block_tables.shape[1])
     out_rows = static.queries * static.heads if static.columns else rows
     return TcgenResults(
         *plgpu.kernel(
