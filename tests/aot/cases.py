@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.aot.case import Case, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
-from tests.aot.engine import ENGINE
+from tests.aot.engine import ENGINE, SM100_ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
@@ -19,13 +19,14 @@ from tests.aot.writes import WRITES, WRITES_MORE
 
 SM100_WRITES = on_b200(WRITES | WRITES_MORE)
 SM100_PLANS = on_b200(PLANS)
+SM100_REAL, SM100_STEPS = on_b200(REAL), on_b200(STEPS)
 SM100_LATENT = on_b200({name: case for name, case in (LATENT | LATENT_MORE).items() if not case.tensor_cores})
 
 CASES: dict[str, Case] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
-    **(MLA_TCGEN05 | MLA_TCGEN05_MORE),
+    **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
     **TRITON,
 }
 
@@ -48,6 +49,9 @@ MODULES = {
     **dict.fromkeys(SM100_PLANS, "plans"),
     **dict.fromkeys(SM100_DECODE, "decode"),
     **dict.fromkeys(SM100_PREFILL, "prefill"),
+    **dict.fromkeys(SM100_ENGINE, "engine"),
+    **dict.fromkeys(SM100_REAL, "real"),
+    **dict.fromkeys(SM100_STEPS, "steps"),
 }
 """Module of this package that defines each case."""
 

@@ -1,5 +1,6 @@
-"""Steps of the engine on Hopper, and whatever is chosen there by itself: layers of DeepSeek-V2-Lite's widths, one dense
-and two of experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones.
+"""Steps of the engine, and whatever is chosen by itself: layers of DeepSeek-V2-Lite's widths, one dense and two of
+experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones. For a B200 layers of DeepSeek-V3's widths
+and of Qwen3-8B's, too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,34 @@ from models.engine.packed_step import PackedStep
 from models.engine.runner import GPU_OPTIONS, run_step
 from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, on_b200, shape
 
 V2_LITE = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
 GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-20b"], num_hidden_layers=2, windows=(128, None))
+V3 = dataclasses.replace(
+    PRESETS["mla-25m"],
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=2,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+)
+QWEN3 = dataclasses.replace(
+    GQA_PRESETS["qwen3-tiny"],
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=2,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
 
 SIZES = RunnerConfig(
@@ -42,6 +67,7 @@ def step(
     bucket: Bucket,
     settings: AttentionSettings = AttentionSettings(),
     speculate: Speculation | None = None,
+    temporaries: int = 512 * 2**20,
 ) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
@@ -69,7 +95,7 @@ def step(
             return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed)
         return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
-    return Case(call, arguments, cache="caches", donated=True, temporaries=512 * 2**20, options=GPU_OPTIONS)
+    return Case(call, arguments, cache="caches", donated=True, temporaries=temporaries, options=GPU_OPTIONS)
 
 
 def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
@@ -92,3 +118,12 @@ ENGINE = {
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }
+SM100_ENGINE = on_b200(
+    {name: case for name, case in ENGINE.items() if "invariant" not in name}
+    | {
+        "engine-v3-decode": step(V3, DECODE, temporaries=2**30),
+        "engine-v3-mixed": step(V3, MIXED, temporaries=2**30),
+        "engine-qwen3-decode": step(QWEN3, DECODE),
+        "engine-qwen3-mixed": step(QWEN3, MIXED),
+    }
+)
