@@ -522,8 +522,3 @@ def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
     jax.eval_shape(ragged_attention, **GOOD)
     with pytest.raises(ValueError, match=f"^{argument}:"):
         ragged_attention(**(GOOD | change))
-
-
-def test_an_implementation_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="triton"):
-        ragged_attention(**GOOD, implementation="triton")
