@@ -90,7 +90,7 @@ RESCALE_THRESHOLD_LOG2 = 8.0
 BUFFERS = 2
 """Of scores."""
 
-REGISTERS = {1: (248, 80, 40), 2: (208, 56, 40)}
+REGISTERS = {1: (248, 80, 40), 2: (208, 64, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}
 """Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number
 of consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
