@@ -92,7 +92,7 @@ def test_barriers_order_the_tensor_core(name: str) -> None:
 
 @pytest.mark.parametrize(("ordered", "wrong"), [(True, 0), (False, 1)])
 def test_a_barrier_that_does_not_is_found(ordered: bool, wrong: int) -> None:
-    """Of two barriers, at one of which a copy arrives, and which needs no order."""
+    """Traces a kernel with two barriers: at one a copy arrives, and it needs no order."""
 
     def body(x: Any, out: Any, tile: Any, _: Any, landed: Any, read: Any) -> None:
         plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], landed.at[0])

@@ -92,7 +92,7 @@ def test_splits_are_merged(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_many_splits(name: str) -> None:
-    """Of five programs, some attend to parts of two sequences."""
+    """Five programs share the sequences, and some attend to parts of two."""
     assert check(CASES[name], 5).max() > 2
 
 

@@ -88,7 +88,7 @@ RESCALE_THRESHOLD_LOG2 = 8.0
 """Maxima may grow by so much, times log2 e, before the output is rescaled: probabilities are at most 2**8 then."""
 
 BUFFERS = 2
-"""Of scores."""
+"""Buffers of scores in TMEM."""
 
 REGISTERS = {1: (248, 80, 40), 2: (208, 64, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}

@@ -486,7 +486,7 @@ class TcgenRole:
         return lax.rem(tile, self.static.slots)
 
     def tile_notes(self, slot: Any) -> Ref:
-        """What is noted of the tile in a slot: visibility, and positions of its pages."""
+        """Visibility of the tile in a slot, and positions of its pages."""
         return self.mem.notes.at[pl.ds(ROWS + slot * TILE_NOTES, TILE_NOTES)]
 
     def for_each_split(self, work: Callable[[TcgenSplit], None]) -> tuple[Any, Any]:
