@@ -292,8 +292,8 @@ def _attend(
                     if window_ptr is not None:
                         visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
                     scores = tl.where(visible, scores, float("-inf"))
-                elif IS_PAGED:  # an addition, where a choice needs a comparison for each score
-                    scores += tl.where(seen, 0.0, float("-inf"))[None, :]
+                elif IS_PAGED:  # a page may be absent
+                    scores = tl.where(seen[None, :], scores, float("-inf"))
                 top, total, keep, weights = softmax_step(scores, top, total, BASE)
                 if BY_TOKEN:
                     weights = weights * _token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]

@@ -335,7 +335,7 @@ BACKENDS = (
     # Interpreted wherever there is no GPU (tests/conftest.py).
     Backend(
         "triton",
-        configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2)),
+        configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2, bare_steps=True)),
         dtype="bfloat16",
         kernels=True,
         plans=True,

@@ -266,6 +266,18 @@ def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
     harness.assert_empty(run(backend, planned(backend, arguments, "fixed")), empty)
 
 
+@every_backend
+def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
+    """They are 0, although their scores are NaN: all pages of their sequences are absent."""
+    inputs = draw(backend, BASE)
+    arguments = inputs.arguments()
+    spoilt = {name: np.full_like(arguments[name], np.nan) for name in ("q_latent", "q_rope")}
+    absent = {"block_tables": np.full_like(arguments["block_tables"], -1)}
+    out, lse = run(backend, planned(backend, arguments | spoilt | absent))
+    assert not np.count_nonzero(out)
+    assert np.isneginf(lse).all()
+
+
 # --- rows and batches
 
 

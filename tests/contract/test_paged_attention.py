@@ -264,6 +264,18 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
 
 
 @both()
+def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
+    """They are 0, although their scores are NaN: all pages of their sequences are absent."""
+    inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
+    inputs.tables[:] = PAGE_NONE
+    arrays = operation.arguments(inputs, poisoned=True)
+    arrays = planned(backend, inputs.case, arrays) if operation is DECODE else arrays
+    out, lse = operation.run(backend, inputs.case, arrays | {"q": np.full_like(arrays["q"], np.nan)})
+    assert not np.count_nonzero(out)
+    assert np.isneginf(lse).all()
+
+
+@both()
 def test_an_absent_page_between_others_of_a_tile(operation: Operation, backend: Backend) -> None:
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[..., 1] = PAGE_NONE

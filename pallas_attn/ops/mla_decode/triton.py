@@ -215,9 +215,9 @@ def _attend(
                     base = tl.full([], 0, tl.int64)
                     slot = page_id.to(tl.int64) * PAGE + token % PAGE
                 seen = seen & (page_id >= 0) & (page_id < pool_pages)
-                visible = seen
+                visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
                 if masked and HAS_DRAFTS:
-                    visible = seen[None, :] & draft_visible(token, kv_len - q_len, query, q_len, tree_ptr, QUERIES)
+                    visible = visible & draft_visible(token, kv_len - q_len, query, q_len, tree_ptr, QUERIES)
                     if draft_ptr is not None:  # a tree may hide a token from all queries
                         seen = tl.max(visible.to(tl.int32), 0) > 0
                 if rope_ptr is None:
@@ -236,10 +236,7 @@ def _attend(
                         scale = tl.load(scale_ptr + base * CHUNKS + slot * CHUNKS + chunk, mask=seen, other=0.0)
                         scales += (scale,)
                         scores += tl.dot(q_latent[chunk], k) * scale[None, :]
-                if masked and HAS_DRAFTS:
-                    scores = tl.where(visible, scores, float("-inf"))
-                else:  # an addition, where a choice needs a comparison for each score
-                    scores += tl.where(visible, 0.0, float("-inf"))[None, :]
+                scores = tl.where(visible, scores, float("-inf"))  # no addition: a score may be NaN
                 top, total, keep, weights = softmax_step(scores, top, total, SCALE * LOG2E)
                 new_acc = ()
                 for chunk in tl.static_range(CHUNKS):
