@@ -222,7 +222,8 @@ def _program(builder: Any) -> int:
 
 
 def _touched(ptrs: Any, mask: Any) -> tuple[np.ndarray, int]:
-    addresses, mask = np.broadcast_arrays(ptrs.data, mask.data)
+    # Some masks of Triton's interpreter are integers, which numpy would take for indices.
+    addresses, mask = np.broadcast_arrays(ptrs.data, mask.data.astype(bool))
     return addresses[mask], max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
 
 

@@ -95,6 +95,10 @@ def _flawed(x_ptr, out_ptr, other_ptr, FLAW: tl.constexpr):
     at = program * 4 + tl.arange(0, 4)
     if FLAW == "bounds":
         x = tl.load(x_ptr + at + 1)
+    elif FLAW == "bounds, mask":
+        x = tl.load(x_ptr + at + 1, mask=(at < 9) & (program >= 0), other=0.0)
+    elif FLAW == "none, mask":
+        x = tl.load(x_ptr + at - 8, mask=(at >= 0) & (program < 0), other=0.0)
     elif FLAW == "below":
         x = tl.load(x_ptr + at.to(tl.int64) - 2**40)
     elif FLAW == "unwritten":
@@ -115,6 +119,7 @@ def _flawed(x_ptr, out_ptr, other_ptr, FLAW: tl.constexpr):
 
 FLAWS = {
     "bounds": "load out of bounds: element 8 of x_ptr, which has 8",
+    "bounds, mask": "load out of bounds: element 8 of x_ptr, which has 8",
     "below": "load below every array",
     "unwritten": "load of other_ptr before it is written",
     "race": "two programs store to out_ptr",
@@ -130,9 +135,11 @@ def test_a_flaw_is_found(flaw: str) -> None:
         run(_flawed, [np.arange(8, dtype=np.float32)], [shape(8), shape(8)], (2,), {"FLAW": flaw})
 
 
-def test_without_a_flaw_it_runs() -> None:
+@pytest.mark.parametrize("mask", ("", ", mask"))
+def test_without_a_flaw_it_runs(mask: str) -> None:
     x = np.arange(8, dtype=np.float32)
-    assert_same_bits(run(_flawed, [x], [shape(8), shape(8)], (2,), {"FLAW": "none"}), [x, x])
+    loaded = np.zeros_like(x) if mask else x
+    assert_same_bits(run(_flawed, [x], [shape(8), shape(8)], (2,), {"FLAW": f"none{mask}"}), [loaded, loaded])
 
 
 @kernel

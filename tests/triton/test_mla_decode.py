@@ -1,0 +1,39 @@
+"""`mla_decode` in Triton with Hopper's tiles, whose steps that all queries see take no mask."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import device, mla_decode
+from tests.contract import backends
+from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
+from tests.ops import harness
+
+TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
+
+# Several steps of 64 tokens without a mask, and some with one; 64 rows. The last whole step of 128 tokens
+# has one that the first of two queries does not see.
+LATENTS = {
+    "one query, absent pages": MlaCase(
+        kv_lens=(0, 200, 64), heads=64, page_size=64, pages_per_row=4, num_pages=16, dtype="bfloat16", absent_pages=True
+    ),
+    "drafts, small pages": MlaCase(
+        kv_lens=(2, 150, 128, 131), q_lens=(2, 1, 2, 0), queries=2, heads=32, page_size=16, pages_per_row=10,
+        num_pages=50,
+        dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATENTS.values(), ids=LATENTS)
+def test_steps_without_a_mask(monkeypatch: pytest.MonkeyPatch, case: MlaCase) -> None:
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    arrays = jax.tree.map(jnp.asarray, inputs.arguments())
+    call = functools.partial(mla_decode, sm_scale=SM_SCALE, return_lse=True, implementation="triton")
+    got = jax.jit(lambda arrays: call(**arrays))(arrays)
+    harness.assert_attention_close(got, inputs.expected(), TRITON.variant.tolerance(case.dtype))
