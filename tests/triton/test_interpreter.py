@@ -135,7 +135,7 @@ def test_a_flaw_is_found(flaw: str) -> None:
         run(_flawed, [np.arange(8, dtype=np.float32)], [shape(8), shape(8)], (2,), {"FLAW": flaw})
 
 
-@pytest.mark.parametrize("mask", ("", ", mask"))
+@pytest.mark.parametrize("mask", ["", ", mask"])
 def test_without_a_flaw_it_runs(mask: str) -> None:
     x = np.arange(8, dtype=np.float32)
     loaded = np.zeros_like(x) if mask else x
