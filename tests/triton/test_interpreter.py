@@ -93,7 +93,7 @@ def _multiply_add(x_ptr, y_ptr, z_ptr, out_ptr):
 
 
 def test_a_fused_multiply_add_rounds_once() -> None:
-    x, y = np.float32([500_001, 1 + 2**-23, 3, 7]), np.float32([1.4426950, 1 - 2**-23, 0.1, 1 / 7])
+    x, y = np.array([500_001, 1 + 2**-23, 3, 7], np.float32), np.array([1.4426950, 1 - 2**-23, 0.1, 1 / 7], np.float32)
     z = -(x * y)
     (out,) = run(_multiply_add, [x, y, z], [shape(4)], (1,), {})
     assert out.any()  # what the product by itself loses
