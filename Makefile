@@ -27,7 +27,7 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench dist clean python
+.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench first-run dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -80,6 +80,9 @@ bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here;
 	$(BIN)/python scripts/bench_engine.py
 	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
 	$(BIN)/python scripts/bench_ops.py write_kv --grid $(if $(CUDA),writes,small)
+
+first-run: $(VENV)/test.stamp $(VENV)/demo$(CUDA).stamp  ## on a card that is new: what runs, what is right, how fast it is (CUDA=13 or 12)
+	$(BIN)/python -m scripts.tools.first_run
 
 dist: | $(BIN)/python  ## a wheel in dist/, tried in an empty environment with the README's example
 	rm -rf dist .venv-dist
