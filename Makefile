@@ -60,7 +60,7 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax that pyproject.tom
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings
 	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-swap-ab-512-64-n16 mla-seesaw-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
-	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass
+	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass --results benchmarks/results
 	$(BIN)/python -m tests.aot 'sm100-paged-decode-bf16-d*-n32' 'sm100-paged-decode-bf16-d128-n16' 'sm100-paged-decode-fp8-head-d*-n32' --listings .aot/listings/sm100
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/sm100/*.sass --bandwidth 8e12 --multiprocessors 148 --clock 1.965e9
 
