@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from pallas_attn.device import INTERPRET_VARIABLE
+from scripts.bench.harness.session import load
 from scripts.tools import first_run
 from scripts.tools.first_run import Ended, SmokeCall
 from tests.ops import harness
@@ -130,3 +131,10 @@ def test_all_that_was_found_is_in_the_summary(
     assert "write_kv gave no result in 240 s and was ended" in printed
     assert "at best 50% of the floor; copy 7.00 TB/s, product 1000 TFLOP/s" in printed
     assert printed.splitlines()[-1].endswith("not: write_kv")
+
+
+@pytest.mark.parametrize("operation", first_run.GRIDS)
+def test_what_is_measured_is_there(operation: str) -> None:
+    bench = load(operation)
+    assert first_run.GRIDS[operation] in bench.grids
+    assert {"mosaic", "xla"} <= set(bench.contenders)
