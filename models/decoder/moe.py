@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.layers import MLP, Linear, project, swiglu
+from models.decoder.mesh import EXPERT, ExpertSplit
 from pallas_attn import capability, run_kept
 
 
@@ -70,17 +71,19 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> 
 class MoE(nnx.Module):
     """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
 
-    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
+    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
         width, hidden = config.hidden_size, config.moe_intermediate_size
+        count = split.num_own(config.n_routed_experts)
+        self.split = split
         self.gate = Router(config)
-        self.gate_up_proj = nnx.Param(jnp.zeros((config.n_routed_experts, width, 2 * hidden), dtype))
-        self.down_proj = nnx.Param(jnp.zeros((config.n_routed_experts, hidden, width), dtype))
-        shared = hidden * config.n_shared_experts
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+        shared = hidden * config.n_shared_experts // split.expert
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         experts, weights = self.gate(x)
-        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]))
+        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]), self.split)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
@@ -88,10 +91,11 @@ class BiasedMoE(nnx.Module):
     """Routed experts of gpt-oss (arXiv:2508.10925): projections have biases, gates are clamped, and the weights of a
     token's experts are the softmax of their own logits."""
 
-    def __init__(self, config: GQAConfig, dtype: DTypeLike):
-        count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.config = config
-        self.router = Linear(width, count, jnp.float32, bias=True)
+    def __init__(self, config: GQAConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
+        width, hidden = config.hidden_size, config.intermediate_size
+        count = split.num_own(config.num_local_experts)
+        self.config, self.split = config, split
+        self.router = Linear(width, config.num_local_experts, jnp.float32, bias=True)
         self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
         self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * hidden), dtype))
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
@@ -106,7 +110,7 @@ class BiasedMoE(nnx.Module):
             self.down_proj_bias[...],
             ClampedSwiglu(self.config.swiglu_alpha, self.config.swiglu_limit),
         )
-        return routed_experts(x, chosen, weights, experts)
+        return routed_experts(x, chosen, weights, experts, self.split)
 
     def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
@@ -153,21 +157,39 @@ COUNTED_ROWS = 1024
 
 
 def routed_experts(
-    x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    experts: Experts,
+    split: ExpertSplit = ExpertSplit(),
 ) -> Float[Array, "T D"]:
-    """Sum over each token's chosen experts of weight · expert(x)."""
-    num_tokens, top_k = chosen.shape
-    if are_few(num_tokens * top_k, experts):
-        y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
-        return _weighted_sum(y, weights, x.dtype)
-    groups = ExpertGroups.of(chosen.reshape(-1), experts.gate_up.shape[0])
+    """Sum over each token's chosen experts of weight · expert(x).
+
+    Over several devices, inside `jax.shard_map`, `experts` are the device's own, and the sum is one of its parts: those
+    of the devices along `expert`, which have the same tokens, are to be added up.
+    """
+    num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
+    if split.devices == 1:
+        return _weighted_sum(apply_experts(x, expert, experts), weights, x.dtype)
+    own = expert - jax.lax.axis_index(EXPERT) * num_own
+    is_own = (own >= 0) & (own < num_own)
+    y = apply_experts(x, jnp.where(is_own, own, num_own), experts)
+    return _weighted_sum(jnp.where(is_own[:, None], y, jnp.zeros_like(y)), weights, x.dtype)
+
+
+def apply_experts(x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts) -> Float[Array, "M D"]:
+    """Applies experts to M / T copies of each row in turn: expert[i] to row i // (M / T). What is returned for a pair
+    whose expert is one past the last says nothing."""
+    num_experts, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
+    if are_few(expert.shape[0], experts):
+        return row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(expert, num_experts - 1))
+    groups = ExpertGroups.of(expert, num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
-    y = multiply(x[groups.row // top_k], experts, groups.sizes)
-    return _weighted_sum(y[groups.place], weights, x.dtype)
+    return multiply(x[groups.row // copies], experts, groups.sizes)[groups.place]
 
 
 class ExpertGroups(NamedTuple):
-    """(token, expert) pairs in the order of their experts.
+    """(token, expert) pairs in the order of their experts; those whose expert is one past the last are in no group.
 
     Attributes:
       row: index of the pair in each place.

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
-from models.decoder.mesh import TENSOR, cache_partition, normal_mesh
+from models.decoder.mesh import HEADS, TENSOR, cache_partition, normal_mesh
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
@@ -87,13 +87,13 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> dict[str, int]:
 
     def shape(own: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         axes = [
-            size * (2 if axis == TENSOR else 1)
+            size * (2 if axis == HEADS else 1)
             for size, axis in zip(own.shape, [*spec, *[None] * own.ndim], strict=False)
         ]
         return jax.ShapeDtypeStruct(axes, own.dtype, sharding=NamedSharding(cards, spec))
 
     leaves = zip(*(jax.tree.leaves(nnx.state(m)) for m in (whole, model)), strict=True)
-    specs = [PartitionSpec(TENSOR) if one.shape != own.shape else WHOLE for one, own in leaves]
+    specs = [PartitionSpec(HEADS) if one.shape != own.shape else WHOLE for one, own in leaves]
     run, _ = split_model(model)
     weights = jax.tree.leaves(nnx.state(model))
     arguments = (specs, caches, WHOLE, WHOLE)

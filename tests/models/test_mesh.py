@@ -22,6 +22,7 @@ from models.engine import Decoded, Engine, EngineConfig, NGramProposer, Sampling
 from models.engine.config import Bucket
 from models.engine.verify import verify
 from pallas_attn import FULL, PagedKV
+from scripts.cli.mesh import parse_mesh
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
 from tests.models.step_case import Pages, step
@@ -33,18 +34,23 @@ WINDOWED = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2,
 PARAMS = [GREEDY, DRAWN] * (len(PROMPTS) // 2)
 
 
-def devices_of(count: int) -> Mesh:
-    if len(jax.devices()) < count:
+type Sizes = int | str
+"""Devices along `tensor`, or a value of --mesh."""
+
+
+def devices_of(sizes: Sizes) -> Mesh:
+    axes = {"tensor": sizes} if isinstance(sizes, int) else parse_mesh(sizes) or {}
+    if len(jax.devices()) < (count := max(axes.values())):
         pytest.skip(f"needs {count} devices")
-    return make_mesh({"tensor": count})
+    return make_mesh(axes)
 
 
 @functools.cache
-def model(config: ModelConfig, devices: int | None = None) -> Decoder:
+def model(config: ModelConfig, devices: Sizes | None = None) -> Decoder:
     return random_model(config, seed=3, mesh=None if devices is None else devices_of(devices))
 
 
-def make(config: ModelConfig, sizes: EngineConfig, devices: int) -> Engine:
+def make(config: ModelConfig, sizes: EngineConfig, devices: Sizes) -> Engine:
     """Makes an engine with one bucket of each kind, so that little is compiled."""
     return Engine(model(config, devices), engine_case.padded(dataclasses.replace(sizes, mesh=devices_of(devices))))
 
@@ -70,7 +76,12 @@ SPLITTABLE = {
     ("name", "devices"),
     [
         ("gpt-oss", 2),  # the one with biases, sinks, windows and experts
+        ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
+        *(
+            pytest.param(name, devices, marks=pytest.mark.slow)
+            for name, devices in (("glm-dsa", "expert=4"), ("gpt-oss", "expert=2"), ("gpt-oss-mxfp4", "expert=2"))
+        ),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
             for devices, names in SPLITTABLE.items()
@@ -79,7 +90,7 @@ SPLITTABLE = {
         ),
     ],
 )
-def test_goldens(name: str, devices: int):
+def test_goldens(name: str, devices: Sizes):
     """Tokens and prompt logits are those of transformers."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
@@ -294,7 +305,7 @@ def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
         ({"tensor": 10**6}, ValueError, r"mesh: expected at most the \d+ devices that are here, got 1000000"),
         ({"data": 2}, NotImplementedError, "mesh: the engine splits nothing over data yet"),
         ({"context": 2}, NotImplementedError, "mesh: the engine splits nothing over context yet"),
-        ({"expert": 2, "tensor": 2}, NotImplementedError, "mesh: the engine splits nothing over expert yet"),
+        ({"expert": 2, "tensor": 3}, ValueError, "mesh: expert: expected a divisor of tensor=3, got 2"),
     ],
 )
 def test_meshes_that_cannot_be_made(sizes, error, message):
