@@ -51,10 +51,11 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Makes a mesh of this process's first devices.
 
     Args:
-      sizes: number of devices along each axis; an axis left out has one. The devices of `expert` are those of the other
-        axes: `tensor` devices share the heads, and `expert` of them the experts; the rest split each expert's hidden
-        columns. With `expert` alone, the same devices share the heads. In the mesh, whose axes have devices of their
-        own, `tensor` is what `expert` leaves of it.
+      sizes: number of devices along each axis; an axis left out has one. Devices of `expert` are those of `data` and
+        `tensor`: so many of them share the experts, at least those of `data`, and the others the hidden columns of each
+        expert. If `tensor` is left out, heads are split over the devices that `expert` has beyond `data`. Axes of the
+        mesh that is returned have devices of their own: there `tensor` and `expert` together are those that share
+        the heads, and `data` and `expert` those that share the experts.
 
     Raises:
       ValueError: an unknown axis, a size below 1, more devices than there are, or devices of `expert` that are not
@@ -76,11 +77,13 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes of a mesh's axes, given those of `make_mesh`."""
-    experts = sizes.get(EXPERT, 1)
-    tensor = sizes.get(TENSOR, experts)
-    if tensor % experts:
-        raise ValueError(f"mesh: {EXPERT}: expected a divisor of {TENSOR}={tensor}, got {experts}")
-    return {**sizes, TENSOR: tensor // experts, EXPERT: experts}
+    data = sizes.get(DATA, 1)
+    experts = sizes.get(EXPERT, data)
+    tensor = sizes.get(TENSOR, max(experts // data, 1))
+    if experts % data or tensor * data % experts:
+        reach = f"a multiple of {DATA}={data} that divides" if data > 1 else "a divisor of"
+        raise ValueError(f"mesh: {EXPERT}: expected {reach} {DATA} x {TENSOR} = {data * tensor}, got {experts}")
+    return {**sizes, TENSOR: tensor * data // experts, EXPERT: experts // data}
 
 
 def normal_mesh(mesh: Mesh) -> Mesh:
@@ -95,10 +98,8 @@ def normal_mesh(mesh: Mesh) -> Mesh:
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {unknown[0]!r}")
     for axis in AXES:
-        if axis not in HEADS and mesh.shape.get(axis, 1) > 1:
-            raise NotImplementedError(
-                f"mesh: the engine splits nothing over {axis} yet, only heads over {TENSOR} and experts over {EXPERT}"
-            )
+        if axis == "context" and mesh.shape.get(axis, 1) > 1:
+            raise NotImplementedError(f"mesh: the engine splits nothing over {axis} yet")
     given = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
     devices = np.transpose(mesh.devices, given).reshape([mesh.shape.get(axis, 1) for axis in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -294,9 +295,9 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[An
     """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
-        return tuple(jax.tree.map(lambda _: PartitionSpec(), latent) for latent in latents)
+        return tuple(jax.tree.map(lambda _: PartitionSpec(DATA), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
-    return tuple(parallel.kv_partition(kv, heads=HEADS) for kv in caches)
+    return tuple(parallel.kv_partition(kv, pages=DATA, heads=HEADS) for kv in caches)
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:

@@ -27,8 +27,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig
+from models.decoder.expert_exchange import ExpertExchange
 from models.decoder.layers import MLP, Linear, project, swiglu
-from models.decoder.mesh import EXPERT, ExpertSplit
+from models.decoder.mesh import DATA, EXPERT, ExpertSplit
 from pallas_attn import capability, run_kept
 
 
@@ -166,15 +167,32 @@ def routed_experts(
     """Sum over each token's chosen experts of weight · expert(x).
 
     Over several devices, inside `jax.shard_map`, `experts` are the device's own, and the sum is one of its parts: those
-    of the devices along `expert`, which have the same tokens, are to be added up.
+    of the devices along `expert`, which have the same tokens, are to be added up. Tokens go to the experts of other
+    devices along `data`, and their results come back.
     """
     num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
     if split.devices == 1:
         return _weighted_sum(apply_experts(x, expert, experts), weights, x.dtype)
-    own = expert - jax.lax.axis_index(EXPERT) * num_own
-    is_own = (own >= 0) & (own < num_own)
-    y = apply_experts(x, jnp.where(is_own, own, num_own), experts)
+    device, own = expert // num_own, expert % num_own
+    is_own = device % split.expert == jax.lax.axis_index(EXPERT)
+    # Experts of all devices along `data` that have this device's number along `expert`.
+    own += device // split.expert * num_own
+    own = jnp.where(is_own, own, split.data * num_own)
+    y = apply_experts(x, own, experts) if split.data == 1 else send_to_experts(x, own, experts, split.data)
     return _weighted_sum(jnp.where(is_own[:, None], y, jnp.zeros_like(y)), weights, x.dtype)
+
+
+def send_to_experts(
+    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, devices: int
+) -> Float[Array, "M D"]:
+    """Applies experts as `apply_experts` does, but those of all devices along `data`, one after the other; each has
+    tokens of its own."""
+    num_own, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
+    groups = ExpertGroups.of(expert, devices * num_own)
+    exchange = ExpertExchange.of(groups.sizes.reshape(devices, num_own), DATA)
+    received = exchange.send(x[groups.row // copies])
+    y = apply_experts(received, exchange.experts(expert.shape[0]), experts)
+    return exchange.send_back(y)[groups.place]
 
 
 def apply_experts(x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts) -> Float[Array, "M D"]:

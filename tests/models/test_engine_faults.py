@@ -269,9 +269,9 @@ class FaultyTraffic:
             assert [reason for _, reason in told] == [None] * (len(told) - 1) + [output.finish_reason]
 
     def check_pools(self) -> None:
-        self.engine._pools.check()
-        if self.engine._prefix_cache is not None:
-            self.engine._prefix_cache.check()
+        self.engine._pools[0].check()
+        for cache in self.engine._prefix_caches:
+            cache.check()
         assert self.engine.stats().used_pages == 0
 
 
@@ -361,7 +361,7 @@ def test_any_line_of_a_run_may_be_the_last(monkeypatch, stride):
             assert FaultyTraffic.result(engine.output(i)) == one.wanted
         assert [engine.output(i).output_ids[: len(had)] for i, had in zip(ids, before, strict=True)] == before
         assert all(was in (None, engine.output(i).finish_reason) for i, was in zip(ids, ended, strict=True))
-        engine._pools.check()
+        engine._pools[0].check()
         assert engine.stats().used_pages == 0
     assert at > 5000
 
