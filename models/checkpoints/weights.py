@@ -243,7 +243,9 @@ def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
 def _feed_forward(config: ModelConfig, index: int, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
     if config.is_dense(index):
         return _mlp(config, name)
-    return (_moe if isinstance(config, DeepSeekConfig) else _biased_moe)(config, name, split, device)
+    if isinstance(config, DeepSeekConfig):
+        return _moe(config, name, split, device)
+    return _biased_moe(config, name, split, device)
 
 
 def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:

@@ -198,9 +198,11 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         raise ValueError(f"mesh: {EXPERT}: expected 1, a {config.model_type} without experts has none to split")
     widths: dict[str, int] = {"intermediate_size": devices} if any(is_dense) else {}
     changes: dict[str, Any] = {}
+    shared = 0
     if isinstance(config, DeepSeekConfig):
         if config.num_moe_layers:
             widths["moe_intermediate_size"] = columns
+            shared = config.n_shared_experts * config.moe_intermediate_size
     else:
         widths = widths or {"intermediate_size": columns}
         changes = {
@@ -214,13 +216,9 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
                 f"mesh: {TENSOR}: expected a divisor of {name}={getattr(config, name)}, got {over} devices"
             )
         changes[name] = getattr(config, name) // over
-    part = dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
-    if isinstance(part, DeepSeekConfig) and part.n_shared_experts * part.moe_intermediate_size % mesh.shape[EXPERT]:
-        width = config.n_shared_experts * config.moe_intermediate_size
-        raise ValueError(
-            f"mesh: {EXPERT}: expected a divisor of shared experts' {width} columns, got {devices} devices"
-        )
-    return part
+    if shared % devices:
+        raise ValueError(f"mesh: {TENSOR}: expected a divisor of {shared} shared columns, got {devices} devices")
+    return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
 
 
 def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
