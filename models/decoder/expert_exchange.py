@@ -53,13 +53,13 @@ class ExpertExchange:
     def num_devices(self) -> int:
         return self.sent.shape[0]
 
-    def experts(self, room: int) -> Int32[Array, "n*M"]:
+    def experts(self, room: int) -> Int32[Array, "R"]:
         """Expert of each received row, by its number on this device; one past the last where there is no row."""
         ends = jnp.cumsum(self.received, axis=1)
         place = jnp.arange(room, dtype=jnp.int32)
         return jnp.sum(ends[:, None, :] <= place[None, :, None], axis=-1, dtype=jnp.int32).reshape(-1)
 
-    def send(self, rows: Float[Array, "M D"]) -> Float[Array, "n*M D"]:
+    def send(self, rows: Float[Array, "M D"]) -> Float[Array, "R D"]:
         """Sends rows, which are in the order of `sent`; returns those that were received."""
         room, width = rows.shape
         if _is_ragged():
@@ -70,7 +70,7 @@ class ExpertExchange:
         runs = rows[jnp.minimum(place, room - 1)]
         return lax.all_to_all(runs, self.axis, 0, 0, tiled=True).reshape(-1, width)
 
-    def send_back(self, rows: Float[Array, "n*M D"]) -> Float[Array, "M D"]:
+    def send_back(self, rows: Float[Array, "R D"]) -> Float[Array, "M D"]:
         """Sends back what was made of received rows; returns what was made of this device's, where the rows were."""
         room, width = rows.shape[0] // self.num_devices, rows.shape[1]
         if _is_ragged():

@@ -76,11 +76,23 @@ SPLITTABLE = {
     ("name", "devices"),
     [
         ("gpt-oss", 2),  # the one with biases, sinks, windows and experts
-        ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
+        (
+            "v2-greedy",
+            "data=2,expert=4",
+        ),  # tokens go to experts of the other rank
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
-            for name, devices in (("glm-dsa", "expert=4"), ("gpt-oss", "expert=2"), ("gpt-oss-mxfp4", "expert=2"))
+            for name, devices in (
+                ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
+                ("glm-dsa", "expert=4"),
+                ("glm-dsa", "data=2,tensor=2"),
+                ("v3", "data=3"),  # 16 experts on three devices
+                ("gpt-oss", "data=3"),
+                ("gpt-oss-mxfp4", "expert=2"),
+                ("qwen3-window", "data=2,tensor=2"),
+                ("llama", "data=4"),
+            )
         ),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
@@ -137,13 +149,14 @@ SHORT = engine_case.ENGINES["short of pages"]
 
 
 @functools.cache
-def latent_engine() -> Engine:
-    return make(LATENT, SHORT, 2)
+def latent_engine(devices: Sizes = 2) -> Engine:
+    return make(LATENT, SHORT, devices)
 
 
-def test_traffic_of_a_latent_model():
+@pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4"])
+def test_traffic_of_a_latent_model(devices: Sizes):
     """Chunks, prefixes, preemptions, greedy and drawn, with experts, low-rank queries and a dense layer."""
-    engine = latent_engine()
+    engine = latent_engine(devices)
     outputs = engine.generate(PROMPTS, PARAMS)
     expect_plain(LATENT, outputs)
     assert engine.stats().preemptions > 0
@@ -191,8 +204,9 @@ def test_recycled_pages_of_split_heads_are_what_any_device_sees():
     assert split.devices == (HeadWindows((7, FULL), (2, 0)), HeadWindows((6, 9), (3, 1)))
 
 
-def test_a_step_that_fails_loses_no_token():
-    engine = latent_engine()
+@pytest.mark.parametrize("devices", [2, pytest.param("data=2", marks=pytest.mark.slow)])
+def test_a_step_that_fails_loses_no_token(devices: Sizes):
+    engine = latent_engine(devices)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     while not engine.output(ids[0]).output_ids:
         engine.step()
@@ -208,8 +222,9 @@ def test_a_step_that_fails_loses_no_token():
     assert [engine.output(ids[i]).output_ids for i in (0, 2)] == [wanted[i].output_ids for i in (0, 2)]
 
 
-def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(monkeypatch):
-    engine = latent_engine()
+@pytest.mark.parametrize("devices", [2, pytest.param("data=2,expert=4", marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Sizes, monkeypatch):
+    engine = latent_engine(devices)
     engine.warmup()
     engine.generate(PROMPTS[:2], PARAMS[:2])  # numpy's and jax's own first times
     sent, put = [], jax.device_put
@@ -227,13 +242,21 @@ def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(monkeypatch)
     assert events == []
 
 
-def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache():
-    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits."""
-    engine = latent_engine()
+@pytest.mark.parametrize(
+    ("devices", "exchanged"),
+    [
+        (2, {}),
+        pytest.param("data=2,expert=4", {"all-to-all": 3}, marks=pytest.mark.slow),  # numbers of rows, rows, results
+    ],
+)
+def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
+    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits; data
+    ranks exchange tokens in the one layer that has experts."""
+    engine = latent_engine(devices)
     engine._runner.compile([bucket := Bucket(4, 0)])
     text = engine._runner._compiled[bucket].as_text()
     found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+|ragged-all-to-all)(?:-start)?\(", text)
-    assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1}
+    assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1, **exchanged}
     gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
     assert [shape.split("{")[0] for shape in gathered] == [f"f32[4,{LATENT.vocab_size}]"]
 
@@ -303,9 +326,15 @@ def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
         ({"heads": 2}, ValueError, "mesh: expected axes among data, tensor, context, expert, got 'heads'"),
         ({"tensor": 0}, ValueError, "mesh: expected at least 1 device along tensor, got 0"),
         ({"tensor": 10**6}, ValueError, r"mesh: expected at most the \d+ devices that are here, got 1000000"),
-        ({"data": 2}, NotImplementedError, "mesh: the engine splits nothing over data yet"),
         ({"context": 2}, NotImplementedError, "mesh: the engine splits nothing over context yet"),
-        ({"expert": 2, "tensor": 3}, ValueError, "mesh: expert: expected a divisor of tensor=3, got 2"),
+        ({"expert": 2, "tensor": 3}, ValueError, "mesh: expert: expected a divisor of data x tensor = 3, got 2"),
+        (
+            {"data": 2, "expert": 1},
+            ValueError,
+            "mesh: expert: expected a multiple of data=2 that divides data x tensor = 2, got 1",
+        ),
+        ({"data": 2, "expert": 3}, ValueError, "expected a multiple of data=2"),
+        ({"data": 2, "tensor": 3, "expert": 4}, ValueError, "that divides data x tensor = 6, got 4"),
     ],
 )
 def test_meshes_that_cannot_be_made(sizes, error, message):
@@ -347,6 +376,30 @@ def test_engines_refuse_other_meshes_proposers_and_exports():
 def test_widths_that_devices_do_not_divide_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         random_model(dataclasses.replace(LATENT, **changes), mesh=devices_of(4))
+
+
+def test_experts_that_cannot_be_split_are_refused():
+    dense = dataclasses.replace(LATENT, first_k_dense_replace=LATENT.num_hidden_layers)
+    with pytest.raises(ValueError, match="mesh: expert: expected 1, a deepseek_v3 without experts has none to split"):
+        random_model(dense, mesh=devices_of("expert=2"))
+    narrow = dataclasses.replace(LATENT, moe_intermediate_size=18)
+    with pytest.raises(ValueError, match="mesh: tensor: expected a divisor of 18 shared columns, got 4 devices"):
+        random_model(narrow, mesh=devices_of("expert=4"))
+
+
+def test_devices_hold_whole_experts():
+    """Five experts on four devices: two each, of which the last ones are zeros."""
+    config = dataclasses.replace(LATENT, n_routed_experts=5, n_group=1, topk_group=1)
+    layer: Any = random_model(config, seed=3).layers[1]
+    split: Any = random_model(config, seed=3, mesh=devices_of("data=2,expert=4")).layers[1]
+    for name in ("gate_up_proj", "down_proj"):
+        whole = np.asarray(getattr(layer.mlp, name)[...])
+        padded = np.pad(whole, [(0, 3), (0, 0), (0, 0)])
+        shards = getattr(split.mlp, name)[...].addressable_shards
+        np.testing.assert_array_equal(np.concatenate([shard.data for shard in shards]), padded)
+    shared = split.mlp.shared_experts.gate_up_proj.weight[...]
+    assert [shard.data.shape for shard in shared.addressable_shards] == [(32, 16)] * 4  # two devices share 2 x 16
+    assert split.mlp.gate.weight[...].is_fully_replicated
 
 
 def test_a_vocabulary_that_devices_do_not_divide_is_whole_on_each():
