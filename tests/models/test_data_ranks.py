@@ -21,6 +21,11 @@ def unfinished(ranks: DataRanks) -> list[list[int | str]]:
     return [[r.request_id for r in (*scheduler.running, *scheduler.waiting)] for scheduler in ranks.schedulers]
 
 
+def planned(ranks: DataRanks) -> list[list[int | str] | None]:
+    """Ids of the next step's requests on each rank."""
+    return [plan and [row.request.request_id for row in plan.rows] for plan in ranks.schedule() or ()]
+
+
 def test_a_request_goes_to_the_rank_with_the_fewest_and_of_these_to_the_one_that_has_its_prefix():
     engines = [FakeEngine(Limits()) for _ in range(3)]
     engines[2].add(PROMPT, max_tokens=4, ignore_eos=True)
@@ -42,11 +47,9 @@ def test_ranks_plan_together_and_idle_ones_have_no_plan():
     ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
     assert ranks.schedule() is None
     ranks.add(request(0))
-    first, idle = ranks.schedule() or ()
-    assert (idle, [row.request.request_id for row in first.rows]) == (None, [0])
+    assert planned(ranks) == [[0], None]
     ranks.add(request(1))
-    plans = ranks.schedule() or ()
-    assert [[row.request.request_id for row in plan.rows] for plan in plans if plan] == [[0], [1]]
+    assert planned(ranks) == [[0], [1]]
     assert ranks.looked_up_tokens == 2 * len(PROMPT)
 
 

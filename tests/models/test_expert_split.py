@@ -62,7 +62,7 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
     x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
 
     def part(*given: Any) -> jax.Array:
-        return lax.psum(moe.routed_experts(*given, split), EXPERT)
+        return lax.psum(moe.routed_experts(*given, split=split), EXPERT)
 
     mesh = jax.make_mesh((split.data, split.expert), EXPERTS, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     run = jax.jit(over_mesh(part, mesh, (P(DATA), P(DATA), P(DATA), P(EXPERTS)), P(DATA)))
