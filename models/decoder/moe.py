@@ -178,32 +178,60 @@ def routed_experts(
     # Experts of all devices along `data` that have this device's number along `expert`.
     own += device // split.expert * num_own
     own = jnp.where(is_own, own, split.data * num_own)
-    y = apply_experts(x, own, experts) if split.data == 1 else send_to_experts(x, own, experts, split.data)
+    if split.data == 1:
+        y = apply_experts(x, own, experts, expected=len(own) // split.expert)
+    else:
+        y = send_to_experts(x, own, experts, split)
     return _weighted_sum(jnp.where(is_own[:, None], y, jnp.zeros_like(y)), weights, x.dtype)
 
 
 def send_to_experts(
-    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, devices: int
+    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, split: ExpertSplit
 ) -> Float[Array, "M D"]:
     """Applies experts as `apply_experts` does, but those of all devices along `data`, one after the other; each has
     tokens of its own."""
     num_own, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
-    groups = ExpertGroups.of(expert, devices * num_own)
-    exchange = ExpertExchange.of(groups.sizes.reshape(devices, num_own), DATA)
+    groups = ExpertGroups.of(expert, split.data * num_own)
+    exchange = ExpertExchange.of(groups.sizes.reshape(split.data, num_own), DATA)
     received = exchange.send(x[groups.row // copies])
-    y = apply_experts(received, exchange.experts(expert.shape[0]), experts)
+    expected = len(expert) // split.expert
+    y = apply_experts(received, exchange.experts(len(expert)), experts, expected=expected)
     return exchange.send_back(y)[groups.place]
 
 
-def apply_experts(x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts) -> Float[Array, "M D"]:
+def apply_experts(
+    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, expected: int | None = None
+) -> Float[Array, "M D"]:
     """Applies experts to M / T copies of each row in turn: expert[i] to row i // (M / T). What is returned for a pair
-    whose expert is one past the last says nothing."""
-    num_experts, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
-    if are_few(expert.shape[0], experts):
+    whose expert is one past the last says nothing.
+
+    Args:
+      x: rows.
+      expert: of each pair.
+      experts: their weights.
+      expected: number of pairs that have an expert, on average; None for all. There may be more, which take longer:
+        pairs are multiplied in pieces of a quarter more than this, as many as there are.
+    """
+    num_experts, num_pairs, copies = experts.gate_up.shape[0], expert.shape[0], expert.shape[0] // x.shape[0]
+    if are_few(num_pairs, experts):
         return row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(expert, num_experts - 1))
     groups = ExpertGroups.of(expert, num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
-    return multiply(x[groups.row // copies], experts, groups.sizes)[groups.place]
+    piece = num_pairs if expected is None else -(-5 * expected // 4 // 64) * 64
+    if piece >= num_pairs:
+        return multiply(x[groups.row // copies], experts, groups.sizes)[groups.place]
+    # A product over all pairs would take the time of all, since jax's kernel multiplies empty tiles, too.
+    ends = jnp.cumsum(groups.sizes)
+    row = jnp.pad(groups.row, (0, -num_pairs % piece))
+
+    def multiply_piece(i: ArrayLike, out: Array) -> Array:
+        start = jnp.asarray(i, jnp.int32) * piece
+        own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
+        y = multiply(x[jax.lax.dynamic_slice_in_dim(row, start, piece) // copies], experts, own)
+        return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
+
+    empty = jnp.zeros((row.shape[0], experts.down.shape[2]), x.dtype)
+    return jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)[groups.place]
 
 
 class ExpertGroups(NamedTuple):

@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def request(number: int, prompt: list[int] = PROMPT) -> Request:
-    return Request(number, prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    return Request(number, tuple(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
 
 
 def unfinished(ranks: DataRanks) -> list[list[int | str]]:
@@ -23,7 +23,8 @@ def unfinished(ranks: DataRanks) -> list[list[int | str]]:
 
 def planned(ranks: DataRanks) -> list[list[int | str] | None]:
     """Ids of the next step's requests on each rank."""
-    return [plan and [row.request.request_id for row in plan.rows] for plan in ranks.schedule() or ()]
+    plans = ranks.schedule() or ()
+    return [None if plan is None else [row.request.request_id for row in plan.rows] for plan in plans]
 
 
 def test_a_request_goes_to_the_rank_with_the_fewest_and_of_these_to_the_one_that_has_its_prefix():

@@ -16,7 +16,7 @@ from models.decoder import expert_exchange, moe, over_mesh
 from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
 from tests.models.test_moe import biased_experts, draw_experts
 
-NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 12, 16, 8, 4
+NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
 
 
 def ragged_all_to_all(
@@ -37,7 +37,7 @@ def ragged_all_to_all(
 def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
     if kind == "spread":
         return np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(NUM_TOKENS)])
-    return np.full((NUM_TOKENS, 2), [3, 0])  # every token to the same devices
+    return np.tile([3, 2], (NUM_TOKENS, 1))  # more than a device expects
 
 
 @pytest.mark.parametrize(
