@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from models.engine.request import Request
 from models.engine.scheduler import Scheduler
-from models.engine.step_plan import StepPlan
+from models.engine.step_plan import RowTokens, StepPlan
 
 
 class DataRanks:
@@ -55,6 +55,16 @@ class DataRanks:
         """Plans the next step: one plan for each rank, None for those without anything to do; None if all are."""
         plans = tuple(scheduler.schedule() for scheduler in self.schedulers)
         return None if all(plan is None for plan in plans) else plans
+
+    def retire(self, plans: Sequence[StepPlan | None], tokens: Sequence[RowTokens]) -> list[tuple[Request, int]]:
+        """Takes the sampled tokens of a step, rank by rank; arguments, result and errors as of `Scheduler.retire`."""
+        continued, begin = [], 0
+        for scheduler, plan in zip(self.schedulers, plans, strict=True):
+            if plan is not None:
+                end = begin + len(plan.sampling_rows)
+                continued += scheduler.retire(plan, tokens[begin:end])
+                begin = end
+        return continued
 
     def abort(self, request_id: int | str) -> bool:
         """Ends a request wherever it is. Returns False if it is unknown or finished already."""

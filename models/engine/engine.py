@@ -568,18 +568,17 @@ class Engine:
         cached, used = self._hit_tokens - hits, self._num_owned
         self._peak_rows = tuple(map(max, self._peak_rows, used))
         self._peak_pages = max(self._peak_pages, self._pages(used))
-        return _Launched(self._runner.launch(*plans, all_logits=self._capture_logits), planned_s, cached, used)
+        return _Launched(self._runner.launch(plans, self._capture_logits), planned_s, cached, used)
 
     def _collect(self, step: _Launched) -> list[RequestId]:
-        launched = [(rank, plan) for rank, plan in enumerate(step.result.plans) if plan is not None]
-        rows = {rank: step.result.sampled(rank) for rank, _ in launched}
+        plans = step.result.plans
+        rows = step.result.sampled()
         if step.result.logits is not None:
-            logits = np.split(np.asarray(step.result.logits), len(step.result.plans))
-            for rank, plan in launched:
-                self._keep_logits(plan, logits[rank])
+            for plan, logits in zip(plans, np.split(np.asarray(step.result.logits), len(plans)), strict=True):
+                self._keep_logits(plan, logits)
         now = self._now()
         progressed: dict[RequestId, None] = {}
-        continued = [each for rank, plan in launched for each in self._ranks.schedulers[rank].retire(plan, rows[rank])]
+        continued = self._ranks.retire(plans, rows)
         for request, token in continued:
             tracked = self._tracked[request.request_id]
             if token != NONFINITE:
@@ -591,25 +590,26 @@ class Engine:
             if request.is_finished:
                 self._retain(self._tracked[request.request_id])
         ended = self._records[-1].ended_s + self._made_s if self._records else 0.0
-        every_row = [row for of_rank in rows.values() for row in of_rank]
+        launched = [plan for plan in plans if plan is not None]
+        decodes = [i < len(plan.decode) for plan in launched for i in range(len(plan.sampling_rows))]
         record = StepRecord(
             ended_s=now - self._made_s,
             duration_s=now - max(ended, step.planned_s),
-            prefill_tokens=sum(row.num_tokens for _, plan in launched for row in plan.prefill),
-            decode_tokens=sum(len(row.tokens) for rank, plan in launched for row in rows[rank][: len(plan.decode)]),
+            prefill_tokens=sum(row.num_tokens for plan in launched for row in plan.prefill),
+            decode_tokens=sum(len(row.tokens) for row, is_decode in zip(rows, decodes, strict=True) if is_decode),
             cached_tokens=step.cached_tokens,
             used_pages=self._pages(step.used_rows),
             used_rows=step.used_rows,
-            drafted_tokens=sum(row.drafted for row in every_row),
-            accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in every_row),
+            drafted_tokens=sum(row.drafted for row in rows),
+            accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
         )
         self._records.append(record)
         self._totals = self._totals.plus(record)
         return [*progressed]
 
-    def _keep_logits(self, plan: StepPlan, logits: np.ndarray) -> None:
+    def _keep_logits(self, plan: StepPlan | None, logits: np.ndarray) -> None:
         end = 0
-        for row in plan.prefill:
+        for row in () if plan is None else plan.prefill:
             request, first = row.request, end
             end += row.num_tokens
             num_prompt = min(row.num_tokens, len(request.prompt_ids) - row.start)

@@ -74,12 +74,14 @@ class StepResult:
     logits: Float[Array, "tokens V"] | None
     speculates: bool = False
 
-    def sampled(self, rank: int = 0) -> list[RowTokens]:
-        """Reads the tokens of each of a plan's `sampling_rows`, waiting for the device."""
-        plan = self.plans[rank]
-        if plan is None:
-            return []
-        tokens, num_decode = np.asarray(self.tokens).reshape(len(self.plans), -1)[rank], len(plan.decode)
+    def sampled(self) -> list[RowTokens]:
+        """Reads the tokens of each of the plans' `sampling_rows`, rank by rank, waiting for the device."""
+        of_ranks = np.asarray(self.tokens).reshape(len(self.plans), -1)
+        ranks = zip(self.plans, of_ranks, strict=True)
+        return [row for plan, tokens in ranks if plan is not None for row in self._sampled_by(plan, tokens)]
+
+    def _sampled_by(self, plan: StepPlan, tokens: Int32[np.ndarray, "n"]) -> list[RowTokens]:
+        num_decode = len(plan.decode)
         if self.speculates:
             decode, prefill = read_tokens(tokens, self.bucket, num_decode)
         else:
@@ -211,7 +213,7 @@ class Runner:
         mixed = [Bucket(config.decode_buckets[-1], t, all_logits, n) for n in ends for t in config.prefill_buckets]
         return decode_only + prefill_only + mixed
 
-    def bucket_of(self, *plans: StepPlan | None, all_logits: bool = False) -> Bucket:
+    def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
         """The smallest bucket that holds the step of every rank."""
         some = [plan for plan in plans if plan is not None]
         num_decode = max(len(plan.decode) for plan in some)
@@ -261,7 +263,7 @@ class Runner:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
         jax.block_until_ready(self._run(bucket, [None] * self._num_ranks))
 
-    def launch(self, *plans: StepPlan | None, all_logits: bool = False) -> StepResult:
+    def launch(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
 
         If this raises, the caches may be gone: call `reset`.
@@ -270,11 +272,11 @@ class Runner:
           plans: of each data rank; None for one without rows. One of them has some.
           all_logits: whether the logits of all prefill tokens are wanted.
         """
-        bucket = self.bucket_of(*plans, all_logits=all_logits)
+        bucket = self.bucket_of(plans, all_logits)
         self.compile([bucket])
         tokens, logits = self._run(bucket, plans)
         tokens.copy_to_host_async()
-        return StepResult(plans, tokens, bucket, logits, self._config.speculate is not None)
+        return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None)
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from models.engine import SamplingParams
 from models.engine.data_ranks import DataRanks
 from models.engine.request import Request, RequestRefused
+from models.engine.step_plan import RowTokens, StepPlan
 from tests.models.scheduler_case import FakeEngine, Limits
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -21,9 +24,8 @@ def unfinished(ranks: DataRanks) -> list[list[int | str]]:
     return [[r.request_id for r in (*scheduler.running, *scheduler.waiting)] for scheduler in ranks.schedulers]
 
 
-def planned(ranks: DataRanks) -> list[list[int | str] | None]:
-    """Ids of the next step's requests on each rank."""
-    plans = ranks.schedule() or ()
+def planned(plans: Sequence[StepPlan | None]) -> list[list[int | str] | None]:
+    """Ids of a step's requests on each rank."""
     return [None if plan is None else [row.request.request_id for row in plan.rows] for plan in plans]
 
 
@@ -48,9 +50,16 @@ def test_ranks_plan_together_and_idle_ones_have_no_plan():
     ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
     assert ranks.schedule() is None
     ranks.add(request(0))
-    assert planned(ranks) == [[0], None]
+    plans = ranks.schedule() or ()
+    assert planned(plans) == [[0], None]
     ranks.add(request(1))
-    assert planned(ranks) == [[0], [1]]
+    assert ranks.retire(plans, [RowTokens([7])]) == [(ranks.schedulers[0].running[0], 7)]
+    plans = ranks.schedule() or ()
+    assert planned(plans) == [[0], [1]]
+    assert [(r.request_id, token) for r, token in ranks.retire(plans, [RowTokens([3]), RowTokens([4])])] == [
+        (0, 3),
+        (1, 4),
+    ]
     assert ranks.looked_up_tokens == 2 * len(PROMPT)
 
 

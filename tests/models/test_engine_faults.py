@@ -79,7 +79,7 @@ def next_token(seen: Sequence[object]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FakeResult:
-    plan: StepPlan
+    plans: tuple[StepPlan, ...]
     rows: list[RowTokens]
     logits: None = None
 
@@ -103,8 +103,8 @@ class FakeRunner:
         self.last_tokens: dict[int, int] = {}
         self.lens: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan, all_logits: bool) -> FakeResult:
-        steps: list[Any] = []
+    def launch(self, plans: tuple[StepPlan], all_logits: bool) -> FakeResult:
+        (plan,), steps = plans, list[Any]()
         for i, row in enumerate(plan.rows):  # all is read before anything is written
             decodes, salt = i < len(plan.decode), row.request.salt
             if decodes and self.lens[row.slot] >= row.limit:
@@ -117,7 +117,7 @@ class FakeRunner:
             seen = [self.memory[place] for place in places[:start]]
             known = [self.last_tokens[row.slot]] if decodes else row.request.token_ids[start:end]
             steps.append((row, places, seen + [(salt, token) for token in known], drafts))
-        return FakeResult(plan, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
+        return FakeResult(plans, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
 
     def compute(self, row: ScheduledRow, places: list[Any], seen: list[Any], drafts: int) -> RowTokens:
         got = [next_token(seen)] if seen else []
