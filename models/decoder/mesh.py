@@ -1,4 +1,4 @@
-"""A model split over the devices of a mesh: heads and hidden widths, or whole experts.
+"""A model split over the devices of a mesh: heads and hidden widths, whole experts, and requests.
 
 Each device runs the layers of a smaller model, `device_part` of the whole one, inside one `jax.shard_map` around the
 step. What its heads and hidden columns give is a part of a sum, so `DecoderLayer` adds up over the devices once after
@@ -12,6 +12,8 @@ attention and once after the feed-forward layer; all else is the code of one dev
 - Experts are split by their hidden columns over `tensor`, and whole over `expert`, whose devices share heads and all
   else as those of `tensor` do. Such devices have the same tokens, so each applies its own experts to those that chose
   them, and the sum after the layer, which there is anyway, brings the results together: nothing else is exchanged.
+- Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they send one
+  another tokens (`expert_exchange`).
 - An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
   weight they are slices of: no code outside `jax.shard_map` reads it.
 """
@@ -35,9 +37,9 @@ from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, M
 from models.decoder.caches import allocate_latents
 from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
 
-DATA, TENSOR, EXPERT = "data", "tensor", "expert"
+DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
-AXES = (DATA, TENSOR, "context", EXPERT)
+AXES = (DATA, TENSOR, CONTEXT, EXPERT)
 """Names of a mesh's axes, in their order."""
 
 HEADS = (TENSOR, EXPERT)
@@ -97,9 +99,8 @@ def normal_mesh(mesh: Mesh) -> Mesh:
         raise ValueError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r}")
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {unknown[0]!r}")
-    for axis in AXES:
-        if axis == "context" and mesh.shape.get(axis, 1) > 1:
-            raise NotImplementedError(f"mesh: the engine splits nothing over {axis} yet")
+    if mesh.shape.get(CONTEXT, 1) > 1:
+        raise NotImplementedError(f"mesh: the engine splits nothing over {CONTEXT} yet")
     given = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
     devices = np.transpose(mesh.devices, given).reshape([mesh.shape.get(axis, 1) for axis in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))

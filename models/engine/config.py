@@ -47,7 +47,7 @@ class EngineConfig:
     Raises:
       ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
         steps are batch-invariant, or the mesh has an unknown axis.
-      NotImplementedError: several devices along another axis of the mesh, or a mesh with `speculate`.
+      NotImplementedError: several devices along the mesh's axis context, or a mesh with `speculate`.
     """
 
     num_pages: int = 512

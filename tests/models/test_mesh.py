@@ -21,7 +21,7 @@ from models.decoder import MTP, Decoder, KVScales, make_mesh, mesh
 from models.engine import Decoded, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
 from models.engine.config import Bucket
 from models.engine.verify import verify
-from pallas_attn import FULL, PagedKV
+from pallas_attn import FULL, PagedKV, PagedLatent
 from scripts.cli.mesh import parse_mesh
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
@@ -163,6 +163,10 @@ def test_traffic_of_a_latent_model(devices: Sizes):
     again = engine.generate(PROMPTS, PARAMS)
     assert [o.output_ids for o in again] == [o.output_ids for o in outputs]
     assert sum(o.cached_tokens for o in again) > 0
+    pages, ranks = engine._runner._caches[0], devices_of(devices).shape["data"]
+    assert isinstance(pages, PagedLatent)
+    assert {shard.data.shape[0] for shard in pages.pages.addressable_shards} == {SHORT.num_pages}
+    assert engine.stats().num_pages == pages.pages.shape[0] == ranks * SHORT.num_pages
 
 
 @pytest.mark.slow
