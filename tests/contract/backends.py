@@ -120,7 +120,7 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
-    r"mosaic-.*, 8 bits\]|_8_bits.*mosaic": "takes no quantised latents",
+    r"mosaic-.*, 8 bits\]|latents.*_8_bits.*mosaic": "takes no quantised latents",
     r"test_(decode|prefill|dtypes)\[mosaic-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
     r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
     r"page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
