@@ -64,7 +64,7 @@ MODULES: dict[str, Modules] = {
     "index_scores": _ANYWHERE,
     "select_top_k": _ANYWHERE,
     "index_top_k": _ANYWHERE,
-    "mla_sparse": _ANYWHERE,
+    "mla_sparse": {**_IN_TRITON, **_ANYWHERE},
     "write_index_keys": _ANYWHERE,
 }
 """By operation, which modules implement it."""

@@ -120,6 +120,20 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
     return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
+def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool) -> TritonTile:
+    """Tile of attention to chosen latents, which are gathered one by one; other arguments are those of `latent_tile`.
+
+    Args:
+      rows: heads.
+    """
+    width = power_of_two(latent_dim)
+    if card.capability == (9, 0) and rows % 64 == 0:
+        return TritonTile(64, 64, width, warps=8, stages=2, programs=1, max_registers=255)
+    if quantised:
+        return TritonTile(16, 32, width, warps=8, stages=2, programs=1, max_registers=255)
+    return latent_tile(card, min(rows, 32), latent_dim, rope_dim, quantised=False, tree=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashTile:
     """Sizes of a kernel for attention of many queries.
