@@ -135,6 +135,40 @@ def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexTile:
+    """Sizes of the kernel that scores index keys.
+
+    Attributes:
+      queries: of a tile, which share keys; a power of two.
+      heads: of a product, a power of two from 16 on.
+      tokens: keys of a step, a power of two from 16 on.
+      warps, stages: as Triton has them.
+    """
+
+    queries: int
+    heads: int
+    tokens: int
+    warps: int
+    stages: int
+
+    def programs(self, card: Device) -> int:
+        """Programs that share all keys: several for each multiprocessor, since some of them have fewer."""
+        return 4 * (card.multiprocessors or 128)
+
+
+def index_tile(card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int) -> IndexTile:
+    """Tile of scores of index keys.
+
+    Args:
+      dim: columns of a key.
+    """
+    average = -(-num_tokens // max(1, num_sequences))
+    queries = 1 if average == 1 else min(16, power_of_two(average, 1))
+    heads = min(64, power_of_two(num_heads))
+    return IndexTile(queries, heads, tokens=128 if power_of_two(dim) <= 128 else 64, warps=4, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
 class FlashTile:
     """Sizes of a kernel for attention of many queries.
 

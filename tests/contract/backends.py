@@ -221,6 +221,7 @@ TRITON_REFUSALS = {
         "takes bfloat16 and float16 queries, got float32"
     ),
     r"test_(decode|prefill|dtypes)\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"test_index_keys.py::test_scores\[triton-float32": "takes bfloat16 and float16 queries, got float32",
     r"test_mla_sparse.py::test_values\[triton-float32": "takes bfloat16 and float16 queries, got float32",
     r"test_mla_sparse.py::test_values\[triton-float16 over 8 bits": "takes queries and rotated keys of one dtype",
 }
