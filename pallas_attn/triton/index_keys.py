@@ -110,9 +110,7 @@ def _score(
 ):
     q_dtype: tl.constexpr = q_ptr.dtype.element_ty
     tile, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    sequence, first_token, q_len, first = work_of(
-        cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS
-    )
+    sequence, first_token, q_len, first = work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS)
     if first < q_len:
         kv_len = 0  # of padding
         if (sequence >= 0) & (sequence < num_sequences):

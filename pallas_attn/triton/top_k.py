@@ -16,13 +16,11 @@ from jaxtyping import Array, Float32, Int32
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.tiles import power_of_two
 
-MOST_SCORES = 8192
-"""Scores that a program takes at a time, 8 for each of up to 1,024 threads."""
+MOST_SCORES = 4096
+"""Scores that a program takes at a time, 8 for each of up to 512 threads."""
 
 
-def highest(
-    scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, top_k: int
-) -> Int32[Array, "T top_k"]:
+def highest(scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, top_k: int) -> Int32[Array, "T top_k"]:
     """Positions of each row's highest scores, as `select_top_k` gives them.
 
     Args:
@@ -61,19 +59,19 @@ def _choose(
     least, wanted = tl.full([], 0, tl.uint32), TOP_K
     digits = tl.arange(0, 256)
     for digit in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * digit
+        shift = 24 - 8 * digit
         found = tl.zeros([256], tl.int32)
         for start in range(0, end, BLOCK):
             number, held = _numbers(row_ptr, start, end, BLOCK)
             if digit:
-                held = held & (((number ^ least) >> (SHIFT + 8)) == 0)
-            found += tl.histogram(((number >> SHIFT) & 255).to(tl.int32), 256, held)
+                held = held & (((number ^ least) >> (shift + 8)) == 0)
+            found += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, held)
         total = tl.sum(found, 0)
         wanted = tl.minimum(wanted, total)
         or_above = total - tl.cumsum(found, 0) + found  # how many have this digit or a higher one
         sought = tl.maximum(tl.sum((or_above >= wanted).to(tl.int32), 0) - 1, 0)
         wanted -= tl.sum(tl.where(digits > sought, found, 0), 0)
-        least |= sought.to(tl.uint32) << SHIFT
+        least |= sought.to(tl.uint32) << shift
 
     place = 0
     for start in range(0, end, BLOCK):

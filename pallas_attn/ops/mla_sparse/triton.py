@@ -26,7 +26,7 @@ from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import LOG2E, columns, places, softmax_result, softmax_step, tensor_core_operand
 from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_values
-from pallas_attn.triton.tiles import TritonTile, power_of_two
+from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_GROUP
 
 LEAST_STEPS = 4
