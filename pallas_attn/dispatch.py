@@ -65,7 +65,7 @@ MODULES: dict[str, Modules] = {
     "select_top_k": {**_IN_TRITON, **_ANYWHERE},
     "index_top_k": {**_IN_TRITON, **_ANYWHERE},
     "mla_sparse": {**_IN_TRITON, **_ANYWHERE},
-    "write_index_keys": _ANYWHERE,
+    "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
 """By operation, which modules implement it."""
 

@@ -44,7 +44,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     num_sequences, table_pages = call.block_tables.shape
     num_pages, page_size, _ = call.index.keys.shape
     card, width = device.triton_card(), table_pages * page_size
-    tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim)
+    tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, quantised=call.index.scale is not None)
     num_tiles = num_tokens // tile.queries + num_sequences + 2
     steps = -(-width // tile.tokens)
     scores, counts = launch(

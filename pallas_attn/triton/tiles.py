@@ -157,16 +157,24 @@ class IndexTile:
         return 4 * (card.multiprocessors or 128)
 
 
-def index_tile(card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int) -> IndexTile:
+def index_tile(
+    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool
+) -> IndexTile:
     """Tile of scores of index keys.
 
     Args:
       dim: columns of a key.
+      quantised: whether keys are in 8 bits, which become 16 in registers.
     """
     average = -(-num_tokens // max(1, num_sequences))
-    queries = 1 if average == 1 else min(16, power_of_two(average, 1))
-    heads = min(64, power_of_two(num_heads))
-    return IndexTile(queries, heads, tokens=128 if power_of_two(dim) <= 128 else 64, warps=4, stages=2)
+    small = power_of_two(dim) > 128 or (quantised and not has_e4m3(card))
+    return IndexTile(
+        queries=min(16, power_of_two(average, 1)),
+        heads=min(64, power_of_two(num_heads)),
+        tokens=64 if small else 128,
+        warps=4,
+        stages=2,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
