@@ -1,8 +1,8 @@
 """Writing rows of new tokens into their slots of a paged pool, in Triton: copied, or in 8 bits with a scale a group.
 
-A program takes some tokens and as many columns as are contiguous: it looks up the tokens' slots and writes their columns
-there. In 8 bits a program takes one group of columns of each token, whose largest magnitude is its scale, and stores
-both. No two programs write the same bytes, because slots are distinct.
+A program takes some tokens and as many columns as are contiguous: it looks up the tokens' slots and writes their
+columns there. In 8 bits a program takes one group of columns of each token, whose largest magnitude is its scale, and
+stores both. No two programs write the same bytes, because slots are distinct.
 """
 
 from __future__ import annotations

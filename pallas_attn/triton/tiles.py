@@ -166,15 +166,10 @@ def index_tile(
       dim: columns of a key.
       quantised: whether keys are in 8 bits, which become 16 in registers.
     """
-    average = -(-num_tokens // max(1, num_sequences))
-    small = power_of_two(dim) > 128 or (quantised and not has_e4m3(card))
-    return IndexTile(
-        queries=min(16, power_of_two(average, 1)),
-        heads=min(64, power_of_two(num_heads)),
-        tokens=64 if small else 128,
-        warps=4,
-        stages=2,
-    )
+    queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
+    few = queries == 1 or power_of_two(dim) > 128 or (quantised and not has_e4m3(card))
+    heads = min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads))
+    return IndexTile(queries, heads, tokens=64 if few else 128, warps=4, stages=3 if queries == 1 else 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -290,5 +290,7 @@ def test_bad_arguments_of_the_others_are_named() -> None:
 
 
 def test_an_implementation_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="index_top_k has no 'mosaic' implementation; it has xla, reference"):
+    with pytest.raises(
+        NotImplementedError, match="index_top_k has no 'mosaic' implementation; it has triton, xla, reference"
+    ):
         index_top_k(**good(), top_k=4, implementation="mosaic")

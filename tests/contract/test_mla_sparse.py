@@ -270,5 +270,7 @@ def test_no_tokens_and_a_missing_implementation() -> None:
     empty = {name: GOOD[name][:0] for name in ("q_latent", "q_rope", "slots")}
     out, lse = mla_sparse(**GOOD | empty, return_lse=True)
     assert (out.shape, lse.shape) == ((0, 3, 128), (0, 3))
-    with pytest.raises(NotImplementedError, match="mla_sparse has no 'mosaic' implementation; it has xla, reference"):
+    with pytest.raises(
+        NotImplementedError, match="mla_sparse has no 'mosaic' implementation; it has triton, xla, reference"
+    ):
         mla_sparse(**GOOD, implementation="mosaic")

@@ -19,9 +19,10 @@ MOST_SCORES = 2**24
 
 
 def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
+    num_tokens, width = call.q.shape[0], call.block_tables.shape[1] * call.index.page_size
     index_keys.refuse(call)
-    num_tokens = call.q.shape[0]
-    room = max(1, MOST_SCORES // (call.block_tables.shape[1] * call.index.page_size))
+    top_k.refuse(width, call.top_k)
+    room = max(1, MOST_SCORES // width)
     portions = -(-num_tokens // room)
     if portions == 1:
         return _chosen(call)
