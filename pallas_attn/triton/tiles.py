@@ -131,7 +131,8 @@ def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
         tokens = 32 if quantised or width + rope_dim > 576 else 64
         return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255)
     if quantised:
-        return TritonTile(16, 32 if has_e4m3(card) else 16, width, warps=8, stages=2, programs=1, max_registers=255)
+        tokens = 64 if card.capability == (9, 0) else 32 if has_e4m3(card) else 16
+        return TritonTile(16, tokens, width, warps=8, stages=2, programs=1, max_registers=255)
     return latent_tile(card, min(rows, 32), latent_dim, rope_dim, quantised=False, tree=False)
 
 
