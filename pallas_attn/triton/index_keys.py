@@ -74,6 +74,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        max_registers=tile.max_registers,
         flops=2 * num_tokens * num_heads * dim * width,
     )
     return scores, counts

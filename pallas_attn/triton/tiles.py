@@ -145,6 +145,7 @@ class IndexTile:
       heads: of a product, a power of two from 16 on.
       tokens: keys of a step, a power of two from 16 on.
       warps, stages: as Triton has them.
+      max_registers: of a thread; None for as many as the assembler takes.
     """
 
     queries: int
@@ -152,6 +153,7 @@ class IndexTile:
     tokens: int
     warps: int
     stages: int
+    max_registers: int | None
 
     def programs(self, card: Device) -> int:
         """Programs that share all keys: several for each multiprocessor, since some of them have fewer."""
@@ -168,9 +170,16 @@ def index_tile(
       quantised: whether keys are in 8 bits, which become 16 in registers.
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
-    few = queries == 1 or power_of_two(dim) > 128 or (quantised and not has_e4m3(card))
-    heads = min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads))
-    return IndexTile(queries, heads, tokens=64 if few else 128, warps=4, stages=3 if queries == 1 else 2)
+    by_integers = quantised and not has_e4m3(card)
+    few = queries == 1 or power_of_two(dim) > 128 or by_integers
+    return IndexTile(
+        queries,
+        heads=min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads)),
+        tokens=64 if few else 128,
+        warps=4,
+        stages=3 if queries == 1 else 2,
+        max_registers=255 if by_integers else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
