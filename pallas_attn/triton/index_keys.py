@@ -129,8 +129,8 @@ def _score(
         stride = programs * TOKENS
         key = program * TOKENS + tl.arange(0, TOKENS)
         next_id = tl.load(table_ptr + key // PAGE, mask=key < end, other=-1)  # of a page, loaded a step ahead
+        q, weights = (), ()  # of a single query, by block of heads
         if QUERIES == 1:
-            q, weights = (), ()  # by block of heads
             for block in tl.static_range(BLOCKS):
                 q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
                 weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
@@ -153,8 +153,8 @@ def _score(
                 for i in range(queries):
                     score = tl.zeros([TOKENS], tl.float32)
                     for block in tl.static_range(BLOCKS):
-                        q = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
-                        score += _weighted(k, q, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
+                        q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
+                        score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                     at = out_ptr + (row + i) * WIDTH
                     _store_scores(at, score * k_scale, key, seen, first_position + i, WIDTH, FILL)
         if FILL:  # what no step has

@@ -178,7 +178,7 @@ def index_tile(
         tokens=64 if few else 128,
         warps=4,
         stages=3 if queries == 1 else 2,
-        max_registers=255 if by_integers else None,
+        max_registers=255 if by_integers and num_heads > 64 else None,
     )
 
 
