@@ -267,6 +267,12 @@ def _dot_of_values(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
     return _dot(self, a, b, d, *rest)
 
 
+def _fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """Rounds once, as the hardware does; float64 holds products of float32 exactly."""
+    wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
+    return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
+
+
 def _patch_index(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 fails with numpy 2.5
@@ -288,3 +294,4 @@ interpreter.InterpretedFunction.__call__ = _call_device_function
 interpreter.ReduceOps.min_max = _min_max
 _Builder.create_masked_load, _Builder.create_masked_store = _checked_load, _checked_store
 _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _rounding_cast, _rounding_cast, _dot_of_values
+_Builder.create_fma = _fused_multiply_add

@@ -86,6 +86,20 @@ def test_every_byte_of_e4m3_is_read(native: bool) -> None:
     np.testing.assert_array_equal(out, codes.astype(np.float16))
 
 
+@kernel
+def _multiply_add(x_ptr, y_ptr, z_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.fma(tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at)))
+
+
+def test_a_fused_multiply_add_rounds_once() -> None:
+    x, y = np.array([500_001, 1 + 2**-23, 3, 7], np.float32), np.array([1.4426950, 1 - 2**-23, 0.1, 1 / 7], np.float32)
+    z = -(x * y)
+    (out,) = run(_multiply_add, [x, y, z], [shape(4)], (1,), {})
+    assert out.any()  # what the product by itself loses
+    assert_same_bits([out], [(x.astype(np.float64) * y + z).astype(np.float32)])
+
+
 # --- flaws
 
 
