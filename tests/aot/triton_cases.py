@@ -476,6 +476,10 @@ SPILLS = dict.fromkeys(
         *(("mla-decode-bf16-h128", "sm90"), ("mla-decode-bf16-448-64-h128", "sm90")),
         *(("mla-decode-f16-h128-f32", "sm90"), ("mla-decode-drafts", "sm90")),
         ("mla-decode-bf16-512-128-h128", "sm90"),
+        *(("mla-sparse-bf16-h128", "sm90"), ("mla-sparse-fp8-h128", "sm90")),
+        *(("mla-sparse-bf16-split", "sm90"), ("mla-sparse-fp8-split", "sm90")),
+        *(("mla-sparse-bf16-448-64-h64", "sm90"), ("mla-sparse-fp8-512-128-h128", "sm90")),
+        ("mla-sparse-f16-f32", "sm90"),
     ),
     192,
 )
