@@ -7,6 +7,9 @@ from models.engine.request import Request
 PROBE_STEPS = 32
 """While drafts do not pay, one step in so many verifies some all the same, to see whether that has changed."""
 
+RAREST_PROBE_STEPS = 256
+"""Each such step in vain doubles the number until the next, up to this; one whose drafts are accepted resets it."""
+
 DRAFTING_COST = 0.03
 """Share of a step that drafts are taken to cost at least, for proposing, verifying and accepting them."""
 
@@ -60,7 +63,7 @@ class DraftControl:
             raise ValueError(f"widths must be ascending numbers from 0 or more, got {list(widths)}")
         self._widths, self._cost, self._draft_cost = tuple(widths), cost, draft_cost
         self._hits, self._trials = 0.5, 1.0
-        self._steps_without = 0
+        self._steps_without, self._probe_after = 0, PROBE_STEPS
 
     def num_drafts(self, requests: Sequence[Request]) -> int:
         """Drafts of every row in a step that decodes these requests."""
@@ -75,8 +78,9 @@ class DraftControl:
 
         best = max(self._widths, key=tokens_a_time)  # of equals the smallest
         self._steps_without = 0 if best else self._steps_without + 1
-        if self._steps_without >= PROBE_STEPS:
+        if self._steps_without >= self._probe_after:
             self._steps_without = 0
+            self._probe_after = min(2 * self._probe_after, RAREST_PROBE_STEPS)
             return self._widths[1]
         return best
 
@@ -89,6 +93,8 @@ class DraftControl:
         """Takes note of a row with room for `num_drafts`; drafts that the proposer did not give count as rejected."""
         trials = min(accepted + 1, num_drafts)
         hits, before = request.draft_trials
+        if accepted:
+            self._probe_after = PROBE_STEPS
         request.draft_trials = (hits * _REQUEST_MEMORY + accepted, before * _REQUEST_MEMORY + trials)
         self._hits = self._hits * _ENGINE_MEMORY + accepted
         self._trials = self._trials * _ENGINE_MEMORY + trials

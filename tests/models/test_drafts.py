@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.draft_control import PROBE_STEPS, DraftControl, counted, step_cost
+from models.engine.draft_control import PROBE_STEPS, RAREST_PROBE_STEPS, DraftControl, counted, step_cost
 from models.engine.ngram import continue_ngrams
 from models.engine.request import Request
 from models.engine.sampler import SamplingRows, sample
@@ -139,10 +139,13 @@ def test_right_drafts_are_verified_in_full_and_wrong_ones_stop():
     assert simulate(DraftControl((0, 1, 2, 4), DENSE), requests(1), True, 40)[10:] == [4] * 30
     control, pair = DraftControl((0, 1, 2, 4), DENSE), requests(2)
     assert simulate(control, pair, False, 400)[200:].count(0) >= 190
-    last = simulate(control, pair, False, 2 * PROBE_STEPS)
+    last = simulate(control, pair, False, 1000 + 2 * RAREST_PROBE_STEPS)[1000:]
     assert sorted(set(last)) == [0, 1], "now and then one is tried"
     assert last.count(1) == 2
-    assert simulate(control, pair, True, 8 * PROBE_STEPS)[-1] == 4, "and comes back when it pays"
+    back = simulate(control, pair, True, RAREST_PROBE_STEPS + 8 * PROBE_STEPS)
+    assert back[-1] == 4, "and comes back when it pays"
+    tried = np.flatnonzero(back)
+    assert tried[1] - tried[0] <= PROBE_STEPS, "soon after the first that is accepted"
 
 
 def test_the_same_traffic_makes_the_same_choices():
