@@ -27,7 +27,7 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench dist clean python
+.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench first-run dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -60,7 +60,7 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax that pyproject.tom
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings
 	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-swap-ab-512-64-n16 mla-seesaw-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
-	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass
+	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass --results benchmarks/results
 	$(BIN)/python -m tests.aot 'sm100-paged-decode-bf16-d*-n32' 'sm100-paged-decode-bf16-d128-n16' 'sm100-paged-decode-fp8-head-d*-n32' --listings .aot/listings/sm100
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/sm100/*.sass --bandwidth 8e12 --multiprocessors 148 --clock 1.965e9
 
@@ -80,6 +80,9 @@ bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here;
 	$(BIN)/python scripts/bench_engine.py
 	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
 	$(BIN)/python scripts/bench_ops.py write_kv --grid $(if $(CUDA),writes,small)
+
+first-run: $(VENV)/test.stamp $(VENV)/demo$(CUDA).stamp  ## on a card that is new: what runs, what is right, how fast it is (CUDA=13 or 12)
+	$(BIN)/python -m scripts.tools.first_run
 
 dist: | $(BIN)/python  ## a wheel in dist/, tried in an empty environment with the README's example
 	rm -rf dist .venv-dist

@@ -227,7 +227,7 @@ def run(call: Call, implementation: Implementation) -> Any:
 
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
-    call = refuse_gradients(call.op, call.bounded())
+    call = refuse_gradients(call.op, call).bounded()  # in this order: rounding has a gradient, of 0
     if name not in KERNELS:
         return function(call)
     interpreted = name == "triton" and device.interprets_triton()

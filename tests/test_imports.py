@@ -116,10 +116,9 @@ def calls_stand_below(module: str, imports: list[Import]) -> Found:
     """A call object knows shapes and their validation, and is there before any operation is."""
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
         return
+    below = "types", "checks", "portable.schedule", "portable.quantise"
     for i in imports:
-        if OURS.match(i.module) and not i.reaches(
-            "pallas_attn.types", "pallas_attn.checks", "pallas_attn.portable.schedule"
-        ):
+        if OURS.match(i.module) and not i.reaches(*(f"pallas_attn.{name}" for name in below)):
             yield i.line, f"imports {i.target}; a call has types and checks"
 
 
@@ -420,6 +419,7 @@ GOOD = [
     (REFERENCE, "from pallas_attn.portable import oracle\nfrom pallas_attn.types import PagedKV"),
     (REFERENCE, "from pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
     (f"{OP}.call", "from pallas_attn import checks\nfrom pallas_attn.types import PagedKV"),
+    (f"{OP}.call", "from pallas_attn.portable.quantise import divide"),
     (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
     (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
     ("pallas_attn.mosaic.sm90.decode_products", "from pallas_attn.mosaic import basics"),

@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,18 @@ from models.config import (
     with_windows,
 )
 from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
-from models.decoder.mesh import TENSOR, place, slices_of_device
+from models.decoder.mesh import (
+    DATA,
+    EXPERT,
+    EXPERTS,
+    HEADS,
+    TENSOR,
+    ExpertSplit,
+    num_devices,
+    number_along,
+    place,
+    slices_of_device,
+)
 from models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
@@ -57,16 +68,20 @@ class Source:
       pack: makes the parameter of them.
       in_f32: whether it stays in float32 whatever the model's dtype.
       added_once: whether it is added to what devices add up, so that on a mesh all but the first have zeros.
+      of_experts: whether it is of whole experts. It may be made of fewer than a device has; the others are zeros.
+      experts: those of them that are taken from tensors of all experts, if there are such.
     """
 
     tensors: Mapping[str, Shape]
     pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
     in_f32: bool = False
     added_once: bool = False
+    of_experts: bool = False
+    experts: range | None = None
 
 
-def weight_sources(config: ModelConfig) -> dict[str, Source]:
-    """The source of every parameter, by its dotted path in `Decoder`."""
+def weight_sources(config: ModelConfig, split: ExpertSplit = ExpertSplit(), device: int = 0) -> dict[str, Source]:
+    """The source of every parameter, by its dotted path in `Decoder`: on one of the devices that share the experts."""
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
@@ -75,7 +90,7 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = _linear("lm_head", *embedding)
     for i in range(config.num_hidden_layers):
-        sources |= _under(f"layers.{i}", _layer(config, i))
+        sources |= _under(f"layers.{i}", _layer(config, i, split, device))
     return sources
 
 
@@ -113,13 +128,13 @@ def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
     return {f"{prefix}.{path}": source for path, source in sources.items()}
 
 
-def _layer(config: ModelConfig, index: int) -> dict[str, Source]:
+def _layer(config: ModelConfig, index: int, split: ExpertSplit = ExpertSplit(), device: int = 0) -> dict[str, Source]:
     name = f"model.layers.{index}"
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
         **_under("self_attn", _attention(config, f"{name}.self_attn")),
-        **_under("mlp", _feed_forward(config, index, f"{name}.mlp")),
+        **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
     }
 
 
@@ -225,10 +240,12 @@ def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
     return sources
 
 
-def _feed_forward(config: ModelConfig, index: int, name: str) -> dict[str, Source]:
+def _feed_forward(config: ModelConfig, index: int, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
     if config.is_dense(index):
         return _mlp(config, name)
-    return _moe(config, name) if isinstance(config, DeepSeekConfig) else _biased_moe(config, name)
+    if isinstance(config, DeepSeekConfig):
+        return _moe(config, name, split, device)
+    return _biased_moe(config, name, split, device)
 
 
 def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
@@ -240,9 +257,9 @@ def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str,
     }
 
 
-def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
+def _moe(config: DeepSeekConfig, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
     experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    prefixes = [f"{name}.experts.{e}" for e in range(experts)]
+    prefixes = [f"{name}.experts.{e}" for e in split.own(experts, device)]
     gate_up = {f"{p}.{part}_proj.weight": (hidden, width) for p in prefixes for part in ("gate", "up")}
     down = {f"{p}.down_proj.weight": (width, hidden) for p in prefixes}
 
@@ -251,34 +268,39 @@ def _moe(config: DeepSeekConfig, name: str) -> dict[str, Source]:
 
     sources = {
         "gate.weight": dataclasses.replace(_linear(f"{name}.gate", experts, width), in_f32=True),
-        "gate_up_proj": Source(gate_up, join),
-        "down_proj": Source(down, lambda t: np.stack([w.T for w in t])),
+        "gate_up_proj": Source(gate_up, join, of_experts=True),
+        "down_proj": Source(down, lambda t: np.stack([w.T for w in t]), of_experts=True),
     }
     if config.topk_method == "noaux_tc":
         bias = {f"{name}.gate.e_score_correction_bias": (experts,)}
         sources["gate.e_score_correction_bias"] = Source(bias, in_f32=True)
     if config.n_shared_experts:
-        shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts)
+        shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts // split.expert)
         sources |= _under("shared_experts", shared)
     return sources
 
 
-def _biased_moe(config: GQAConfig, name: str) -> dict[str, Source]:
+def _biased_moe(config: GQAConfig, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
     """Sources of gpt-oss's experts; its checkpoints hold all experts of a layer in one tensor, gate and up columns
     alternating."""
-    count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+    experts, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+    own = split.own(experts, device)
 
     def halves(tensors: Iterator[np.ndarray]) -> np.ndarray:
         gate_up = next(tensors)
         return np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
 
+    def of(tensor: str, *shape: int, **options: Any) -> Source:
+        tensors = {f"{name}.experts.{tensor}": (len(own), *shape)} if own else {}
+        return Source(tensors, **options, of_experts=True, experts=own)
+
     return {
-        "router.weight": dataclasses.replace(_linear(f"{name}.router", count, width), in_f32=True),
-        "router.bias": dataclasses.replace(_bias(f"{name}.router", count), in_f32=True),
-        "gate_up_proj": Source({f"{name}.experts.gate_up_proj": (count, width, 2 * hidden)}, halves),
-        "gate_up_proj_bias": Source({f"{name}.experts.gate_up_proj_bias": (count, 2 * hidden)}, halves),
-        "down_proj": Source({f"{name}.experts.down_proj": (count, hidden, width)}),
-        "down_proj_bias": Source({f"{name}.experts.down_proj_bias": (count, width)}, added_once=True),
+        "router.weight": dataclasses.replace(_linear(f"{name}.router", experts, width), in_f32=True),
+        "router.bias": dataclasses.replace(_bias(f"{name}.router", experts), in_f32=True),
+        "gate_up_proj": of("gate_up_proj", width, 2 * hidden, pack=halves),
+        "gate_up_proj_bias": of("gate_up_proj_bias", 2 * hidden, pack=halves),
+        "down_proj": of("down_proj", hidden, width),
+        "down_proj_bias": of("down_proj_bias", width, added_once=True),
     }
 
 
@@ -312,7 +334,7 @@ def load_model(
     if dtype is None:
         dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    return _assemble(make, weight_sources(part), checkpoint.read, dtype, mesh, checkpoint_shapes(config))
+    return _assemble(make, _sources_on(mesh, part), checkpoint.read, dtype, mesh, checkpoint_shapes(config))
 
 
 def load_mtp(directory: str | Path, model: Decoder) -> MTP:
@@ -345,13 +367,19 @@ def random_model(
     mesh, part = _split(config, mesh)
     shapes = checkpoint_shapes(config)
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    return _assemble(make, weight_sources(part), _random_reader(shapes, seed), dtype, mesh, shapes)
+    return _assemble(make, _sources_on(mesh, part), _random_reader(shapes, seed), dtype, mesh, shapes)
 
 
 def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
     """The mesh with all its axes, and the part of the model that one of its devices has."""
     mesh = mesh and normal_mesh(mesh)
     return mesh, device_part(config, mesh)
+
+
+def _sources_on(mesh: Mesh | None, part: ModelConfig) -> list[dict[str, Source]]:
+    """Sources on each of the devices that share the experts."""
+    split = ExpertSplit.over(mesh)
+    return [weight_sources(part, split, device) for device in range(split.devices)]
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:
@@ -407,12 +435,12 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
 def _assemble_mtp(model: Decoder, sources: Mapping[str, Source], read: Read) -> MTP:
     config, settings, dtype = require_mtp(model.config), model.settings, model.embed_tokens[...].dtype
     make = lambda: nnx.List([MTPModule(config, i, settings, dtype) for i in config.mtp_layers])  # noqa: E731
-    return MTP(model, [*_assemble(make, sources, read, dtype)])
+    return MTP(model, [*_assemble(make, [sources], read, dtype)])
 
 
 def _assemble[Module: nnx.Module](
     make: Callable[[], Module],
-    sources: Mapping[str, Source],
+    sources: Sequence[Mapping[str, Source]],
     read: Read,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
@@ -422,7 +450,7 @@ def _assemble[Module: nnx.Module](
 
     Args:
       make: makes the module with some values; on a mesh, one device's part of it.
-      sources: of its parameters, in the shapes of that part.
+      sources: of its parameters, in the shapes of that part; on each of the devices that share experts.
       read: reads a part of a tensor.
       dtype: float32 or bfloat16.
       mesh: the devices; None for the default one.
@@ -431,21 +459,34 @@ def _assemble[Module: nnx.Module](
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype: expected float32 or bfloat16, got {jnp.dtype(dtype).name}")
     graph, state = nnx.split(nnx.eval_shape(make))
-    shapes, devices = whole or _shapes(sources), 1 if mesh is None else mesh.shape[TENSOR]
+    shapes = whole or _shapes(sources[0])
+
+    def slices(source: Source, name: str, axes: Sequence[str], at: Mapping[str, int]) -> Slices:
+        if mesh is None:
+            return slices_of_device(shapes[name], source.tensors[name], 0, 1)
+        device, devices = number_along(axes, mesh, at), num_devices(mesh, axes)
+        found = slices_of_device(shapes[name], source.tensors[name], device, devices)
+        return found if source.experts is None else (slice(source.experts.start, source.experts.stop), *found[1:])
 
     def fill(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
-        source = sources[".".join(map(str, path))]
-        kind = np.float32 if source.in_f32 else jnp.dtype(dtype)
+        name = ".".join(map(str, path))
+        first = sources[0][name]
+        kind = np.float32 if first.in_f32 else jnp.dtype(dtype)
+        shared_by = (TENSOR,) if first.of_experts else HEADS  # devices that have slices of the same tensors
 
-        def values(device: int) -> np.ndarray:
-            if source.added_once and device:
+        def values(at: Mapping[str, int]) -> np.ndarray:
+            source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
+            if not source.tensors or (source.added_once and mesh is not None and number_along(shared_by, mesh, at)):
                 return np.zeros(parameter.shape, kind)
-            parts = {name: slices_of_device(shapes[name], own, device, devices) for name, own in source.tensors.items()}
-            return source.pack(read(*part).astype(kind, copy=False) for part in parts.items())
+            parts = {tensor: slices(source, tensor, shared_by, at) for tensor in source.tensors}
+            packed = source.pack(read(*part).astype(kind, copy=False) for part in parts.items())
+            missing = parameter.shape[0] - packed.shape[0] if source.of_experts else 0
+            return np.pad(packed, [(0, missing)] + [(0, 0)] * (packed.ndim - 1)) if missing else packed
 
         if mesh is None:
-            return parameter.replace(jnp.array(values(0)))
-        split = source.added_once or any(shapes[name] != own for name, own in source.tensors.items())
-        return parameter.replace(place(values, mesh, split=split))
+            return parameter.replace(jnp.array(values({})))
+        differs = first.added_once or any(shapes[tensor] != own for tensor, own in first.tensors.items())
+        axes = (DATA, TENSOR, EXPERT) if first.of_experts else HEADS if differs else ()
+        return parameter.replace(place(values, mesh, axes))
 
     return nnx.merge(graph, nnx.map_state(fill, state))

@@ -2,9 +2,9 @@
 
 In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
 tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (of sparse attention), `moe`
-(experts), `layers` and `rope`; `mesh` (how a model is split over devices); `mtp` (prediction modules beside the
-decoder); then `explain` (the implementations that attention would run on) and `whole_sequence` (a sequence in one
-forward).
+(experts), `layers` and `rope`; `mesh` (how a model is split over devices) and `expert_exchange` (tokens for experts of
+other devices); `mtp` (prediction modules beside the decoder); then `explain` (the implementations that attention would
+run on) and `whole_sequence` (a sequence in one forward).
 """
 
 from models.decoder.caches import Caches as Caches

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's heads and hidden widths split over the devices of a mesh.
+"""A model split over the devices of a mesh: heads and hidden widths, whole experts, and requests.
 
 Each device runs the layers of a smaller model, `device_part` of the whole one, inside one `jax.shard_map` around the
 step. What its heads and hidden columns give is a part of a sum, so `DecoderLayer` adds up over the devices once after
@@ -9,6 +9,11 @@ attention and once after the feed-forward layer; all else is the code of one dev
 - The vocabulary is split, too, where the devices divide it: reading the head's weights takes longer than gathering a
   step's logits. Each device looks up its own rows of the embedding, and draws from all logits, so that the draw
   is that of one device.
+- Experts are split by their hidden columns over `tensor`, and whole over `expert`, whose devices share heads and all
+  else as those of `tensor` do. Such devices have the same tokens, so each applies its own experts to those that chose
+  them, and the sum after the layer, which there is anyway, brings the results together: nothing else is exchanged.
+- Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they send one
+  another tokens (`expert_exchange`).
 - An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
   weight they are slices of: no code outside `jax.shard_map` reads it.
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,21 +37,31 @@ from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, M
 from models.decoder.caches import allocate_latents
 from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
 
-TENSOR = "tensor"
-"""The axis over which heads and hidden widths are split."""
+DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
-AXES = ("data", TENSOR, "context", "expert")
+AXES = (DATA, TENSOR, CONTEXT, EXPERT)
 """Names of a mesh's axes, in their order."""
+
+HEADS = (TENSOR, EXPERT)
+"""Axes over which heads, hidden columns of dense layers and the vocabulary are split."""
+
+EXPERTS = (DATA, EXPERT)
+"""Axes over which whole experts are split."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Makes a mesh of this process's first devices.
 
     Args:
-      sizes: number of devices along each axis; an axis left out has one.
+      sizes: number of devices along each axis; an axis left out has one. Devices of `expert` are those of `data` and
+        `tensor`: so many of them share the experts, at least those of `data`, and the others the hidden columns of each
+        expert. If `tensor` is left out, heads are split over the devices that `expert` has beyond `data`. Axes of the
+        mesh that is returned have devices of their own: there `tensor` and `expert` together are those that share
+        the heads, and `data` and `expert` those that share the experts.
 
     Raises:
-      ValueError: an unknown axis, a size below 1, or more devices than there are.
+      ValueError: an unknown axis, a size below 1, more devices than there are, or devices of `expert` that are not
+        those of the other axes.
       NotImplementedError: an axis that no layer is split over yet.
     """
     for axis, size in sizes.items():
@@ -53,11 +69,23 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
             raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {axis!r}")
         if size < 1:
             raise ValueError(f"mesh: expected at least 1 device along {axis}, got {size}")
-    shape, devices = [sizes.get(axis, 1) for axis in AXES], jax.devices()
+    sizes, devices = _with_experts(sizes), jax.devices()
+    shape = [sizes.get(axis, 1) for axis in AXES]
     count = int(np.prod(shape, dtype=object))
     if count > len(devices):
         raise ValueError(f"mesh: expected at most the {len(devices)} devices that are here, got {count}")
     return normal_mesh(Mesh(np.array(devices[:count]).reshape(shape), AXES))
+
+
+def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of a mesh's axes, given those of `make_mesh`."""
+    data = sizes.get(DATA, 1)
+    experts = sizes.get(EXPERT, data)
+    tensor = sizes.get(TENSOR, max(experts // data, 1))
+    if experts % data or tensor * data % experts:
+        reach = f"a multiple of {DATA}={data} that divides" if data > 1 else "a divisor of"
+        raise ValueError(f"mesh: {EXPERT}: expected {reach} {DATA} x {TENSOR} = {data * tensor}, got {experts}")
+    return {**sizes, TENSOR: tensor * data // experts, EXPERT: experts // data}
 
 
 def normal_mesh(mesh: Mesh) -> Mesh:
@@ -71,9 +99,8 @@ def normal_mesh(mesh: Mesh) -> Mesh:
         raise ValueError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r}")
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {unknown[0]!r}")
-    for axis in AXES:
-        if axis != TENSOR and mesh.shape.get(axis, 1) > 1:
-            raise NotImplementedError(f"mesh: the engine splits nothing over {axis} yet, only heads over {TENSOR}")
+    if mesh.shape.get(CONTEXT, 1) > 1:
+        raise NotImplementedError(f"mesh: the engine splits nothing over {CONTEXT} yet")
     given = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
     devices = np.transpose(mesh.devices, given).reshape([mesh.shape.get(axis, 1) for axis in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -90,7 +117,44 @@ def specs_of(arrays: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding.spec, arrays)
 
 
+def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Number of devices along several axes together."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 # --- what a device has of a model
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSplit:
+    """Devices that share a layer's experts. All have equally many; where the devices do not divide the experts, the
+    last ones have experts of zeros, which no token chooses.
+
+    Attributes:
+      data: devices along `data`.
+      expert: devices along `expert`.
+    """
+
+    data: int = 1
+    expert: int = 1
+
+    @staticmethod
+    def over(mesh: Mesh | None) -> ExpertSplit:
+        """Devices of a mesh; one without."""
+        return ExpertSplit() if mesh is None else ExpertSplit(*(mesh.shape[axis] for axis in EXPERTS))
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.expert
+
+    def num_own(self, num_experts: int) -> int:
+        """Experts of each device, with those of zeros."""
+        return -(-num_experts // self.devices)
+
+    def own(self, num_experts: int, device: int) -> range:
+        """Experts of one device, by its number along both axes; without those of zeros."""
+        each = self.num_own(num_experts)
+        return range(min(device * each, num_experts), min((device + 1) * each, num_experts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +172,7 @@ class SplitHeadWindows(HeadWindows):
 
     def array(self) -> HeadWindow:
         """Windows of this device's heads; inside `jax.shard_map`."""
-        device = lax.axis_index(TENSOR)
+        device = lax.axis_index(HEADS)
         window, sink_tokens = (
             jnp.asarray([getattr(heads, name) for heads in self.devices], jnp.int32)
             for name in ("window", "sink_tokens")
@@ -118,33 +182,43 @@ class SplitHeadWindows(HeadWindows):
 
 def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh | None) -> Config:
     """The model that each device of a mesh runs: its share of the heads, hidden columns and vocabulary. All of it
-    without a mesh.
+    without a mesh. Experts are counted as in the whole model, since routers choose among all; `ExpertSplit` has their
+    number on a device.
 
     Raises:
-      ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width.
+      ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width; or
+        the mesh splits experts and the model has none.
     """
     if mesh is None:
         return config
-    devices = mesh.shape[TENSOR]
+    devices, columns = num_devices(mesh, HEADS), mesh.shape[TENSOR]
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
     heads = _split_heads(config, devices)
-    widths = ["intermediate_size"] if any(map(config.is_dense, range(config.num_hidden_layers))) else []
+    is_dense = [*map(config.is_dense, range(config.num_hidden_layers))]
+    if all(is_dense) and mesh.shape[EXPERT] > 1:
+        raise ValueError(f"mesh: {EXPERT}: expected 1, a {config.model_type} without experts has none to split")
+    widths: dict[str, int] = {"intermediate_size": devices} if any(is_dense) else {}
     changes: dict[str, Any] = {}
+    shared = 0
     if isinstance(config, DeepSeekConfig):
-        widths += ["moe_intermediate_size"] if config.num_moe_layers else []
+        if config.num_moe_layers:
+            widths["moe_intermediate_size"] = columns
+            shared = config.n_shared_experts * config.moe_intermediate_size
     else:
-        widths = ["intermediate_size"]
+        widths = widths or {"intermediate_size": columns}
         changes = {
             "num_key_value_heads": heads.kv_heads,
             "windows": config.windows and tuple(_split_window(window, heads) for window in config.windows),
             "mxfp4_experts": False,  # how they are stored, which does not concern a part
         }
-    for name in widths:
-        if getattr(config, name) % devices:
+    for name, over in widths.items():
+        if getattr(config, name) % over:
             raise ValueError(
-                f"mesh: {TENSOR}: expected a divisor of {name}={getattr(config, name)}, got {devices} devices"
+                f"mesh: {TENSOR}: expected a divisor of {name}={getattr(config, name)}, got {over} devices"
             )
-        changes[name] = getattr(config, name) // devices
+        changes[name] = getattr(config, name) // over
+    if shared % devices:
+        raise ValueError(f"mesh: {TENSOR}: expected a divisor of {shared} shared columns, got {devices} devices")
     return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
 
 
@@ -187,37 +261,46 @@ def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, dev
     return tuple(map(along, whole, part))
 
 
-def place(values: Callable[[int], np.ndarray], mesh: Mesh, *, split: bool) -> jax.Array:
+def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: Sequence[str] = ()) -> jax.Array:
     """Puts a weight on the devices, one slice after the other.
 
     Args:
-      values: its slice for a device's number along the tensor axis.
+      values: its slice for a device's place along each of `axes`.
       mesh: the devices.
-      split: whether the slices differ.
+      axes: those along which the slices differ.
     """
-    if not split:
-        return jnp.array(values(0), device=NamedSharding(mesh, PartitionSpec()))
-    by_slice = np.moveaxis(mesh.devices, AXES.index(TENSOR), 0).reshape(mesh.shape[TENSOR], -1)
+    if not axes:
+        return jnp.array(values({}), device=NamedSharding(mesh, PartitionSpec()))
+    by_slice = np.moveaxis(mesh.devices, [*map(AXES.index, axes)], range(len(axes)))
+    places = by_slice.shape[: len(axes)]
     arrays = []
-    for number, devices in enumerate(by_slice):
-        own = values(number)
-        arrays += [jnp.array(own, device=device) for device in devices]
+    for at in np.ndindex(places):
+        own = values(dict(zip(axes, at, strict=True)))
+        arrays += [jnp.array(own, device=device) for device in by_slice[at].flat]
     rows, *rest = arrays[0].shape
-    sharding = NamedSharding(mesh, PartitionSpec(TENSOR))
-    return jax.make_array_from_single_device_arrays((rows * len(by_slice), *rest), sharding, arrays)
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(axes)))
+    return jax.make_array_from_single_device_arrays((rows * math.prod(places), *rest), sharding, arrays)
+
+
+def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
+    """A device's number along several axes together, given its place along each; 0 along those left out."""
+    number = 0
+    for axis in axes:
+        number = number * mesh.shape[axis] + at.get(axis, 0)
+    return number
 
 
 def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
     """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
-        return tuple(jax.tree.map(lambda _: PartitionSpec(), latent) for latent in latents)
+        return tuple(jax.tree.map(lambda _: PartitionSpec(DATA), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
-    return tuple(parallel.kv_partition(kv, heads=TENSOR) for kv in caches)
+    return tuple(parallel.kv_partition(kv, pages=DATA, heads=HEADS) for kv in caches)
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
     """A function that takes an array of all KV heads [Hkv, ...] to those of this device, inside `jax.shard_map`."""
     split = _split_heads(config, devices)
     heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
-    return lambda x: x[jnp.asarray(heads)[lax.axis_index(TENSOR)]]
+    return lambda x: x[jnp.asarray(heads)[lax.axis_index(HEADS)]]

@@ -20,7 +20,7 @@ from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
-from models.decoder.mesh import TENSOR, device_part, normal_mesh, own_kv_heads
+from models.decoder.mesh import HEADS, ExpertSplit, device_part, normal_mesh, num_devices, own_kv_heads
 from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
@@ -47,16 +47,22 @@ class Step(Protocol):
 
 class DecoderLayer(nnx.Module):
     """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before and a residual around
-    it. Over a mesh axis, what devices find is added up after each."""
+    it. On a mesh, what devices find is added up after each."""
 
     def __init__(
-        self, config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, axis: str | None = None
+        self,
+        config: ModelConfig,
+        index: int,
+        settings: AttentionSettings,
+        dtype: DTypeLike,
+        axes: tuple[str, ...] = (),
+        split: ExpertSplit = ExpertSplit(),
     ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = _attention(config, settings, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = _feed_forward(config, index, dtype)
-        self.axis = axis
+        self.mlp = _feed_forward(config, index, dtype, split)
+        self.axes = axes
 
     def __call__(
         self,
@@ -71,7 +77,7 @@ class DecoderLayer(nnx.Module):
         return x + self._added_up(self.mlp(self.post_attention_layernorm(x))), cache
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return x if self.axis is None else jax.lax.psum(x, self.axis)
+        return jax.lax.psum(x, self.axes) if self.axes else x
 
 
 class Decoder(nnx.Module):
@@ -88,9 +94,10 @@ class Decoder(nnx.Module):
         self.config, self.settings = config, settings
         self.mesh = None if mesh is None else normal_mesh(mesh)
         self.part = part = device_part(config, self.mesh)
-        axis = None if mesh is None else TENSOR
+        axes, split = () if mesh is None else HEADS, ExpertSplit.over(self.mesh)
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
-        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axis) for i in range(part.num_hidden_layers)])
+        layers = range(part.num_hidden_layers)
+        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axes, split) for i in layers])
         self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
@@ -128,7 +135,7 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
         """Embeds the tokens and applies all layers; the final norm is left to do."""
-        if self.mesh is not None and TENSOR not in jax.sharding.get_abstract_mesh().manual_axes:
+        if self.mesh is not None and not {*HEADS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
             raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
@@ -157,14 +164,14 @@ class Decoder(nnx.Module):
         """Looks tokens up in the embedding; those of another device's rows are zero here, and so the sum is exact."""
         if not self._vocabulary_is_split:
             return self.embed_tokens[...][tokens]
-        rows = tokens - jax.lax.axis_index(TENSOR) * self.part.vocab_size
+        rows = tokens - jax.lax.axis_index(HEADS) * self.part.vocab_size
         is_own = (rows >= 0) & (rows < self.part.vocab_size)
         own = self.embed_tokens[...][jnp.where(is_own, rows, 0)]
-        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), TENSOR)
+        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), HEADS)
 
     def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         logits = vocabulary_logits(x, self.embed_tokens, self.lm_head)
-        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True) if self._vocabulary_is_split else logits
+        return jax.lax.all_gather(logits, HEADS, axis=1, tiled=True) if self._vocabulary_is_split else logits
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
@@ -201,7 +208,7 @@ class Decoder(nnx.Module):
         specs = [self.cache_spec(n, page_size, dtype, scales) for n in layers]
         if scales is None or self.mesh is None:
             return allocate_caches(self.config, specs, scales)
-        return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, self.mesh.shape[TENSOR]))
+        return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, num_devices(self.mesh, HEADS)))
 
 
 def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
@@ -221,11 +228,11 @@ def _attention(
     return GQA(config, settings, dtype)
 
 
-def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike) -> Callable[[Array], Array]:
+def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> Callable[[Array], Array]:
     """Makes the feed-forward module of a layer."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)
-    return MoE(config, dtype) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype)
+    return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
 
 
 def vocabulary_logits(x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None) -> Float32[Array, "n V"]:

@@ -27,7 +27,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig
+from models.decoder.expert_exchange import ExpertExchange
 from models.decoder.layers import MLP, Linear, project, swiglu
+from models.decoder.mesh import DATA, EXPERT, ExpertSplit
 from pallas_attn import capability, run_kept
 
 
@@ -70,17 +72,19 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> 
 class MoE(nnx.Module):
     """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
 
-    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
+    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
         width, hidden = config.hidden_size, config.moe_intermediate_size
+        count = split.num_own(config.n_routed_experts)
+        self.split = split
         self.gate = Router(config)
-        self.gate_up_proj = nnx.Param(jnp.zeros((config.n_routed_experts, width, 2 * hidden), dtype))
-        self.down_proj = nnx.Param(jnp.zeros((config.n_routed_experts, hidden, width), dtype))
-        shared = hidden * config.n_shared_experts
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+        shared = hidden * config.n_shared_experts // split.expert
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         experts, weights = self.gate(x)
-        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]))
+        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]), self.split)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
@@ -88,10 +92,11 @@ class BiasedMoE(nnx.Module):
     """Routed experts of gpt-oss (arXiv:2508.10925): projections have biases, gates are clamped, and the weights of a
     token's experts are the softmax of their own logits."""
 
-    def __init__(self, config: GQAConfig, dtype: DTypeLike):
-        count, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.config = config
-        self.router = Linear(width, count, jnp.float32, bias=True)
+    def __init__(self, config: GQAConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
+        width, hidden = config.hidden_size, config.intermediate_size
+        count = split.num_own(config.num_local_experts)
+        self.config, self.split = config, split
+        self.router = Linear(width, config.num_local_experts, jnp.float32, bias=True)
         self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
         self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * hidden), dtype))
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
@@ -106,7 +111,7 @@ class BiasedMoE(nnx.Module):
             self.down_proj_bias[...],
             ClampedSwiglu(self.config.swiglu_alpha, self.config.swiglu_limit),
         )
-        return routed_experts(x, chosen, weights, experts)
+        return routed_experts(x, chosen, weights, experts, self.split)
 
     def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
@@ -153,21 +158,84 @@ COUNTED_ROWS = 1024
 
 
 def routed_experts(
-    x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    experts: Experts,
+    split: ExpertSplit = ExpertSplit(),
 ) -> Float[Array, "T D"]:
-    """Sum over each token's chosen experts of weight · expert(x)."""
-    num_tokens, top_k = chosen.shape
-    if are_few(num_tokens * top_k, experts):
-        y = row_by_row(jnp.repeat(x, top_k, axis=0), experts, chosen.reshape(-1))
-        return _weighted_sum(y, weights, x.dtype)
-    groups = ExpertGroups.of(chosen.reshape(-1), experts.gate_up.shape[0])
+    """Sum over each token's chosen experts of weight · expert(x).
+
+    Over several devices, inside `jax.shard_map`, `experts` are the device's own, and the sum is one of its parts: those
+    of the devices along `expert`, which have the same tokens, are to be added up. Tokens go to the experts of other
+    devices along `data`, and their results come back.
+    """
+    num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
+    if split.devices == 1:
+        return _weighted_sum(apply_experts(x, expert, experts), weights, x.dtype)
+    device, own = expert // num_own, expert % num_own
+    is_own = device % split.expert == jax.lax.axis_index(EXPERT)
+    # Experts of all devices along `data` that have this device's number along `expert`.
+    own += device // split.expert * num_own
+    own = jnp.where(is_own, own, split.data * num_own)
+    if split.data == 1:
+        y = apply_experts(x, own, experts, expected=len(own) // split.expert)
+    else:
+        y = send_to_experts(x, own, experts, split)
+    return _weighted_sum(jnp.where(is_own[:, None], y, jnp.zeros_like(y)), weights, x.dtype)
+
+
+def send_to_experts(
+    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, split: ExpertSplit
+) -> Float[Array, "M D"]:
+    """Applies experts as `apply_experts` does, but those of all devices along `data`, one after the other; each has
+    tokens of its own."""
+    num_own, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
+    groups = ExpertGroups.of(expert, split.data * num_own)
+    exchange = ExpertExchange.of(groups.sizes.reshape(split.data, num_own), DATA)
+    received = exchange.send(x[groups.row // copies])
+    expected = len(expert) // split.expert
+    y = apply_experts(received, exchange.experts(len(expert)), experts, expected=expected)
+    return exchange.send_back(y)[groups.place]
+
+
+def apply_experts(
+    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, expected: int | None = None
+) -> Float[Array, "M D"]:
+    """Applies experts to M / T copies of each row in turn: expert[i] to row i // (M / T). What is returned for a pair
+    whose expert is one past the last says nothing.
+
+    Args:
+      x: rows.
+      expert: of each pair.
+      experts: their weights.
+      expected: number of pairs that have an expert, on average; None for all. There may be more, which take longer:
+        pairs are multiplied in pieces of a quarter more than this, as many as there are.
+    """
+    num_experts, num_pairs, copies = experts.gate_up.shape[0], expert.shape[0], expert.shape[0] // x.shape[0]
+    if are_few(num_pairs, experts):
+        return row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(expert, num_experts - 1))
+    groups = ExpertGroups.of(expert, num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
-    y = multiply(x[groups.row // top_k], experts, groups.sizes)
-    return _weighted_sum(y[groups.place], weights, x.dtype)
+    piece = num_pairs if expected is None else -(-5 * expected // 4 // 64) * 64
+    if piece >= num_pairs:
+        return multiply(x[groups.row // copies], experts, groups.sizes)[groups.place]
+    # A product over all pairs would take the time of all, since jax's kernel multiplies empty tiles, too.
+    ends = jnp.cumsum(groups.sizes)
+    row = jnp.pad(groups.row, (0, -num_pairs % piece))
+
+    def multiply_piece(i: ArrayLike, out: Array) -> Array:
+        start = jnp.asarray(i, jnp.int32) * piece
+        own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
+        y = multiply(x[jax.lax.dynamic_slice_in_dim(row, start, piece) // copies], experts, own)
+        return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
+
+    empty = jnp.zeros((row.shape[0], experts.down.shape[2]), x.dtype)
+    return jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)[groups.place]
 
 
 class ExpertGroups(NamedTuple):
-    """(token, expert) pairs in the order of their experts.
+    """(token, expert) pairs in the order of their experts; those whose expert is one past the last are in no group.
 
     Attributes:
       row: index of the pair in each place.

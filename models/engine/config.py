@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -40,12 +41,13 @@ class EngineConfig:
         and are not counted in max_batched_tokens.
       history: finished requests, and steps, whose records are kept: the newest; None for all of them.
       mesh: devices that run each step together, those that the model was loaded for: heads, hidden widths and
-        vocabulary are split over its axis tensor. Pages are those of each device. None for one device.
+        vocabulary are split over its axes tensor and expert, experts over data and expert. Sizes here are those of each
+        rank along data, which has requests of its own; pages are those of each device. None for one device.
 
     Raises:
       ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
         steps are batch-invariant, or the mesh has an unknown axis.
-      NotImplementedError: several devices along another axis of the mesh, or a mesh with `speculate`.
+      NotImplementedError: several devices along the mesh's axis context, or a mesh with `speculate`.
     """
 
     num_pages: int = 512
@@ -203,6 +205,12 @@ class RunnerConfig:
         """Shapes of the tables of so many sequences, one for each cache group."""
         heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
         return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
+
+    @property
+    def empty_tables(self) -> tuple[np.ndarray, ...]:
+        """Tables of a plan without rows."""
+        shapes = self.table_shapes(0)
+        return tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
 
     def layer_pages(self, num_layers: int) -> list[int]:
         """Pages of each layer's cache."""

@@ -23,8 +23,10 @@ from jax.sharding import Mesh
 
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, normal_mesh, split_model
+from models.decoder.mesh import DATA
 from models.engine.cached_pages import CachedPages, CachedSequence, difference, numbered
 from models.engine.config import EngineConfig
+from models.engine.data_ranks import DataRanks
 from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
@@ -161,25 +163,32 @@ class Engine:
             step_tokens=config.max_batched_tokens,
             recycling=config.recycling,
         )
-        self._pools = make_pools(
-            self._groups,
-            page_size=config.page_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            whole_tables=config.batch_invariant,
+        self._pools = tuple(
+            make_pools(
+                self._groups,
+                page_size=config.page_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                whole_tables=config.batch_invariant,
+            )
+            for _ in range(1 if model.mesh is None else model.mesh.shape[DATA])
         )
-        self._runner = Runner(model, config.runner_config(self._pools.table_tokens, self._groups))
-        self._prefix_cache = PrefixCache(self._pools) if config.prefix_caching else None
-        self._scheduler = Scheduler(
-            self._pools,
-            self._prefix_cache,
-            max_batched_tokens=config.max_batched_tokens,
-            max_prefill_seqs=config.prefill_seqs,
-            max_model_len=max_model_len,
-            chunked_prefill=config.chunked_prefill,
-            eos_token_ids=model.config.eos_token_ids,
-            draft_control=_draft_control(model, config),
+        self._runner = Runner(model, config.runner_config(self._pools[0].table_tokens, self._groups))
+        self._prefix_caches = tuple(map(PrefixCache, self._pools)) if config.prefix_caching else ()
+        schedulers = (
+            Scheduler(
+                pools,
+                prefix_cache,
+                max_batched_tokens=config.max_batched_tokens,
+                max_prefill_seqs=config.prefill_seqs,
+                max_model_len=max_model_len,
+                chunked_prefill=config.chunked_prefill,
+                eos_token_ids=model.config.eos_token_ids,
+                draft_control=_draft_control(model, config),
+            )
+            for pools, prefix_cache in itertools.zip_longest(self._pools, self._prefix_caches)
         )
+        self._ranks = DataRanks([*schedulers])
         self._tracked: dict[RequestId, _Tracked] = {}  # in order of arrival
         self._ids = itertools.count()
         self._intact = True
@@ -195,14 +204,14 @@ class Engine:
     @property
     def max_sequence_len(self) -> int:
         """Tokens at which a request ends: the lesser limit of model and cache."""
-        return self._scheduler.max_len
+        return self._ranks.max_len
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has any work left."""
         if not self._intact:
             return any(tracked.finish_reason is None or tracked.num_untold for tracked in self._tracked.values())
-        return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._untold)
+        return self._ranks.has_unfinished or self._in_flight is not None or bool(self._untold)
 
     def warmup(self) -> float:
         """Compiles every shape a step can have, and on a GPU runs it without rows, so that its kernels are loaded;
@@ -253,7 +262,7 @@ class Engine:
         """
         tracked = self._find(request_id)
         with self._changing():
-            aborted = self._scheduler.abort(request_id)
+            aborted = self._ranks.abort(request_id)
             if aborted:
                 self._retain(tracked)
         return aborted
@@ -397,7 +406,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns totals since the engine was made, which are kept as it runs, and the records of the newest steps."""
-        totals, scheduler = self._totals, self._scheduler
+        totals, ranks = self._totals, self._ranks
         return EngineStats(
             steps=tuple(self._records),
             num_steps=totals.steps,
@@ -407,15 +416,15 @@ class Engine:
             decode_tokens=totals.decode_tokens,
             prefill_tokens_per_s=totals.prefill_tokens / totals.prefill_s if totals.prefill_s else 0.0,
             decode_tokens_per_s=totals.decode_tokens / totals.decode_s if totals.decode_s else 0.0,
-            prefix_hit_rate=scheduler.found_tokens / (scheduler.looked_up_tokens or 1),
-            used_pages=self._pages(self._pools.num_owned),
+            prefix_hit_rate=ranks.found_tokens / (ranks.looked_up_tokens or 1),
+            used_pages=self._pages(self._num_owned),
             peak_pages=self._peak_pages,
-            num_pages=self.config.num_pages,
+            num_pages=self.config.num_pages * len(self._pools),
             groups=tuple(
-                GroupStats(group.layers, group.num_heads, group.num_rows, used, peak)
-                for group, used, peak in zip(self._groups, self._pools.num_owned, self._peak_rows, strict=True)
+                GroupStats(group.layers, group.num_heads, group.num_rows * len(self._pools), used, peak)
+                for group, used, peak in zip(self._groups, self._num_owned, self._peak_rows, strict=True)
             ),
-            preemptions=scheduler.num_preemptions,
+            preemptions=ranks.num_preemptions,
             compilations=self._runner.num_compilations,
             compile_s=self._runner.compile_s,
             cache_bytes=self._runner.cache_bytes,
@@ -423,12 +432,22 @@ class Engine:
 
     def _intact_prefix_cache(self) -> PrefixCache:
         """The prefix cache, emptied if the contents of pages were lost when a call was cut short."""
-        if self._prefix_cache is None:
+        if not self._prefix_caches:
             raise ValueError("prefix_caching: expected True, pages are found by way of the prefix cache")
         if self.config.mesh is not None:
             raise NotImplementedError("mesh: pages of one device alone can be exported and imported")
         with self._changing():
-            return self._prefix_cache
+            return self._prefix_caches[0]
+
+    @property
+    def _num_owned(self) -> tuple[int, ...]:
+        """Rows that belong to requests, in each cache group, on all data ranks together."""
+        return tuple(map(sum, zip(*(pools.num_owned for pools in self._pools), strict=True)))
+
+    @property
+    def _hit_tokens(self) -> int:
+        """Tokens found in prefix caches so far."""
+        return sum(cache.hit_tokens for cache in self._prefix_caches)
 
     @functools.cached_property
     def _cache_format(self) -> dict[str, Any]:
@@ -485,7 +504,7 @@ class Engine:
         tracked = _Tracked(Request(request_id, ids, params, salt), self._now(), on_token, kept=own is not None)
         with self._changing():
             try:
-                self._scheduler.add(tracked.request)
+                self._ranks.add(tracked.request)
             except RequestRefused as refusal:
                 tracked.refusal = str(refusal)
             if own is not None:
@@ -510,7 +529,7 @@ class Engine:
         self._in_flight = None
         self._runner.reset()
         tracked = [*self._tracked.values()]
-        self._scheduler.requeue_all([t.request for t in tracked if t.finish_reason is None])
+        self._ranks.requeue_all([t.request for t in tracked if t.finish_reason is None])
         now = self._now()
         for t in tracked:
             t.token_times.extend([now] * (len(t.request.output_ids) - len(t.token_times)))
@@ -542,24 +561,24 @@ class Engine:
 
     def _launch(self) -> _Launched | None:
         planned_s = self._now()
-        hits = self._prefix_cache.hit_tokens if self._prefix_cache else 0
-        plan = self._scheduler.schedule()
-        if plan is None:
+        hits = self._hit_tokens
+        plans = self._ranks.schedule()
+        if plans is None:
             return None
-        cached = self._prefix_cache.hit_tokens - hits if self._prefix_cache else 0
-        used = self._pools.num_owned
+        cached, used = self._hit_tokens - hits, self._num_owned
         self._peak_rows = tuple(map(max, self._peak_rows, used))
         self._peak_pages = max(self._peak_pages, self._pages(used))
-        return _Launched(self._runner.launch(plan, self._capture_logits), planned_s, cached, used)
+        return _Launched(self._runner.launch(plans, self._capture_logits), planned_s, cached, used)
 
     def _collect(self, step: _Launched) -> list[RequestId]:
-        plan = step.result.plan
+        plans = step.result.plans
         rows = step.result.sampled()
         if step.result.logits is not None:
-            self._keep_logits(plan, np.asarray(step.result.logits))
+            for plan, logits in zip(plans, np.split(np.asarray(step.result.logits), len(plans)), strict=True):
+                self._keep_logits(plan, logits)
         now = self._now()
         progressed: dict[RequestId, None] = {}
-        continued = self._scheduler.retire(plan, rows)
+        continued = self._ranks.retire(plans, rows)
         for request, token in continued:
             tracked = self._tracked[request.request_id]
             if token != NONFINITE:
@@ -571,11 +590,13 @@ class Engine:
             if request.is_finished:
                 self._retain(self._tracked[request.request_id])
         ended = self._records[-1].ended_s + self._made_s if self._records else 0.0
+        launched = [plan for plan in plans if plan is not None]
+        decodes = [i < len(plan.decode) for plan in launched for i in range(len(plan.sampling_rows))]
         record = StepRecord(
             ended_s=now - self._made_s,
             duration_s=now - max(ended, step.planned_s),
-            prefill_tokens=sum(row.num_tokens for row in plan.prefill),
-            decode_tokens=sum(len(row.tokens) for row in rows[: len(plan.decode)]),
+            prefill_tokens=sum(row.num_tokens for plan in launched for row in plan.prefill),
+            decode_tokens=sum(len(row.tokens) for row, is_decode in zip(rows, decodes, strict=True) if is_decode),
             cached_tokens=step.cached_tokens,
             used_pages=self._pages(step.used_rows),
             used_rows=step.used_rows,
@@ -586,9 +607,9 @@ class Engine:
         self._totals = self._totals.plus(record)
         return [*progressed]
 
-    def _keep_logits(self, plan: StepPlan, logits: np.ndarray) -> None:
+    def _keep_logits(self, plan: StepPlan | None, logits: np.ndarray) -> None:
         end = 0
-        for row in plan.prefill:
+        for row in () if plan is None else plan.prefill:
             request, first = row.request, end
             end += row.num_tokens
             num_prompt = min(row.num_tokens, len(request.prompt_ids) - row.start)

@@ -71,7 +71,7 @@ class GroupStats:
     Attributes:
       layers: indices of its layers, which have equal windows.
       num_heads: rows of a page.
-      num_rows: rows of the pool.
+      num_rows: rows of the pool, or of those of all data ranks.
       used_rows, peak_rows: rows that belong to requests now, and at most so far.
     """
 
@@ -127,7 +127,8 @@ class EngineStats:
       prefix_hit_rate: prompt tokens found in the prefix cache when their requests were first admitted, of all that
         were looked up then; 0 without any.
       used_pages, peak_pages, num_pages: pages that belong to requests now, at most so far, and in all. If layers or
-        heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up.
+        heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up. Those of
+        all ranks along a mesh's data axis are counted together.
       preemptions: times a request gave up its pages to an older one.
       compilations, compile_s: step shapes compiled, and the seconds that took.
       cache_bytes: bytes of all layers' caches, and of what speculation keeps beside them; on a mesh, of each device's.

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
-from models.decoder.mesh import cache_partition
+from models.decoder.mesh import DATA, cache_partition
 from models.engine.cached_pages import RowFormat, digest_of, read_rows, write_rows
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
@@ -60,40 +60,48 @@ class StepResult:
     """Results of a launched step, on the device.
 
     Attributes:
-      plan: the launched plan.
-      tokens: int32, sampled tokens, NONFINITE where logits were: decode rows of the bucket first, then prefill rows.
+      plans: the launched plans, one for each data rank; None for ranks that had nothing to do.
+      tokens: int32, sampled tokens of each rank, NONFINITE where logits were: decode rows of the bucket first, then
+        prefill rows.
       bucket: the bucket it was padded to.
-      logits: float32 [prefill tokens, V] of a bucket with all_logits, else None.
+      logits: float32 [prefill tokens, V] of each rank, of a bucket with all_logits; else None.
       speculates: whether `tokens` are those of a step that may have drafts, see `speculative_step`.
     """
 
-    plan: StepPlan
+    plans: tuple[StepPlan | None, ...]
     tokens: Int32[Array, "n"]
     bucket: Bucket
     logits: Float[Array, "tokens V"] | None
     speculates: bool = False
 
     def sampled(self) -> list[RowTokens]:
-        """Reads the tokens of each of `plan.sampling_rows`, waiting for the device."""
-        tokens, num_decode = np.asarray(self.tokens), len(self.plan.decode)
+        """Reads the tokens of each of the plans' `sampling_rows`, rank by rank, waiting for the device."""
+        of_ranks = np.asarray(self.tokens).reshape(len(self.plans), -1)
+        ranks = zip(self.plans, of_ranks, strict=True)
+        return [row for plan, tokens in ranks if plan is not None for row in self._sampled_by(plan, tokens)]
+
+    def _sampled_by(self, plan: StepPlan, tokens: Int32[np.ndarray, "n"]) -> list[RowTokens]:
+        num_decode = len(plan.decode)
         if self.speculates:
             decode, prefill = read_tokens(tokens, self.bucket, num_decode)
         else:
             each = [RowTokens([token]) for token in tokens.tolist()]
             decode, prefill = each[:num_decode], each[self.bucket.decode_rows :]
-        return [*decode, *(prefill[i] for i, row in enumerate(self.plan.prefill) if row.samples)]
+        return [*decode, *(prefill[i] for i, row in enumerate(plan.prefill) if row.samples)]
 
 
 class Runner:
     """Owns the weights, the caches and the last sampled token of every running request, all on the device; with
-    speculation also what the proposer needs. A model on a mesh runs inside one `jax.shard_map` around the step."""
+    speculation also what the proposer needs. A model on a mesh runs inside one `jax.shard_map` around the step; each
+    rank along its data axis has rows, tokens and pages of its own."""
 
     def __init__(self, model: Decoder, config: RunnerConfig):
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config, self._mesh = config, model.mesh
         self._model_config, self._index_topk = model.config, model.settings.index_topk
-        self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+        self._num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
+        self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
         self._specs = [model.cache_spec(num_pages, *cache) for num_pages in pages]
@@ -102,7 +110,7 @@ class Runner:
             self._make_last_tokens(),
         )
         if model.mesh is not None:
-            self._state_specs = cache_partition(model.part, self._specs), PartitionSpec()
+            self._state_specs = cache_partition(model.part, self._specs), PartitionSpec(DATA)
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
         self._step, self._weights = split_model(model)
         self._function: Any = run_step
@@ -205,14 +213,17 @@ class Runner:
         mixed = [Bucket(config.decode_buckets[-1], t, all_logits, n) for n in ends for t in config.prefill_buckets]
         return decode_only + prefill_only + mixed
 
-    def bucket_of(self, plan: StepPlan, all_logits: bool = False) -> Bucket:
-        """The smallest bucket that holds the step."""
-        num_prefill = sum(row.num_tokens for row in plan.prefill)
+    def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
+        """The smallest bucket that holds the step of every rank."""
+        some = [plan for plan in plans if plan is not None]
+        num_decode = max(len(plan.decode) for plan in some)
+        num_prefill = max(sum(row.num_tokens for row in plan.prefill) for plan in some)
+        num_drafts = max(plan.num_drafts for plan in some)
         return next(
             bucket
             for bucket in self.buckets(all_logits)
-            if len(plan.decode) <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
-            if plan.num_drafts <= bucket.num_drafts
+            if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
+            if num_drafts <= bucket.num_drafts
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
@@ -240,38 +251,43 @@ class Runner:
         """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""
         function = functools.partial(self._function, self._step, self._config, bucket)
         if self._mesh is not None:
-            everywhere = PartitionSpec()
-            arguments = (specs_of(self._weights), *self._state_specs, everywhere)
-            function = over_mesh(function, self._mesh, arguments, (everywhere, everywhere, *self._state_specs))
-        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32, sharding=self._placement)
+            of_ranks = PartitionSpec(DATA)
+            arguments = (specs_of(self._weights), *self._state_specs, of_ranks)
+            function = over_mesh(function, self._mesh, arguments, (of_ranks, of_ranks, *self._state_specs))
+        size = self._num_ranks * PackedStep.size(self._config, bucket)
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
         return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
-        shapes = self._config.table_shapes(0)
-        tables = tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
-        jax.block_until_ready(self._run(bucket, StepPlan((), (), tables)))
+        jax.block_until_ready(self._run(bucket, [None] * self._num_ranks))
 
-    def launch(self, plan: StepPlan, all_logits: bool = False) -> StepResult:
+    def launch(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
 
         If this raises, the caches may be gone: call `reset`.
+
+        Args:
+          plans: of each data rank; None for one without rows. One of them has some.
+          all_logits: whether the logits of all prefill tokens are wanted.
         """
-        bucket = self.bucket_of(plan, all_logits)
+        bucket = self.bucket_of(plans, all_logits)
         self.compile([bucket])
-        tokens, logits = self._run(bucket, plan)
+        tokens, logits = self._run(bucket, plans)
         tokens.copy_to_host_async()
-        return StepResult(plan, tokens, bucket, logits, self._config.speculate is not None)
+        return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None)
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
         speculate = self._config.speculate
         return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
 
-    def _run(self, bucket: Bucket, plan: StepPlan) -> tuple[Array, Array | None]:
+    def _run(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> tuple[Array, Array | None]:
         """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
-        packed = jax.device_put(PackedStep.pack(self._config, bucket, plan), self._placement)
+        idle = StepPlan((), (), self._config.empty_tables)
+        of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
+        packed = jax.device_put(of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks), self._placement)
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
             self._all_weights(), self._caches, last_tokens, packed

@@ -121,6 +121,15 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def cached_pages(self, request: Request) -> int:
+        """Pages of a request's tokens that the prefix cache has."""
+        cache = self._prefix_cache
+        return 0 if cache is None else cache.lookup(request.token_ids, request.salt)[0].shape[1]
+
     def add(self, request: Request) -> None:
         """Queues a new request.
 

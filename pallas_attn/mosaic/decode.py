@@ -272,6 +272,7 @@ class DecodeInputs(NamedTuple):
         one of [B, Q, Hq, D] (`DecodeTile.packs_queries`).
       k, v: [N·Hkv, ps, D], or with several tokens in a row. A v of None: the first part of a key is the value.
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
+      q_scale: float32 [blocks·rows, width], multiplies the scores of each column; or None.
       block_tables: int32 [B, P] or [B, Hkv, P].
       kv_lens: int32 [B].
       q_lens: int32 [B], or None where every sequence has all queries.
@@ -285,6 +286,7 @@ class DecodeInputs(NamedTuple):
     v: Any
     k_scale: Any
     v_scale: Any
+    q_scale: Any
     block_tables: Any
     kv_lens: Any
     q_lens: Any
@@ -477,6 +479,11 @@ class KvSplit:
         return self.products.scores_layout(self.tile)
 
     @property
+    def block_row(self) -> Any:
+        """Index of the row's queries among those of all blocks."""
+        return self.block * self.x.plan.num_pages.shape[0] + self.row
+
+    @property
     def num_tiles(self) -> Any:
         return pl.cdiv(self.stop - self.start, self.tile.pages) * self.tile.tiles_per_page
 
@@ -524,10 +531,9 @@ class KvSplit:
         """Start the copies of the queries, on one warp."""
         x, mem, packing = self.x, self.mem, self.tile.packing
         if not self.tile.packs_queries:
-            block_row = self.block * x.plan.num_pages.shape[0] + self.row
             for q, part in zip(x.q, mem.q, strict=True):
                 for term in range(q.shape[0]):
-                    plgpu.copy_gmem_to_smem(q.at[term, block_row], part.at[term], mem.q_landed)
+                    plgpu.copy_gmem_to_smem(q.at[term, self.block_row], part.at[term], mem.q_landed)
             return
         heads = pl.ds(packing.first_head(self.block, self.head), packing.block_heads)
         for i in range(packing.block_queries):
@@ -670,6 +676,8 @@ class KvSplit:
         s *= static.score_scale * self.x.k_scale[self.head] if tile.scales == "head" else static.score_scale
         if k_scale is not None:
             s *= over_tokens(k_scale, tile.shape)
+        if self.x.q_scale is not None:
+            s *= over_columns(basics.load(self.x.q_scale.at[self.block_row], PER_COLUMN), tile.shape)
         return s if static.soft_cap is None else self.products.capped(s, static.soft_cap)
 
     # Visibility

@@ -43,6 +43,19 @@ def quantise(
     return values.astype(dtype)
 
 
+def rounded_to_e4m3(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """float32 numbers clipped to ±448 and rounded to those of float8_e4m3fn, half to even; NaN stays.
+
+    By arithmetic: of a conversion there and back, which may exceed its precision, compilers are free to make nothing.
+    """
+    limit = QMAX[jnp.dtype(jnp.float8_e4m3fn)]
+    x = jnp.clip(x, -limit, limit)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    # A unit of the last of three binary places; below 2**-6 they are all 2**-9.
+    unit = jnp.maximum(lax.bitcast_convert_type(bits, jnp.float32), 2.0**-6) * 2.0**-3
+    return jnp.round(x / unit) * unit
+
+
 def dequantise(values: Num[Array, "*#shape"], scale: Float[Array, "*#shape"]) -> Float[Array, "..."]:
     """Stored values times their scale, in float32."""
     return values.astype(jnp.float32) * scale

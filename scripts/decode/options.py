@@ -39,6 +39,7 @@ examples:
   run_decode.py --speculate ngram:4 --verify                 drafts looked up in the text so far: the same tokens
   run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
   run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary over two devices
+  run_decode.py --model DIR --mesh data=2                    requests over two devices, and experts
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].

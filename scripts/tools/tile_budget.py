@@ -2,6 +2,7 @@
 
     make tile-budget
     python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
+                                        [--results benchmarks/results]
 
 A static forecast: if a tile takes more cycles than its bytes, no schedule makes the kernel keep up with the memory.
 Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each takes a
@@ -12,12 +13,16 @@ A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes
 are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
 whether the compiler unrolled the loop or several warpgroups share a tile. Instructions of tcgen05 (UTCHMMA), which a
 thread issues for its thread block, do not tell their shapes: a pass of a loop with them is taken for one tile.
+
+With --results, forecasts of whole calls stand beside times that were measured on an H200 (`MEASURED`): the time of the
+bytes or of the busiest pipe for all tiles, whichever is longer. Their ratio is the error of such forecasts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections import Counter
@@ -48,6 +53,18 @@ TENSOR_BITS = 2048 * 16
 """Multiply-adds per clock of a multiprocessor's tensor cores, times the bits of a factor."""
 WARPGROUP = 128
 """Threads of a warpgroup."""
+MEASURED = {
+    **{
+        f"paged-decode-{cache}-d128-n8": ("paged_decode_caches", f"32/8x128 B64 8192 p64 {cache}")
+        for cache in ("bf16", "f16", "int8-head", "int8-channel", "fp8-head", "fp8-group", "fp8-token")
+    },
+    "mla-swap-ab-512-64-n16": ("mla_decode", "512+64 h16 B128 8192 p64 bf16"),
+    "mla-seesaw-512-64-h128": ("mla_decode", "512+64 h128 B128 8192 p64 bf16"),
+    "ragged-192-128": ("ragged_attention", "16/16x192/128 S1 8192 on 0 bf16"),
+    "ragged-128-128": ("ragged_attention", "32/8x128/128 S1 8192 on 0 bf16"),
+    "paged-prefill-d128": ("paged_prefill", "32/8x128 S1 8192 on 0 p64 bf16"),
+}
+"""Operation and case whose times on an H200 are in benchmarks/results, by listing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +75,13 @@ class Budget:
       counts: instructions by group (`sass.GROUPS`).
       cycles: by pipe, ISSUE among them; they work side by side.
       num_bytes: bytes of the tile.
+      multiply_adds: multiply-adds of the tile.
     """
 
     counts: Mapping[str, float]
     cycles: Mapping[str, float]
     num_bytes: int
+    multiply_adds: int
 
     @property
     def busiest(self) -> str:
@@ -81,6 +100,13 @@ class Card:
     def arrival_cycles(self, num_bytes: int) -> float:
         """Cycles in which one multiprocessor receives so many bytes if all receive as many."""
         return num_bytes * self.multiprocessors / self.bandwidth * self.clock
+
+    def seconds_of(self, budget: Budget, num_bytes: int, flops: int) -> tuple[float, float]:
+        """Seconds that the bytes of a call take, and that the busiest pipe takes for all of its tiles: as many as its
+        bytes or its multiply-adds make, whichever are more.
+        """
+        tiles = max(num_bytes / budget.num_bytes, flops / 2 / budget.multiply_adds)
+        return num_bytes / self.bandwidth, tiles * budget.cycles[budget.busiest] / self.multiprocessors / self.clock
 
 
 def pipe_cycles(instruction: Instruction) -> dict[str, float]:
@@ -116,7 +142,7 @@ def tile_budget(listing: str) -> Budget:
     for instruction in executed:
         counts[instruction.group] += 1
         cycles.update(pipe_cycles(instruction))
-    return Budget(_divided(counts, tiles), _divided(cycles, tiles), int(tile[1]))
+    return Budget(_divided(counts, tiles), _divided(cycles, tiles), int(tile[1]), int(tile[2]))
 
 
 def _divided(numbers: Mapping[str, float], divisor: float) -> dict[str, float]:
@@ -142,15 +168,37 @@ def table(budgets: Mapping[str, Budget], card: Card) -> Table:
     return result
 
 
+def errors_table(budgets: Mapping[str, Budget], card: Card, results: Path) -> Table:
+    """Makes a table with one row for each kernel of which a time was measured."""
+    result = Table(title="Forecasts of calls beside their times", caption="microseconds")
+    for heading in ("kernel", "case", "bytes", "busiest pipe", "forecast", "measured", "measured / forecast"):
+        result.add_column(heading, justify="left" if heading in ("kernel", "case") else "right")
+    for name, budget in budgets.items():
+        if name not in MEASURED:
+            continue
+        operation, case = MEASURED[name]
+        report = json.loads((results / f"{operation}_nvidia_h200.json").read_text())
+        (found,) = (entry for entry in report["cases"] if entry["case"] == case)
+        arrive, busy = (1e6 * x for x in card.seconds_of(budget, found["bytes"], found["flops"]))
+        forecast, measured = max(arrive, busy), found["results"]["mosaic"]["median_us"]
+        times = f"{arrive:,.0f}", f"{budget.busiest} {busy:,.0f}", f"{forecast:,.0f}", f"{measured:,.0f}"
+        result.add_row(name, case, *times, f"{measured / forecast:.2f}")
+    return result
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("listings", nargs="+", type=Path)
     for field in dataclasses.fields(Card):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    parser.add_argument("--results", type=Path, metavar="DIR", help="of measured times, beside which to put forecasts")
     options = parser.parse_args(arguments)
     budgets = {path.stem: tile_budget(path.read_text()) for path in options.listings}
     card = Card(options.bandwidth, options.multiprocessors, options.clock)
-    Console(width=200).print(table(budgets, card))
+    console = Console(width=200)
+    console.print(table(budgets, card))
+    if options.results is not None:
+        console.print(errors_table(budgets, card, options.results))
 
 
 if __name__ == "__main__":

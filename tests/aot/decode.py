@@ -248,6 +248,18 @@ def sinks(columns: int) -> dict[str, Any]:
     return {"sinks": shape(columns * KV_HEADS, dtype=jnp.float32)}
 
 
+def q_scales(configuration: Configuration, queries: int = 1) -> dict[str, Any]:
+    """Scales of 8-bit queries, over caches that take such."""
+    scales = shape(BATCH, queries, configuration.columns // queries * KV_HEADS, dtype=jnp.float32)
+    return {"q_scale": scales} if CACHES[configuration.cache][0] == jnp.float8_e4m3fn else {}
+
+
+def fp8_queries(**changes: Any) -> Case:
+    """Call with 8-bit queries, of which only the scales are news to the kernel."""
+    fp8 = Configuration("fp8-head", **changes)
+    return fp8.case(fp8.arguments() | q_scales(fp8))
+
+
 def blocks() -> Case:
     """Call of 12 heads and 8 queries, which takes two blocks of columns."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
@@ -291,6 +303,7 @@ def unlike() -> dict[str, Case]:
         "fixed-plan": BF16.case(plain | {"plan": BF16.plan("fixed")}),
         "no-plan": BF16.case({name: value for name, value in plain.items() if name != "plan"}),
         "blocks": blocks(),
+        "fp8-queries": fp8_queries(),
         "one-sequence": one_sequence(),
     }
 
@@ -299,6 +312,7 @@ def all_features(configuration: Configuration) -> Case:
     """Call that needs the most registers: all features at once, over the smallest pages."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
+    arguments |= q_scales(wide, queries=4)
     return replace(wide.case(arguments, soft_cap=50.0), blocks=1)  # what else takes registers, sizes are not chosen by
 
 
@@ -404,6 +418,7 @@ def sm100() -> dict[str, Case]:
         **with_all_features(wide),
         "sm100-paged-decode-group-of-4": plain.case(arguments | {"q": shape(BATCH, 1, 4 * KV_HEADS, 128)}),
         "sm100-paged-decode-blocks": plain.case(arguments | {"q": shape(BATCH, 8, 12 * KV_HEADS, 128)}),
+        "sm100-paged-decode-fp8-queries": fp8_queries(columns=32, card="B200"),
         "sm100-paged-decode-window": plain.case(window=1024),
         "sm100-paged-decode-fixed-plan": plain.case(arguments | {"plan": plain.plan("fixed")}),
         "sm100-paged-decode-no-plan": plain.case({name: x for name, x in arguments.items() if name != "plan"}),

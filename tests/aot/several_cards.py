@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
-from models.decoder.mesh import TENSOR, cache_partition, normal_mesh
+from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
@@ -43,7 +43,7 @@ def collectives(text: str) -> list[str]:
     """Collective operations of a compiled module, in the order of its text."""
     if "mosaic_gpu" not in text:
         raise ValueError("expected a kernel in the compiled call, found none")
-    found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\(", text)
+    found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter|collective-[a-z-]+)\(", text)
     return [name.removesuffix("-start") for name in found if not name.endswith("-done")]
 
 
@@ -66,9 +66,9 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
     return collectives(str(jax.jit(run).lower(of_queries, split, *metadata).compile().as_text()))
 
 
-def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> dict[str, int]:
-    """Number of each collective operation in an engine's step whose heads are split over two cards."""
-    cards, settings, sizes = normal_mesh(mesh(TENSOR)), AttentionSettings(implementation="mosaic"), engine.SIZES
+def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -> dict[str, int]:
+    """Number of each collective operation in an engine's step over two cards along an axis of the mesh."""
+    cards, settings, sizes = normal_mesh(mesh(axis)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
     )
@@ -87,13 +87,13 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> dict[str, int]:
 
     def shape(own: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         axes = [
-            size * (2 if axis == TENSOR else 1)
-            for size, axis in zip(own.shape, [*spec, *[None] * own.ndim], strict=False)
+            size * num_devices(cards, (axes,) if isinstance(axes, str) else axes or ())
+            for size, axes in zip(own.shape, [*spec, *[None] * own.ndim], strict=False)
         ]
         return jax.ShapeDtypeStruct(axes, own.dtype, sharding=NamedSharding(cards, spec))
 
     leaves = zip(*(jax.tree.leaves(nnx.state(m)) for m in (whole, model)), strict=True)
-    specs = [PartitionSpec(TENSOR) if one.shape != own.shape else WHOLE for one, own in leaves]
+    specs = [PartitionSpec(HEADS) if one.shape != own.shape else WHOLE for one, own in leaves]
     run, _ = split_model(model)
     weights = jax.tree.leaves(nnx.state(model))
     arguments = (specs, caches, WHOLE, WHOLE)
@@ -112,9 +112,10 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket) -> dict[str, int]:
     return dict(Counter(collectives(str(lowered.compile(GPU_OPTIONS).as_text()))))
 
 
-STEPS = {
+STEPS: dict[str, tuple[Any, ...]] = {
     "gpt-oss": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
     "v2-lite": (engine.V2_LITE, engine.MIXED),
+    "v2-lite, experts of data ranks": (engine.V2_LITE, engine.MIXED, DATA),
 }
 """Models and buckets of steps; their layers are few."""
 

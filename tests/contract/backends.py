@@ -182,6 +182,7 @@ MOSAIC_SLOW = (
     r"test_(decode|prefill)\[mosaic-(no keys but|int window (ps - 1|longer)|head-wise drafts)",
     r"test_(decode|prefill)\[mosaic-(small scale|float16, windows)",
     r"test_(decode|prefill)\[mosaic-G (1,|2,|4,|5|8,|12,|14,|67)",
+    r"test_decode\[mosaic-fp8 queries of (heads|tokens, head-wise)",
     r"test_paged_attention.py::test_output_dtype",
     r"test_(decode|prefill)\[mosaic-(int8 per head, head-wise|int8 in 4)",
     r"test_(decode|prefill)\[mosaic-fp8 (per channel|in 1 group|per head)",
@@ -234,6 +235,7 @@ TRITON_SAMPLE = "|".join(
         "int8 per channel, windows, float16",
         "int8 per head, odd group",
         "fp8 per token, windows",
+        "fp8 queries of tokens, tree",
         "page of 1 token",
         "float32",
     )
@@ -299,7 +301,7 @@ SM100_SAMPLE = (
     r"test_poison_changes_no_bit\[mosaic_sm100-few heads",
     r"test_several_queries\[mosaic_sm100-many heads-4, tree\]",
     # Decode is Hopper's kernel but for its products; tests/ops/test_paged_decode_sm100.py has rows of many tiles.
-    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|tree of 3, windowed)",
+    r"test_decode\[mosaic_sm100-(head-wise windows and sink tokens|tree of 3, windowed|fp8 queries of tokens, tree)",
 )
 """Tests of Blackwell's kernels that the ordinary run interprets; all others are slow."""
 

@@ -35,6 +35,7 @@ class PagedCase:
       sinks: which learned sinks: of ordinary size, all +40, all -inf, or some of each.
       causal: False for a prefill whose queries see all keys.
       tree: a draft mask that is neither causal nor always shows the first column.
+      q_scales: 8-bit queries (decode only), with scales of heads or of heads of each token.
       exact: integer inputs whose dot products are exact and reach +5e5 in some rows, -5e5 in others.
     """
 
@@ -58,6 +59,7 @@ class PagedCase:
     sinks: Literal["ordinary", "large", "-inf", "mixed"] | None = None
     causal: bool = True
     tree: bool = False
+    q_scales: Literal["head", "token"] | None = None
     exact: bool = False
     soft_cap: float | None = None
     sm_scale: float | None = None
@@ -88,6 +90,7 @@ class Inputs:
       kv: arrays of the cache by name, every slot filled.
       visible: bool [B, Hkv, max(q_lens), K], which token each query sees; K = P·ps.
       dead: bool [N, Hkv, ps], slots without a visible token.
+      q_scale: [Hq] or [B, Q, Hq].
     """
 
     case: PagedCase
@@ -99,6 +102,7 @@ class Inputs:
     dead: np.ndarray
     draft_mask: np.ndarray | None
     sinks: np.ndarray | None
+    q_scale: np.ndarray | None
 
     @staticmethod
     def draw(case: PagedCase, rng: np.random.Generator) -> Inputs:
@@ -122,7 +126,11 @@ class Inputs:
         )
         q, kv = _draw_exact(case, rng, tables) if case.exact else _draw_normal(case, rng)
         dead = harness.dead_slots(tables, seen, page_size=case.page_size, num_pages=case.num_pages)
-        return Inputs(case, rng, q, kv, tables, visible, dead, mask, _draw_sinks(case, rng))
+        sinks, q_scale = _draw_sinks(case, rng), None
+        if case.q_scales:  # so small that some queries are past what 8 bits hold
+            of_tokens = (batch, width) if case.q_scales == "token" else ()
+            q_scale = rng.uniform(0.002, 0.02, (*of_tokens, case.q_heads)).astype(np.float32)
+        return Inputs(case, rng, q, kv, tables, visible, dead, mask, sinks, q_scale)
 
     def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Array arguments of `paged_decode`; what must not matter is poison or 0."""
@@ -131,6 +139,11 @@ class Inputs:
         for b, rows in enumerate(self.q):
             q[b, : len(rows)] = rows
         arguments = self._shared(poisoned) | {"q": q, "draft_mask": self.draft_mask}
+        if self.q_scale is not None:
+            scales = np.full(q.shape[:3], np.nan if poisoned else 0, np.float32)
+            for b, rows in enumerate(self.q):
+                scales[b, : len(rows)] = self._scales_of(b)
+            arguments["q_scale"] = self.q_scale if self.q_scale.ndim == 1 else scales
         if (queries > 1 and self.case.q_lens is not None) or any(n == 0 < k for n, k in self._lens):
             arguments["q_lens"] = np.array(self.case.query_lens, np.int32)
         return arguments
@@ -196,6 +209,9 @@ class Inputs:
         results = []
         for b, rows in enumerate(self.q):
             out, lse = np.zeros(rows.shape), np.full(rows.shape[:2], -np.inf)
+            meant = rows.astype(np.float64)
+            if self.q_scale is not None:
+                meant = in_8_bits(rows, self._scales_of(b)).astype(np.float64) * self._scales_of(b)[..., None]
             for head in range(case.kv_heads if len(rows) else 0):
                 tokens = np.flatnonzero(self.visible[b, head].any(axis=0)).tolist()
                 k, v = ({t: self._meant(name, b, head, t) for t in tokens} for name in ("k", "v"))
@@ -204,11 +220,16 @@ class Inputs:
                     if seen:
                         keys, values = (np.stack([x[t] for t in seen]) for x in (k, v))
                         sink = None if self.sinks is None else float(self.sinks[h])
-                        out[i, h], lse[i, h] = _softmax_attention(
-                            case, rows[i, h].astype(np.float64), keys, values, sink
-                        )
+                        out[i, h], lse[i, h] = _softmax_attention(case, meant[i, h], keys, values, sink)
             results.append((out, lse))
         return results
+
+    def _scales_of(self, b: int) -> np.ndarray:
+        """Scales [q_len, Hq] of the queries of a sequence."""
+        if self.q_scale is None:
+            raise ValueError("the case has no 8-bit queries")
+        shape = len(self.q[b]), self.case.q_heads
+        return np.broadcast_to(self.q_scale, shape) if self.q_scale.ndim == 1 else self.q_scale[b, : shape[0]]
 
     def _meant(self, name: str, b: int, head: int, token: int) -> np.ndarray:
         """The key or value that a head of a sequence has for a token: [D] in float64."""
@@ -289,6 +310,11 @@ def _draw_exact(
     k[..., -1] = rng.integers(-8, 9, k.shape[:-1])
     v = _draw_array(rng, "v", k.shape, np.dtype(case.dtype))
     return [rows.astype(case.dtype) for rows in q], {"k": k.astype(case.dtype), "v": v}
+
+
+def in_8_bits(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Queries [..., D] divided by their scales, as float8_e4m3fn."""
+    return (q.astype(np.float32) / scale[..., None]).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
 
 
 def _draw_sinks(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:

@@ -141,6 +141,24 @@ SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED
 TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
 Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
 DECODE = SHARED | {
+    "fp8 queries of heads, sinks": replace(
+        PLAIN, q_scales="head", cache_dtype=FP8, scales="head", sinks="ordinary", dtype="float16"
+    ),
+    "fp8 queries of tokens, tree, cap": replace(
+        DRAFTS,
+        q_scales="token",
+        cache_dtype=FP8,
+        scales=4,
+        q_heads=6,
+        kv_heads=2,
+        head_windows=((9, 1), (FULL, 0)),
+        sinks=None,
+        tree=True,
+        soft_cap=20.0,
+    ),
+    "fp8 queries of tokens, head-wise, over fp8 per channel": replace(
+        PLAIN, q_scales="token", cache_dtype=FP8, scales="channel", head_wise=True
+    ),
     "draft trees over any head's rows": TREE,
     "draft trees that start tiles": replace(TREE, kv_lens=(0, 67, 64, 66, 65)),
     "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),

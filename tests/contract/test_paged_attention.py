@@ -15,7 +15,7 @@ import pytest
 from pallas_attn import FULL, PAGE_NONE, DecodePlan, PagedKV, kv_cache_spec, paged_decode, paged_prefill
 from tests.contract import backends, paged_cases, transformations
 from tests.contract.backends import Backend, every_backend
-from tests.contract.paged_case import Inputs, PagedCase
+from tests.contract.paged_case import Inputs, PagedCase, in_8_bits
 from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
 from tests.ops import harness
 
@@ -182,6 +182,17 @@ def test_agrees_with_decode(backend: Backend) -> None:
     decoded = DECODE.run(backend, case, planned(backend, inputs.case, inputs.decode()))
     out, lse = (x.reshape(12, *x.shape[2:]) for x in decoded)
     harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(inputs.case.dtype))
+
+
+@every_backend("paged_decode", lambda backend: not backend.interpreted)
+def test_queries_that_come_in_8_bits(backend: Backend) -> None:
+    """They give what the same queries give that are rounded by the call, to the bit."""
+    case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
+    inputs = draw(backend, case)
+    arrays = inputs.decode()
+    rounded = DECODE.run(backend, inputs.case, arrays)
+    came = arrays | {"q": in_8_bits(arrays["q"], np.broadcast_to(arrays["q_scale"], arrays["q"].shape[:3]))}
+    harness.assert_same_bits(rounded, DECODE.run(backend, inputs.case, came, out_dtype="float16"))
 
 
 # --- rows and batches

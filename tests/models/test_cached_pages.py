@@ -60,16 +60,14 @@ def make(kind: str, *, seed: int = 3, **changes: Any) -> Engine:
 
 
 def check(engine: Engine) -> None:
-    engine._pools.check()
-    assert engine._prefix_cache is not None
-    engine._prefix_cache.check()
+    engine._pools[0].check()
+    engine._prefix_caches[0].check()
     assert engine.stats().used_pages == 0
 
 
 def hit(engine: Engine, tokens: Sequence[int]) -> int:
     """Pages that a prompt would find."""
-    assert engine._prefix_cache is not None
-    return engine._prefix_cache.lookup(tokens)[0].shape[1]
+    return engine._prefix_caches[0].lookup(tokens)[0].shape[1]
 
 
 def passed_on(pages: CachedPages) -> CachedPages:

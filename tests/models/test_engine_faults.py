@@ -79,7 +79,7 @@ def next_token(seen: Sequence[object]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FakeResult:
-    plan: StepPlan
+    plans: tuple[StepPlan, ...]
     rows: list[RowTokens]
     logits: None = None
 
@@ -103,8 +103,8 @@ class FakeRunner:
         self.last_tokens: dict[int, int] = {}
         self.lens: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan, all_logits: bool) -> FakeResult:
-        steps: list[Any] = []
+    def launch(self, plans: tuple[StepPlan], all_logits: bool) -> FakeResult:
+        (plan,), steps = plans, list[Any]()
         for i, row in enumerate(plan.rows):  # all is read before anything is written
             decodes, salt = i < len(plan.decode), row.request.salt
             if decodes and self.lens[row.slot] >= row.limit:
@@ -117,7 +117,7 @@ class FakeRunner:
             seen = [self.memory[place] for place in places[:start]]
             known = [self.last_tokens[row.slot]] if decodes else row.request.token_ids[start:end]
             steps.append((row, places, seen + [(salt, token) for token in known], drafts))
-        return FakeResult(plan, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
+        return FakeResult(plans, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
 
     def compute(self, row: ScheduledRow, places: list[Any], seen: list[Any], drafts: int) -> RowTokens:
         got = [next_token(seen)] if seen else []
@@ -269,9 +269,9 @@ class FaultyTraffic:
             assert [reason for _, reason in told] == [None] * (len(told) - 1) + [output.finish_reason]
 
     def check_pools(self) -> None:
-        self.engine._pools.check()
-        if self.engine._prefix_cache is not None:
-            self.engine._prefix_cache.check()
+        self.engine._pools[0].check()
+        for cache in self.engine._prefix_caches:
+            cache.check()
         assert self.engine.stats().used_pages == 0
 
 
@@ -361,7 +361,7 @@ def test_any_line_of_a_run_may_be_the_last(monkeypatch, stride):
             assert FaultyTraffic.result(engine.output(i)) == one.wanted
         assert [engine.output(i).output_ids[: len(had)] for i, had in zip(ids, before, strict=True)] == before
         assert all(was in (None, engine.output(i).finish_reason) for i, was in zip(ids, ended, strict=True))
-        engine._pools.check()
+        engine._pools[0].check()
         assert engine.stats().used_pages == 0
     assert at > 5000
 

@@ -84,7 +84,7 @@ def test_tokens_are_those_of_a_plain_run_whatever_the_cache_does(name):
     assert stats.used_pages == 0
     assert stats.peak_pages <= stats.num_pages
     assert (stats.preemptions > 0) == (name == "short of pages")
-    under_test._pools.check()
+    under_test._pools[0].check()
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -105,7 +105,7 @@ def test_requests_that_come_and_go_get_their_own_tokens(name, seed):
         assert output.finish_reason in ("length", "abort")
         assert tuple(output.output_ids) == plain()[prompt][: len(output.output_ids)]
     assert under_test.stats().used_pages == 0
-    under_test._pools.check()
+    under_test._pools[0].check()
 
 
 def test_groups_share_the_memory_and_say_what_they_use():
@@ -136,7 +136,7 @@ def test_windowed_heads_hold_sink_tokens_their_window_and_what_is_written():
     held = []
     while under_test.has_unfinished:
         under_test.step()
-        tables = under_test._pools.tables(range(4))
+        tables = under_test._pools[0].tables(range(4))
         held.append([(table != PAGE_NONE).sum(axis=(0, 2)).tolist() for table in tables])
     prefilling, decoding = held[:3], [pages for pages in held[3:] if any(pages[0])]
     assert [max(pages) for pages in zip(*(mixed for mixed, _ in decoding), strict=True)] == [23, 1 + 3]
@@ -164,7 +164,7 @@ def poisoned(caches: Caches, layers: tuple[int, ...], rows: list[int], head_wise
 def poison(under_test: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills every recycled row with NaN, and table entries without a page with ids far out of range. Returns the number
     of rows that were filled, as it grows."""
-    recycle, pack = under_test._pools.recycle, PackedStep.pack.__func__
+    recycle, pack = under_test._pools[0].recycle, PackedStep.pack.__func__
     filled: list[int] = []
 
     def recycle_and_fill(*args):
@@ -183,7 +183,7 @@ def poison(under_test: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             tables[tables == PAGE_NONE] = 2147480000
         return packed
 
-    monkeypatch.setattr(under_test._pools, "recycle", recycle_and_fill)
+    monkeypatch.setattr(under_test._pools[0], "recycle", recycle_and_fill)
     monkeypatch.setattr(PackedStep, "pack", classmethod(pack_out_of_range))
     return filled
 

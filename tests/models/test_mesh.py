@@ -21,7 +21,8 @@ from models.decoder import MTP, Decoder, KVScales, make_mesh, mesh
 from models.engine import Decoded, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
 from models.engine.config import Bucket
 from models.engine.verify import verify
-from pallas_attn import FULL, PagedKV
+from pallas_attn import FULL, PagedKV, PagedLatent
+from scripts.cli.mesh import parse_mesh
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
 from tests.models.step_case import Pages, step
@@ -33,18 +34,23 @@ WINDOWED = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2,
 PARAMS = [GREEDY, DRAWN] * (len(PROMPTS) // 2)
 
 
-def devices_of(count: int) -> Mesh:
-    if len(jax.devices()) < count:
+type Sizes = int | str
+"""Devices along `tensor`, or a value of --mesh."""
+
+
+def devices_of(sizes: Sizes) -> Mesh:
+    axes = {"tensor": sizes} if isinstance(sizes, int) else parse_mesh(sizes) or {}
+    if len(jax.devices()) < (count := max(axes.values())):
         pytest.skip(f"needs {count} devices")
-    return make_mesh({"tensor": count})
+    return make_mesh(axes)
 
 
 @functools.cache
-def model(config: ModelConfig, devices: int | None = None) -> Decoder:
+def model(config: ModelConfig, devices: Sizes | None = None) -> Decoder:
     return random_model(config, seed=3, mesh=None if devices is None else devices_of(devices))
 
 
-def make(config: ModelConfig, sizes: EngineConfig, devices: int) -> Engine:
+def make(config: ModelConfig, sizes: EngineConfig, devices: Sizes) -> Engine:
     """Makes an engine with one bucket of each kind, so that little is compiled."""
     return Engine(model(config, devices), engine_case.padded(dataclasses.replace(sizes, mesh=devices_of(devices))))
 
@@ -70,7 +76,24 @@ SPLITTABLE = {
     ("name", "devices"),
     [
         ("gpt-oss", 2),  # the one with biases, sinks, windows and experts
+        (
+            "v2-greedy",
+            "data=2,expert=4",
+        ),  # tokens go to experts of the other rank
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
+        *(
+            pytest.param(name, devices, marks=pytest.mark.slow)
+            for name, devices in (
+                ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
+                ("glm-dsa", "expert=4"),
+                ("glm-dsa", "data=2,tensor=2"),
+                ("v3", "data=3"),  # 16 experts on three devices
+                ("gpt-oss", "data=3"),
+                ("gpt-oss-mxfp4", "expert=2"),
+                ("qwen3-window", "data=2,tensor=2"),
+                ("llama", "data=4"),
+            )
+        ),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
             for devices, names in SPLITTABLE.items()
@@ -79,7 +102,7 @@ SPLITTABLE = {
         ),
     ],
 )
-def test_goldens(name: str, devices: int):
+def test_goldens(name: str, devices: Sizes):
     """Tokens and prompt logits are those of transformers."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
@@ -126,19 +149,24 @@ SHORT = engine_case.ENGINES["short of pages"]
 
 
 @functools.cache
-def latent_engine() -> Engine:
-    return make(LATENT, SHORT, 2)
+def latent_engine(devices: Sizes = 2) -> Engine:
+    return make(LATENT, SHORT, devices)
 
 
-def test_traffic_of_a_latent_model():
+@pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4"])
+def test_traffic_of_a_latent_model(devices: Sizes):
     """Chunks, prefixes, preemptions, greedy and drawn, with experts, low-rank queries and a dense layer."""
-    engine = latent_engine()
+    engine = latent_engine(devices)
     outputs = engine.generate(PROMPTS, PARAMS)
     expect_plain(LATENT, outputs)
     assert engine.stats().preemptions > 0
     again = engine.generate(PROMPTS, PARAMS)
     assert [o.output_ids for o in again] == [o.output_ids for o in outputs]
     assert sum(o.cached_tokens for o in again) > 0
+    pages, ranks = engine._runner._caches[0], devices_of(devices).shape["data"]
+    assert isinstance(pages, PagedLatent)
+    assert {shard.data.shape[0] for shard in pages.pages.addressable_shards} == {SHORT.num_pages}
+    assert engine.stats().num_pages == pages.pages.shape[0] == ranks * SHORT.num_pages
 
 
 @pytest.mark.slow
@@ -180,8 +208,9 @@ def test_recycled_pages_of_split_heads_are_what_any_device_sees():
     assert split.devices == (HeadWindows((7, FULL), (2, 0)), HeadWindows((6, 9), (3, 1)))
 
 
-def test_a_step_that_fails_loses_no_token():
-    engine = latent_engine()
+@pytest.mark.parametrize("devices", [2, pytest.param("data=2", marks=pytest.mark.slow)])
+def test_a_step_that_fails_loses_no_token(devices: Sizes):
+    engine = latent_engine(devices)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     while not engine.output(ids[0]).output_ids:
         engine.step()
@@ -197,8 +226,9 @@ def test_a_step_that_fails_loses_no_token():
     assert [engine.output(ids[i]).output_ids for i in (0, 2)] == [wanted[i].output_ids for i in (0, 2)]
 
 
-def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(monkeypatch):
-    engine = latent_engine()
+@pytest.mark.parametrize("devices", [2, pytest.param("data=2,expert=4", marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Sizes, monkeypatch):
+    engine = latent_engine(devices)
     engine.warmup()
     engine.generate(PROMPTS[:2], PARAMS[:2])  # numpy's and jax's own first times
     sent, put = [], jax.device_put
@@ -216,13 +246,21 @@ def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(monkeypatch)
     assert events == []
 
 
-def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache():
-    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits."""
-    engine = latent_engine()
+@pytest.mark.parametrize(
+    ("devices", "exchanged"),
+    [
+        (2, {}),
+        pytest.param("data=2,expert=4", {"all-to-all": 3}, marks=pytest.mark.slow),  # numbers of rows, rows, results
+    ],
+)
+def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
+    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits; data
+    ranks exchange tokens in the one layer that has experts."""
+    engine = latent_engine(devices)
     engine._runner.compile([bucket := Bucket(4, 0)])
     text = engine._runner._compiled[bucket].as_text()
     found = re.findall(r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+|ragged-all-to-all)(?:-start)?\(", text)
-    assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1}
+    assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1, **exchanged}
     gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
     assert [shape.split("{")[0] for shape in gathered] == [f"f32[4,{LATENT.vocab_size}]"]
 
@@ -292,9 +330,15 @@ def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
         ({"heads": 2}, ValueError, "mesh: expected axes among data, tensor, context, expert, got 'heads'"),
         ({"tensor": 0}, ValueError, "mesh: expected at least 1 device along tensor, got 0"),
         ({"tensor": 10**6}, ValueError, r"mesh: expected at most the \d+ devices that are here, got 1000000"),
-        ({"data": 2}, NotImplementedError, "mesh: the engine splits nothing over data yet"),
         ({"context": 2}, NotImplementedError, "mesh: the engine splits nothing over context yet"),
-        ({"expert": 2, "tensor": 2}, NotImplementedError, "mesh: the engine splits nothing over expert yet"),
+        ({"expert": 2, "tensor": 3}, ValueError, "mesh: expert: expected a divisor of data x tensor = 3, got 2"),
+        (
+            {"data": 2, "expert": 1},
+            ValueError,
+            "mesh: expert: expected a multiple of data=2 that divides data x tensor = 2, got 1",
+        ),
+        ({"data": 2, "expert": 3}, ValueError, "expected a multiple of data=2"),
+        ({"data": 2, "tensor": 3, "expert": 4}, ValueError, "that divides data x tensor = 6, got 4"),
     ],
 )
 def test_meshes_that_cannot_be_made(sizes, error, message):
@@ -336,6 +380,30 @@ def test_engines_refuse_other_meshes_proposers_and_exports():
 def test_widths_that_devices_do_not_divide_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         random_model(dataclasses.replace(LATENT, **changes), mesh=devices_of(4))
+
+
+def test_experts_that_cannot_be_split_are_refused():
+    dense = dataclasses.replace(LATENT, first_k_dense_replace=LATENT.num_hidden_layers)
+    with pytest.raises(ValueError, match="mesh: expert: expected 1, a deepseek_v3 without experts has none to split"):
+        random_model(dense, mesh=devices_of("expert=2"))
+    narrow = dataclasses.replace(LATENT, moe_intermediate_size=18)
+    with pytest.raises(ValueError, match="mesh: tensor: expected a divisor of 18 shared columns, got 4 devices"):
+        random_model(narrow, mesh=devices_of("expert=4"))
+
+
+def test_devices_hold_whole_experts():
+    """Five experts on four devices: two each, of which the last ones are zeros."""
+    config = dataclasses.replace(LATENT, n_routed_experts=5, n_group=1, topk_group=1)
+    layer: Any = random_model(config, seed=3).layers[1]
+    split: Any = random_model(config, seed=3, mesh=devices_of("data=2,expert=4")).layers[1]
+    for name in ("gate_up_proj", "down_proj"):
+        whole = np.asarray(getattr(layer.mlp, name)[...])
+        padded = np.pad(whole, [(0, 3), (0, 0), (0, 0)])
+        shards = getattr(split.mlp, name)[...].addressable_shards
+        np.testing.assert_array_equal(np.concatenate([shard.data for shard in shards]), padded)
+    shared = split.mlp.shared_experts.gate_up_proj.weight[...]
+    assert [shard.data.shape for shard in shared.addressable_shards] == [(32, 16)] * 4  # two devices share 2 x 16
+    assert split.mlp.gate.weight[...].is_fully_replicated
 
 
 def test_a_vocabulary_that_devices_do_not_divide_is_whole_on_each():

@@ -65,7 +65,7 @@ def runner() -> Runner:
 def test_a_step_takes_the_smallest_bucket_that_holds_it(runner, num_decode, prefill, bucket):
     decode = tuple(row(i, 3, 1) for i in range(num_decode))
     plan = StepPlan(decode, tuple(row(i, 0, n) for i, n in enumerate(prefill)), ())
-    assert runner.bucket_of(plan) == bucket
+    assert runner.bucket_of([plan]) == bucket
     assert bucket in runner.buckets()
 
 
@@ -139,19 +139,19 @@ def test_a_compiled_step_copies_no_cache(runner, bucket):
 
 
 def test_a_failed_step_leaves_a_runner_that_can_start_over(runner):
-    before = runner.launch(MIXED).sampled()
+    before = runner.launch([MIXED]).sampled()
     for cache in runner._caches:
         cache.pages.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
-        runner.launch(MIXED)
+        runner.launch([MIXED])
     runner.reset()
-    assert runner.launch(MIXED).sampled()[1:] == before[1:]  # the decode row's last token was on the device
+    assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # the decode row's last token was on the device
     assert all(bool(jnp.all(jnp.isfinite(cache.pages))) for cache in runner._caches)
 
 
 def test_padding_writes_nothing(runner):
     runner.reset()
-    runner.launch(MIXED)
+    runner.launch([MIXED])
     written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
     for page, offset in [(7, 1), (9, 0), (9, 1), (9, 2), (9, 3), (2, 0), (11, 0), (11, 1)]:
         written[page, offset] = True
@@ -162,7 +162,7 @@ def test_padding_writes_nothing(runner):
 @pytest.mark.parametrize("bucket", [Bucket(1, 0), Bucket(4, 8)], ids=str)
 def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     fresh = Runner(model(), SIZES)
-    fresh.launch(MIXED).sampled()
+    fresh.launch([MIXED]).sampled()
     before = jax.tree.map(np.array, (fresh._caches, fresh._last_tokens))
     assert any(leaf.any() for leaf in jax.tree.leaves(before))
     fresh.compile([bucket])

@@ -102,7 +102,7 @@ def run(engine: Engine, params: SamplingParams, share: float, family: str = "lat
     ]
     while engine.has_unfinished:
         engine.step()
-        engine._pools.check()
+        engine._pools[0].check()
     outputs = [engine.output(i) for i in ids]
     for output, wanted in zip(outputs, plain(family)[params], strict=True):
         assert (output.output_ids, output.finish_reason) == (wanted, "length")
@@ -183,7 +183,7 @@ def test_a_draft_model_of_another_family_changes_no_token():
 @pytest.mark.slow
 def test_a_draft_model_is_ready_after_steps_without_drafts():
     engine = make(speculate=Speculation(DraftModelProposer(model()), 2))
-    control = engine._scheduler._draft_control
+    control = engine._ranks.schedulers[0]._draft_control
     assert control is not None
     steps = itertools.cycle([0, 0, 2, 1, 0, 2, 2])
     control.num_drafts = lambda requests: next(steps)  # pyrefly: ignore[bad-assignment]

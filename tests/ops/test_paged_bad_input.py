@@ -111,7 +111,18 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("implementation", {"implementation": "cuda"}, "implementation: expected None or names among .*, got 'cuda'"),
     ("no implementation", {"implementation": ()}, "implementation: expected None or names among"),
 ]
+Q8: dict[str, Any] = {"kv": cache(jnp.float8_e4m3fn, of(HKV)), "q_scale": of(HQ)}
 ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
+    ("a scale of KV heads", Q8 | {"q_scale": of(HKV)}, r"q_scale: expected shape \[Hq=4\], got \[2\]"),
+    ("a scale of tokens", Q8 | {"q_scale": of(B, Q)}, r"q_scale: expected shape \[B=3, Q=2, Hq=4\], got \[3, 2\]"),
+    ("a number as q_scale", Q8 | {"q_scale": 0.5}, "q_scale: expected an array, got 0.5"),
+    ("16-bit q_scale", Q8 | {"q_scale": of(HQ, dtype=jnp.bfloat16)}, "q_scale: expected dtype float32, got bfloat16"),
+    ("8-bit queries", {"q": of(B, Q, HQ, D, dtype=jnp.float8_e4m3fn)}, "q: expected dtype .*, got float8_e4m3fn"),
+    (
+        "no out dtype of 8-bit queries",
+        Q8 | {"q": of(B, Q, HQ, D, dtype=jnp.float8_e4m3fn)},
+        "out_dtype: expected one of 16 or 32 bits with queries in float8_e4m3fn, got None",
+    ),
     ("q rank", {"q": of(B, HQ, D)}, r"q: expected shape \[B, Q, Hq, D\], got \[3, 4, 16\]"),
     ("q dtype", {"q": of(B, Q, HQ, D, dtype=jnp.int8)}, "q: expected dtype bfloat16 or float16 or float32, got int8"),
     ("a plan of another class", {"plan": 3}, "plan: expected a DecodePlan, got 3"),
@@ -153,6 +164,21 @@ def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: di
         op(**call | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_scale": of(B, Q, HQ, 1)}, r"q_scale: takes a scale for each head .*blocks of columns.*got \[3, 2, 4, 1\]"),
+        ({"kv": INT8}, "q_scale: takes a cache in float8_e4m3fn, .*; got one in int8"),
+        ({"kv": KV}, "q_scale: takes a cache in float8_e4m3fn, .*; got one in float32"),
+    ],
+    ids=["blocks", "int8", "float32"],
+)
+def test_8_bit_queries_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    op: Callable[..., Any] = paged_decode
+    with pytest.raises(NotImplementedError, match=message):
+        op(**DECODE | Q8 | changes)
+
+
 @pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
 def test_an_implementation_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]
@@ -177,6 +203,7 @@ def test_right_arguments(op: Callable[..., Any], call: dict[str, Any], kv: Paged
             "draft_mask": of(B, Q, Q, dtype=bool),
             "plan": plan(window="per head", q_lens=True),
         }
+        optional |= {"q_scale": of(B, Q, HQ)} if kv.k.dtype == jnp.float8_e4m3fn else {}
     static = {"sm_scale": 1.0, "soft_cap": 2.0, "out_dtype": jnp.float16, "implementation": ("mosaic", "xla")}
     out = jax.eval_shape(lambda arrays: op(**arrays, **static), call | optional)
     assert (out.shape, out.dtype) == (call["q"].shape, jnp.float16)

@@ -566,13 +566,14 @@ def test_help_teaches(capsys):
     assert "default: None" not in text
 
 
-def test_two_devices_decode_what_one_does(run_json):
+@pytest.mark.parametrize("axis", ["tensor", "data"])
+def test_two_devices_decode_what_one_does(run_json, axis):
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     model = ROOT / "tests" / "goldens" / "llama"
     sizes = [*SIZES, "--decode-buckets", "2", "--prefill-buckets", "16", "--max-tokens", "6"]
-    args = ["--model", model, "--prompt-ids", model / "prompts.json", *sizes, "--mesh", "tensor=2", "--verify"]
+    args = ["--model", model, "--prompt-ids", model / "prompts.json", *sizes, "--mesh", f"{axis}=2", "--verify"]
     result = run_json(*args)
     with np.load(model / "golden.npz") as golden:
         assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in range(4)]
-    assert (result["run"]["mesh"], result["run"]["verified"]) == ({"tensor": 2}, True)
+    assert (result["run"]["mesh"], result["run"]["verified"]) == ({axis: 2}, True)

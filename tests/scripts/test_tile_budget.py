@@ -1,13 +1,16 @@
 """The instruction budget of a kernel's listing: kinds of instructions, loops, and their sums per tile."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.harness.session import RESULTS
 from scripts.tools.sass import Instruction, loops, main_loops, parse
-from scripts.tools.tile_budget import ISSUE, Card, main, pipe_cycles, tile_budget
+from scripts.tools.tile_budget import ISSUE, MEASURED, Card, main, pipe_cycles, tile_budget
+from tests.aot.cases import CASES
 
 LISTING = Path(__file__).parent / "stream_matmul.sass"
 SAMPLE = LISTING.read_text()
@@ -202,3 +205,28 @@ def test_the_table(capsys):
     arrive = 16384 * 132 / 2.15e12 * 1.98e9
     assert cells[0] == "stream_matmul"
     assert cells[-5:] == ["134", "tensor 256", "16,384", f"{arrive:,.0f}", f"{256 / arrive:.0%}"]
+
+
+def test_forecasts_stand_beside_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a call whose multiply-adds make more tiles than its bytes, and whose tensor cores take longer than these."""
+    sample = tmp_path / "paged-prefill-d128.sass"
+    sample.write_text(SAMPLE)
+    (tile,) = re.findall(r"// tile: (\d+) bytes, (\d+) multiply-adds", SAMPLE)
+    num_bytes, multiply_adds = map(int, tile)
+    case = {"case": MEASURED[sample.stem][1], "bytes": 500 * num_bytes, "flops": 2 * 132 * 1000 * multiply_adds}
+    report = {"cases": [case | {"results": {"mosaic": {"median_us": 200.0}}}]}
+    (tmp_path / "paged_prefill_nvidia_h200.json").write_text(json.dumps(report))
+    main([str(sample), str(LISTING), "--clock", "2e9", "--bandwidth", "1e12", "--results", str(tmp_path)])
+    printed = capsys.readouterr().out.partition("Forecasts of calls")[2]
+    (row,) = (line for line in printed.splitlines() if "│" in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert cells == [sample.stem, case["case"], "8", "tensor 128", "128", "200", "1.56"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_was_measured_is_there(name: str) -> None:
+    """Each case in its result, each kernel among the cases that are compiled."""
+    operation, case = MEASURED[name]
+    report = json.loads((RESULTS / f"{operation}_nvidia_h200.json").read_text())
+    assert [entry for entry in report["cases"] if entry["case"] == case and "mosaic" in entry["results"]]
+    assert name in CASES

@@ -36,6 +36,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
         v=None,
         k_scale=None,
         v_scale=None,
+        q_scale=None,
         block_tables=call.block_tables,
         kv_lens=call.kv_lens,
         q_lens=call.q_lens,

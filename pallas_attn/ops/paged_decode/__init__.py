@@ -22,6 +22,7 @@ def paged_decode(
     sinks: Float[Array, "Hq"] | None = None,
     soft_cap: float | None = None,
     draft_mask: Bool[Array, "B Q Q"] | None = None,
+    q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None = None,
     plan: DecodePlan | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -33,7 +34,7 @@ def paged_decode(
     window shows. The new tokens' keys must already be in the pages.
 
     Args:
-      q: queries in bfloat16, float16 or float32.
+      q: queries in bfloat16, float16 or float32; with `q_scale` also in float8_e4m3fn, divided by it already.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables. Entry j holds
         tokens [j·ps, (j + 1)·ps); those of PAGE_NONE, and of ids outside the pool, are invisible; entries without a
@@ -45,9 +46,13 @@ def paged_decode(
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
+      q_scale: float32, for each query head or each head of each token: attends with 8-bit queries over a
+        float8_e4m3fn cache. q is divided by it (IEEE), clipped to ±448 and rounded to float8_e4m3fn (half to even),
+        unless it comes so. Scores are of these values, times `q_scale`, times the scales of the keys, whatever their
+        layout. None for queries as they are. It must be positive.
       plan: from `plan_decode`, made for these lengths and windows; changes speed and rounding only.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's.
+      out_dtype: of the output; None for q's, unless that is float8_e4m3fn.
       implementation: None, a name, or names to try in order.
 
     Returns:
@@ -56,7 +61,8 @@ def paged_decode(
 
     Raises:
       ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      NotImplementedError: a `q_scale` over another cache, or of blocks of columns; or the implementation named does not
+        support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -77,6 +83,7 @@ def paged_decode(
         window=checks.window(window),
         sinks=sinks,
         draft_mask=draft_mask,
+        q_scale=q_scale,
         plan=plan,
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),

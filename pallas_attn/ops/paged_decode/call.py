@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.portable.quantise import divide, rounded_to_e4m3
 from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +32,7 @@ class PagedDecodeCall:
     window: int | HeadWindow | None
     sinks: Float[Array, "Hq"] | None
     draft_mask: Bool[Array, "B Q Q"] | None
+    q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None
     plan: DecodePlan | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
@@ -65,6 +69,11 @@ class PagedDecodeCall:
         """`out_dtype`, or q's for None."""
         return checks.output_dtype(self.out_dtype, self.q.dtype)
 
+    @property
+    def queries(self) -> Float[Array, "B Q Hq D"]:
+        """q as it is meant: in float32 and times `q_scale` where there is one."""
+        return self.q if self.q_scale is None else self.q.astype(jnp.float32) * self.q_scale[..., None]
+
     def without_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
         """Output and LSE of a call without sequences or without queries."""
         return jnp.zeros(self.q.shape, self.output_dtype), jnp.zeros(self.q.shape[:3], jnp.float32)
@@ -85,18 +94,32 @@ class PagedDecodeCall:
         )
 
     def bounded(self) -> PagedDecodeCall:
-        """The call as implementations take it: lengths and windows held to what there is room for."""
+        """The call as implementations take it: lengths and windows held to what there is room for. Where there is a
+        `q_scale`, q holds e4m3 values in a wider dtype, of which [B, Q, Hq] has the scales.
+        """
+        q, q_scale = self._rounded_queries()
         return dataclasses.replace(
             self,
+            q=q,
+            q_scale=q_scale,
             kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
             q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
             window=checks.bound_window(self.window),
         )
 
+    def _rounded_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"] | None]:
+        """Queries rounded to e4m3, exactly as numbers of q's dtype or of float16, and a scale for each row."""
+        if self.q_scale is None:
+            return self.q, None
+        q_scale = jnp.broadcast_to(self.q_scale, self.q.shape[:3])
+        if self.q.dtype == E4M3:
+            return self.q.astype(jnp.float16), q_scale
+        return rounded_to_e4m3(divide(self.q.astype(jnp.float32), q_scale[..., None])).astype(self.q.dtype), q_scale
+
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raises ValueError unless the arguments fit each other, NotImplementedError for scales of another kind."""
         dims = checks.Dims()
-        dims.check("q", self.q, "B Q Hq D", checks.PLAIN)
+        dims.check("q", self.q, "B Q Hq D", checks.PLAIN if self.q_scale is None else (*checks.PLAIN, E4M3))
         checks.check_kv(self.kv, dims)
         checks.check_heads(dims["Hq"], dims["Hkv"])
         checks.check_block_tables(self.block_tables, dims, rows="B")
@@ -110,6 +133,24 @@ class PagedDecodeCall:
             dims.check("draft_mask", self.draft_mask, "B Q Q", checks.BOOL)
         checks.check_positive("sm_scale", self.sm_scale)
         checks.check_positive("soft_cap", self.soft_cap)
+        if self.q_scale is not None:
+            self._check_q_scale(self.q_scale, dims)
         checks.output_dtype(self.out_dtype, self.q.dtype)
         if self.plan is not None:
             checks.check_plan(self.plan, self.plan_key)
+
+    def _check_q_scale(self, q_scale: Any, dims: checks.Dims) -> None:
+        checks.check_dtype("q_scale", q_scale, checks.F32)
+        shape = tuple(q_scale.shape)
+        if len(shape) == 4 and shape[:3] == tuple(self.q.shape[:3]):
+            raise NotImplementedError(
+                "q_scale: takes a scale for each head [Hq], or for each head of each token [B, Q, Hq]; scales of "
+                f"blocks of columns are not interpreted, got {list(shape)}"
+            )
+        dims.check("q_scale", q_scale, "Hq" if len(shape) == 1 else "B Q Hq")
+        if self.kv.k.dtype != E4M3:
+            raise NotImplementedError(
+                f"q_scale: takes a cache in {E4M3.name}, of the queries' 8 bits; got one in {self.kv.k.dtype.name}"
+            )
+        if self.q.dtype == E4M3 and self.out_dtype is None:
+            raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {E4M3.name}, got None")

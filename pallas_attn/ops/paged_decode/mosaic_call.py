@@ -23,6 +23,7 @@ def attend(
       terms: [B, Q, Hq, D] each, whose sum is the queries times `query_scale`.
     """
     kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
+    q_scale = call.q_scale
     packed = [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in terms]
     rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
     inputs = DecodeInputs(
@@ -31,6 +32,7 @@ def attend(
         v=kv.v.reshape(rows),
         k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
+        q_scale=None if q_scale is None else packing.pack(q_scale[..., None]).reshape(-1, packing.width),
         block_tables=call.block_tables,
         kv_lens=call.kv_lens,
         q_lens=call.q_lens,

@@ -11,7 +11,7 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, in_wind
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
-    q, kv, kv_lens = call.q, call.kv, call.kv_lens
+    q, kv, kv_lens = call.queries, call.kv, call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
     k, v, exists = oracle.gather_kv(kv, call.block_tables)
     key = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32)[None], (k.shape[0], k.shape[2]))

@@ -53,7 +53,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     out, lse, *partial = launch(
         _attend,
-        *(call.q, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
+        *(call.q, call.q_scale, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
         *(call.block_tables, call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
         *(call.draft_mask, call.sinks, *plans.followed(plan)),
@@ -106,6 +106,7 @@ def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
 @kernel
 def _attend(
     q_ptr,  # [B, QUERIES, Q_HEADS, D]
+    q_scale_ptr,  # [B, QUERIES, Q_HEADS] or None
     k_ptr,  # [pool rows, PAGE, D]
     v_ptr,
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, D], [pool rows, GROUPS] or None
@@ -190,6 +191,9 @@ def _attend(
         held = real_row[:, None] & real_d[None, :]
         q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
         q_rest = q
+        q_scale = 1.0
+        if q_scale_ptr is not None:
+            q_scale = tl.load(q_scale_ptr + out_row, mask=real_row, other=0.0)[:, None]
         k_scale = 1.0
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
@@ -230,6 +234,8 @@ def _attend(
                 scores = scores * k_scale
             if BY_TOKEN:
                 scores = scores * _token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
+            if q_scale_ptr is not None:
+                scores = scores * q_scale
             if CAP is not None:
                 scores = soft_capped(scores * SCALE, CAP)
             scores = tl.where(visible, scores, float("-inf"))

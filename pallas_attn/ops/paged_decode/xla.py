@@ -46,7 +46,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
     out, lse = attend_rows(
-        head_rows.split(call.q, num_kv_heads),
+        head_rows.split(call.queries, num_kv_heads),
         tiles.num_tiles,
         load_tile,
         sources=call,

@@ -54,7 +54,7 @@ def plan_decode(
     then share whole pieces.
 
     Args:
-      q: as `paged_decode` takes it or, for `mla_decode`, the pair (q_latent, q_rope).
+      q: as `paged_decode` takes it, with a `q_scale` or without, or, for `mla_decode`, the pair (q_latent, q_rope).
       cache: the `PagedKV` or `PagedLatent` of any of the layers.
       block_tables: as the calls take them. Of q, cache and block_tables only shapes and dtypes matter, so
         `jax.ShapeDtypeStruct`s will do.
@@ -191,6 +191,8 @@ def _decode_call(
 ) -> PagedDecodeCall | MlaDecodeCall:
     """A call that would follow the plan."""
     if isinstance(cache, PagedKV):
+        if hasattr(q, "dtype") and q.dtype == jnp.float8_e4m3fn:  # kernels get these as float16
+            q = q.astype(jnp.float16)
         return PagedDecodeCall(
             q,
             cache,
@@ -200,6 +202,7 @@ def _decode_call(
             window=window,
             sinks=None,
             draft_mask=None,
+            q_scale=None,
             plan=None,
             sm_scale=None,
             soft_cap=soft_cap,

@@ -1,0 +1,409 @@
+"""Tries the kernels on a card for the first time: what runs at all, what is right, and how fast it is, in this order.
+
+    python -m scripts.tools.first_run [--out out/first_run] [--parts smoke contract benchmarks] [--case-seconds 240]
+
+1. smoke: the smallest call of each operation beside the reference, each in a process of its own.
+2. contract: the contract suites on compiled kernels, a file at a time, without a test that hung before.
+3. benchmarks: copy bandwidth and matrix rate, and a quick grid of each operation, to JSON.
+
+Nothing waits for ever: a case that gives no result in time is ended, named, and counted as hung, and the rest goes on.
+What was found is in summary.json after each case. The status is 0 if all of it is right, 1 if not; 3 without a card
+that has kernels (compute capability 9.0 or 10.0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.cli.command_line import Failure, UsageError, check_outputs, exit_status, write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("smoke", "contract", "benchmarks")
+CAPABILITIES = ("9.0", "10.0")
+"""Compute capabilities of the cards that have kernels in Mosaic."""
+GRIDS = {
+    "paged_decode": "gqa-quick",
+    "mla_decode": "mla-quick",
+    "paged_prefill": "prefill-quick",
+    "ragged_attention": "prefill-quick",
+    "write_kv": "writes",
+}
+"""Grid of each operation that is measured."""
+MOST_HANGS = 3
+"""Tests of a file that may hang before the rest of it is given up."""
+TOLERANCE = 0.02
+"""Largest error, of the largest value of a result; bfloat16 is rounded by 0.004."""
+
+
+# --- smoke: smallest calls, each of which runs in a process of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class SmokeCall:
+    """Inputs of small calls: two sequences of 1 and 40 tokens in pages of 16.
+
+    Attributes:
+      implementation: that is tried.
+    """
+
+    implementation: str
+
+    def __call__(self, name: str, *arguments: Any, **options: Any) -> Any:
+        import pallas_attn
+
+        return getattr(pallas_attn, name)(*arguments, **options, implementation=self.implementation)
+
+    def normal(self, *shape: int, dtype: str = "bfloat16") -> Any:
+        import jax
+
+        return jax.random.normal(jax.random.key(sum(shape)), shape, "float32").astype(dtype)
+
+    def ints(self, *values: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.array(values, jnp.int32)
+
+    @property
+    def tables(self) -> Any:
+        return self.ints([3, -1, -1], [5, 1, 2])
+
+    @property
+    def lens(self) -> Any:
+        return self.ints(1, 40)
+
+    def kv(self, *, quantised: bool = False) -> Any:
+        """A cache of 8 pages, two heads of width 64."""
+        from pallas_attn import PagedKV
+
+        pages = self.normal(8, 2, 16, 64), self.normal(8, 2, 16, 64) * 0.5
+        if not quantised:
+            return PagedKV(*pages)
+        scale = self.normal(2, dtype="float32") ** 2 * 0.01 + 0.01
+        k, v = ((page / 0.02).astype("float8_e4m3fn") for page in pages)
+        return PagedKV(k, v, scale, scale)
+
+    def latents(self) -> Any:
+        """A cache of 8 pages of latents of 128 + 64 columns."""
+        from pallas_attn import PagedLatent
+
+        return PagedLatent(self.normal(8, 16, 192))
+
+    def decode(self, heads: int = 4, *, quantised: bool = False, **options: Any) -> Any:
+        """Result of `paged_decode`, with one query each."""
+        q = self.normal(2, 1, heads, 64)
+        return self("paged_decode", q, self.kv(quantised=quantised), self.tables, self.lens, **options)
+
+    def planned(self) -> Any:
+        """`paged_decode` by a plan, which the reference does without."""
+        q, kv = self.normal(2, 1, 4, 64), self.kv()
+        plan = None
+        if self.implementation != "reference":
+            plan = self("plan_decode", q, kv, self.tables, self.lens)
+        return self("paged_decode", q, kv, self.tables, self.lens, plan=plan)
+
+    def latent_decode(self, heads: int) -> Any:
+        q = self.normal(2, 1, heads, 128), self.normal(2, 1, heads, 64)
+        return self("mla_decode", *q, self.latents(), self.tables, self.lens, sm_scale=0.1)
+
+    def latent_prefill(self) -> Any:
+        q = self.normal(21, 4, 128), self.normal(21, 4, 64)
+        weights = self.normal(4, 128, 128) * 0.1, self.normal(4, 128, 128) * 0.1
+        arguments = *q, self.normal(21, 192), self.latents(), *weights, self.tables, self.ints(0, 1, 21), self.lens
+        return self("mla_prefill", *arguments, sm_scale=0.1)
+
+    def ragged(self) -> Any:
+        keys = self.normal(41, 2, 128), self.normal(41, 2, 128) * 0.5
+        return self("ragged_attention", self.normal(21, 4, 128), *keys, self.ints(0, 1, 21), self.ints(0, 1, 41))
+
+    def written(self) -> Any:
+        new = self.normal(2, 2, 64), self.normal(2, 2, 64) * 0.5
+        return self("write_kv", self.kv(), *new, self.ints(48, 33))
+
+    def scales(self) -> Any:
+        return self.normal(4, dtype="float32") ** 2 * 0.01 + 0.01
+
+
+def _prefill(call: SmokeCall) -> Any:
+    return call("paged_prefill", call.normal(21, 4, 64), call.kv(), call.tables, call.ints(0, 1, 21), call.lens)
+
+
+def _gather(call: SmokeCall) -> Any:
+    new = call.normal(21, 192)
+    return call("gather_latent", call.latents(), new, call.tables, call.ints(0, 1, 21), call.lens, length=41)
+
+
+SMOKE: dict[str, Callable[[SmokeCall], Any]] = {
+    "write_kv": SmokeCall.written,
+    "write_latent": lambda call: call("write_latent", call.latents(), call.normal(2, 192), call.ints(48, 33)),
+    "gather_latent": _gather,
+    "plan_decode": SmokeCall.planned,
+    "paged_decode": SmokeCall.decode,
+    "paged_decode of fp8": lambda call: call.decode(quantised=True),
+    "paged_decode of fp8 by fp8": lambda call: call.decode(quantised=True, q_scale=call.scales()),
+    "paged_prefill": _prefill,
+    "ragged_attention": SmokeCall.ragged,
+    "mla_decode of 16 heads": lambda call: call.latent_decode(16),
+    "mla_decode of 128 heads": lambda call: call.latent_decode(128),
+    "mla_prefill": SmokeCall.latent_prefill,
+}
+"""Results of the smallest calls; those without products come first."""
+
+
+def error_of(name: str, implementation: str) -> float:
+    """Largest difference of a smoke case's result from the reference's, relative to the largest value there."""
+    import jax
+    import numpy as np
+
+    def result(implementation: str) -> list[Any]:
+        computed = jax.jit(lambda: SMOKE[name](SmokeCall(implementation)))()
+        return [np.asarray(x.astype("float32")) for x in jax.tree.leaves(computed)]
+
+    pairs = list(zip(result(implementation), result("reference"), strict=True))
+    return max(float(np.max(np.abs(got - want)) / np.max(np.abs(want))) for got, want in pairs)
+
+
+# --- processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+      status: exit status; None if it was ended for want of a result.
+      output: standard output and error.
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        return next((line.strip() for line in reversed(self.output.splitlines()) if line.strip()), "no output")
+
+
+def run_process(arguments: list[str], seconds: float, log: Path | None = None) -> Ended:
+    """Runs Python with these arguments, and ends it with all that it started if it takes longer.
+
+    A process whose kernel hangs may not go until the driver lets it; it is not waited for.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path[1:]])
+    began, status = time.monotonic(), None
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="backslashreplace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        status = process.returncode
+    except subprocess.TimeoutExpired as late:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = _text(late.stdout)
+        try:
+            output = process.communicate(timeout=10)[0]
+        except subprocess.TimeoutExpired as stuck:
+            output = _text(stuck.stdout) or output
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if log is not None:
+        log.write_text(output)
+    return Ended(status, output, time.monotonic() - began)
+
+
+def _text(output: str | bytes | None) -> str:
+    """What a process wrote until it was ended; `subprocess` keeps it as bytes."""
+    return output.decode(errors="backslashreplace") if isinstance(output, bytes) else output or ""
+
+
+def this(*arguments: str) -> list[str]:
+    """Arguments of Python for this command."""
+    return ["-m", "scripts.tools.first_run", *arguments]
+
+
+# --- parts
+
+
+def smoke(name: str, seconds: float, implementation: str = "mosaic") -> dict[str, Any]:
+    """Runs a smoke case; the outcome is "right", "wrong", "failed" or "hung", and what there is to say of it."""
+    ended = run_process(this("--case", name, "--implementation", implementation), seconds)
+    entry: dict[str, Any] = {"case": name, "seconds": round(ended.seconds, 1)}
+    if ended.status is None:
+        return entry | {"outcome": "hung", "words": f"{name} gave no result in {seconds:g} s and was ended"}
+    if ended.status:
+        return entry | {"outcome": "failed", "words": ended.last_line, "output": ended.output[-4000:]}
+    error = json.loads(ended.last_line)["error"]
+    right = error <= TOLERANCE  # NaN is not
+    return entry | {"outcome": "right" if right else "wrong", "words": f"error {error:.1g}", "error": error}
+
+
+def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
+    """Runs a file of the contract suites, again without each test that hung, up to `MOST_HANGS` of them."""
+    hung: list[str] = []
+    began = time.monotonic()
+    while True:
+        skipped = [f"--deselect={test}" for test in hung]
+        arguments = ["-m", "pytest", str(file.relative_to(ROOT)), "-v", "--color=no", "-p", "no:cacheprovider"]
+        arguments += ["-m", "not slow and not gpu", "-k", "mosaic", "--tb=short", *skipped]
+        arguments += [f"--timeout={seconds:g}", "--timeout-method=thread"]  # it ends the process, whatever that does
+        ended = run_process(arguments, 3600, out / f"contract_{file.stem}.log")
+        if ended.status is not None and "+ Timeout +" not in ended.output:
+            break
+        test = running_test(ended.output)
+        hung += [test or "before any test"]
+        if test is None or len(hung) == MOST_HANGS:
+            break
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?)\b", ended.last_line)}
+    right = not hung and ended.status in (0, 5)  # 5: no test of the file is for this card
+    words = ended.last_line.strip("= ") if not hung else f"hung: {', '.join(hung)}"
+    return {
+        "case": file.name,
+        "seconds": round(time.monotonic() - began, 1),
+        "outcome": "right" if right else "hung" if hung else "failed",
+        "words": words,
+        "counts": counts,
+        "hung": hung,
+    }
+
+
+def running_test(output: str) -> str | None:
+    """The test that pytest (`-v`) named last, if no outcome of it follows."""
+    lines = [line.rstrip() for line in output.splitlines() if re.match(r"tests/\S+?::", line)]
+    if not lines or re.search(r" [A-Z]+( \(.*\))? +\[ *\d+%\]$", lines[-1]):
+        return None
+    return re.sub(r" \++ Timeout \++$", "", lines[-1])
+
+
+def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
+    """Measures a quick grid of an operation; its rates, of this card and run, are in the file."""
+    target = out / f"{operation}.json"
+    target.unlink(missing_ok=True)
+    limits = ["--limit-seconds", f"{seconds:g}", "--json", str(target), "--contenders", "mosaic", "xla"]
+    ended = run_process(["scripts/bench_ops.py", operation, "--grid", GRIDS[operation], *limits], 3 * seconds + 300)
+    report = json.loads(target.read_text()) if target.exists() else {"cases": []}
+    outcome = "hung" if ended.status is None else "failed" if ended.status else "right"
+    entry = {"case": operation, "seconds": round(ended.seconds, 1), "outcome": outcome, "json": target.name}
+    if ended.status != 0:
+        done = [case["case"] for case in report["cases"]]
+        return entry | {"words": f"after {', '.join(done) or 'no case'}: {ended.last_line}"}
+    rates, times = report["rates"], [case.get("results", {}).get("mosaic", {}) for case in report["cases"]]
+    best = max((time.get("fraction_of_floor", 0.0) for time in times), default=0.0)
+    copy, matrix = rates["copy"] / 1e12, rates["matrix"] / 1e12
+    words = f"{len(times)} cases, at best {best:.0%} of the floor; copy {copy:.2f} TB/s, product {matrix:.0f} TFLOP/s"
+    return entry | {"words": words, "rates": rates}
+
+
+# --- command line
+
+
+def this_card() -> dict[str, Any]:
+    """The device, all that runs on it, and its compute capability, or None."""
+    import jax
+
+    from scripts.bench.harness.device import description
+
+    first = jax.local_devices()[0]
+    return description() | {"capability": getattr(first, "compute_capability", None)}
+
+
+def described(seconds: float) -> dict[str, Any]:
+    """`this_card` in a process of its own, since a process that has opened a card keeps memory of it.
+
+    Raises:
+      Failure: there is no card with kernels, or it does not answer.
+    """
+    ended = run_process(this("--describe"), seconds)
+    if ended.status is None:
+        raise Failure(f"the card does not answer: no description of it in {seconds:g} s")
+    if ended.status:
+        raise Failure(f"JAX does not start: {ended.last_line}")
+    card = json.loads(ended.last_line)
+    if card["capability"] not in CAPABILITIES:
+        raise Failure(f"needs a GPU of compute capability {' or '.join(CAPABILITIES)}, this is {card['device']}")
+    return card
+
+
+def parse_args(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.tools.first_run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "first_run", help="folder; default: out/first_run")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--case-seconds", type=float, default=240.0, help="for a smoke case or a test; default: 240")
+    parser.add_argument("--grid-seconds", type=float, default=60.0, help="begin no case of a grid after; default: 60")
+    parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=SMOKE, help=argparse.SUPPRESS)
+    parser.add_argument("--implementation", default="mosaic", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the parts that are asked for, in order, and returns the exit status."""
+    if options.describe:
+        print(json.dumps(this_card()))
+        return 0
+    if options.case:
+        print(json.dumps({"error": error_of(options.case, options.implementation)}))
+        return 0
+    if min(options.case_seconds, options.grid_seconds) <= 0:
+        raise UsageError("--case-seconds and --grid-seconds are above 0")
+    card = described(options.case_seconds)
+    out = options.out.resolve()
+    check_outputs({"--out": out / "summary.json"}, make_folders=True)
+    print(f"{card['device']}, compute capability {card['capability']}; jax {card['versions']['jax']}", flush=True)
+    files = sorted((ROOT / "tests" / "contract").glob("test_*.py"))
+    cases: Mapping[str, list[Callable[[], dict[str, Any]]]] = {
+        "smoke": [functools.partial(smoke, name, options.case_seconds) for name in SMOKE],
+        "contract": [functools.partial(contract, file, out, options.case_seconds) for file in files],
+        "benchmarks": [functools.partial(benchmark, name, out, options.grid_seconds) for name in GRIDS],
+    }
+    report: dict[str, Any] = card | {"complete": False}
+    for part in (part for part in PARTS if part in options.parts):
+        report[part] = []
+        for case in cases[part]:
+            entry = case()
+            report[part].append(entry)
+            write_report("--out", out / "summary.json", report)
+            print(
+                f"{part:10} {entry['outcome']:6} {entry['case']:28} {entry['seconds']:6} s  {entry['words']}",
+                flush=True,
+            )
+    entries = [entry for part in PARTS for entry in report.get(part, ())]
+    wrong = [entry["case"] for entry in entries if entry["outcome"] != "right"]
+    write_report("--out", out / "summary.json", report | {"complete": True})
+    print(
+        f"{len(entries) - len(wrong)} of {len(entries)} right, in {out}"
+        + (f"; not: {', '.join(wrong)}" if wrong else "")
+    )
+    return 1 if wrong else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status("first_run", lambda: run(parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

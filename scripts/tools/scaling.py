@@ -1,0 +1,160 @@
+"""Communication of a decode step on many GPUs, reckoned from latencies and bandwidths.
+
+`python -m scripts.tools.scaling` prints the table of docs/scaling.md; its options replace the latencies and bandwidths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+HOST = 8
+"""GPUs of a host, all linked to each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Latencies and bandwidths of exchanges between GPUs.
+
+    Attributes:
+      host_us, network_us: of a collective operation without data, within a host and over several.
+      host_gb_s, network_gb_s: bandwidth of a GPU in each direction, to its own host and to others.
+    """
+
+    host_us: float = 18
+    network_us: float = 30
+    host_gb_s: float = 250
+    network_gb_s: float = 50
+
+    def latency_us(self, gpus: int) -> float:
+        return self.host_us if gpus <= HOST else self.network_us
+
+    def all_reduce(self, num_bytes: float, gpus: int) -> tuple[float, float]:
+        """Bytes that a GPU sends in an all-reduce, within a host first, and the microseconds it takes."""
+        inside, hosts = min(gpus, HOST), -(-gpus // HOST)
+        near = 2 * (inside - 1) / inside * num_bytes
+        far = 2 * (hosts - 1) / hosts * num_bytes / inside
+        us = self.latency_us(gpus) + near / self.host_gb_s / 1e3 + far / self.network_gb_s / 1e3
+        return near + far, us
+
+    def all_to_all(self, num_bytes: float, gpus: int) -> tuple[float, float]:
+        """Bytes that a GPU sends of those it has for all GPUs evenly, and the microseconds it takes; the links of the
+        host and of the network are used at once."""
+        near, far = (num_bytes * count / gpus for count in (min(gpus, HOST) - 1, max(gpus - HOST, 0)))
+        us = max(near / self.host_gb_s, far / self.network_gb_s) / 1e3
+        return near + far, self.latency_us(gpus) + us
+
+    def among_hosts(self, num_bytes: float, hosts: int) -> tuple[float, float]:
+        """Bytes that a GPU sends of those it has for one GPU on each host evenly, and the microseconds it takes."""
+        sent = num_bytes * (hosts - 1) / hosts
+        return sent, self.network_us + sent / self.network_gb_s / 1e3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a model that communication and memory follow from, in bfloat16.
+
+    Attributes:
+      hidden: width of a token between layers.
+      heads: query heads.
+      layers, moe_layers: all layers, and those with experts.
+      top_k: experts of a token.
+      expert_gb, other_gb: gigabytes of experts, and of all other weights.
+    """
+
+    hidden: int
+    heads: int
+    layers: int
+    moe_layers: int
+    top_k: int
+    expert_gb: float
+    other_gb: float
+
+
+MODELS = {
+    "DeepSeek-V2-Lite": Shape(2048, 16, 27, 26, 6, 2 * 26 * 64 * 3 * 2048 * 1408 / 1e9, 2.6),
+    "DeepSeek-V3": Shape(7168, 128, 61, 58, 8, 2 * 58 * 256 * 3 * 7168 * 2048 / 1e9, 34),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTraffic:
+    """Communication of a decode step.
+
+    Attributes:
+      sent_mb: megabytes that each GPU sends.
+      ms: milliseconds that it takes, if nothing hides it.
+      weights_gb: gigabytes of weights on each GPU.
+    """
+
+    sent_mb: float
+    ms: float
+    weights_gb: float
+
+
+def tensor_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
+    """`tensor=N`, and `expert=N` alike: every GPU has all rows, and two sums a layer are added up over all of them."""
+    sent, us = links.all_reduce(2 * model.hidden * rows * gpus, gpus)
+    sums = 2 * model.layers
+    return StepTraffic(sums * sent / 1e6, sums * us / 1e3, (model.expert_gb + model.other_gb) / gpus)
+
+
+def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
+    """`data=N`: in each layer with experts numbers of rows, rows to experts, and results back."""
+    sent, us = links.all_to_all(2 * model.hidden * rows * model.top_k, gpus)
+    us = links.latency_us(gpus) + 2 * us
+    layers = model.moe_layers
+    return StepTraffic(2 * layers * sent / 1e6, layers * us / 1e3, model.expert_gb / gpus + model.other_gb)
+
+
+def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
+    """`data=N/8,expert=N`: sums within each host, whose GPUs share its rows, and exchanges among hosts."""
+    hosts = gpus // HOST
+    of_sums = tensor_step(model, rows, HOST, links)
+    sent, us = links.among_hosts(2 * model.hidden * rows * model.top_k, hosts)
+    us, layers = links.network_us + 2 * us, model.moe_layers
+    weights = model.expert_gb / gpus + model.other_gb / HOST
+    return StepTraffic(of_sums.sent_mb + 2 * layers * sent / 1e6, of_sums.ms + layers * us / 1e3, weights)
+
+
+def table(links: Links = Links(), rows: int = 64) -> str:
+    """Markdown table for 8, 16 and 64 GPUs, with so many rows for each GPU. Layouts that the heads rule out are not in
+    it."""
+    lines = [
+        "| model | GPUs | layout | sent by each, MB | time, ms | weights on each, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, model in MODELS.items():
+        for gpus in (8, 16, 64):
+            layouts = {f"`data={gpus}`": data_step}
+            if model.heads % gpus == 0:
+                layouts = {f"`expert={gpus}` or `tensor={gpus}`": tensor_step} | layouts
+            if gpus > HOST:
+                layouts[f"`data={gpus // HOST},expert={gpus}`"] = host_step
+            for layout, step_of in layouts.items():
+                step = step_of(model, rows, gpus, links)
+                lines.append(
+                    f"| {name} | {gpus} | {layout} | {step.sent_mb:,.0f} | {step.ms:.1f} | {step.weights_gb:.1f} |"
+                )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    given = (
+        ("--host-us", "latency within a host"),
+        ("--network-us", "latency over several hosts"),
+        ("--host-gb-s", "bandwidth of a GPU within its host, in each direction"),
+        ("--network-gb-s", "bandwidth of a GPU to other hosts, in each direction"),
+    )
+    for (flag, meaning), field in zip(given, dataclasses.fields(Links), strict=True):
+        parser.add_argument(flag, type=float, default=field.default, help=f"{meaning} (default: {field.default})")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a decode step for each GPU (default: 64)")
+    options = vars(parser.parse_args(argv))
+    rows = options.pop("rows")
+    print(table(Links(**options), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Requests shared out among data ranks, each a scheduler with pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from models.engine import SamplingParams
+from models.engine.data_ranks import DataRanks
+from models.engine.request import Request, RequestRefused
+from models.engine.step_plan import RowTokens, StepPlan
+from tests.models.scheduler_case import FakeEngine, Limits
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def request(number: int, prompt: list[int] = PROMPT) -> Request:
+    return Request(number, tuple(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+def unfinished(ranks: DataRanks) -> list[list[int | str]]:
+    """Ids of each rank's requests."""
+    return [[r.request_id for r in (*scheduler.running, *scheduler.waiting)] for scheduler in ranks.schedulers]
+
+
+def planned(plans: Sequence[StepPlan | None]) -> list[list[int | str] | None]:
+    """Ids of a step's requests on each rank."""
+    return [None if plan is None else [row.request.request_id for row in plan.rows] for plan in plans]
+
+
+def test_a_request_goes_to_the_rank_with_the_fewest_and_of_these_to_the_one_that_has_its_prefix():
+    engines = [FakeEngine(Limits()) for _ in range(3)]
+    engines[2].add(PROMPT, max_tokens=4, ignore_eos=True)
+    engines[2].run()
+    ranks = DataRanks([engine.scheduler for engine in engines])
+    assert not ranks.has_unfinished
+    ranks.add(request(0))
+    ranks.add(request(1))
+    ranks.add(request(2))
+    ranks.add(request(3, [6] * 5))
+    assert unfinished(ranks) == [[1, 3], [2], [0]]
+    assert ranks.abort(2)
+    assert not ranks.abort(2)
+    ranks.add(request(4))
+    assert unfinished(ranks) == [[1, 3], [4], [0]]
+
+
+def test_ranks_plan_together_and_idle_ones_have_no_plan():
+    ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
+    assert ranks.schedule() is None
+    ranks.add(request(0))
+    plans = ranks.schedule() or ()
+    assert planned(plans) == [[0], None]
+    ranks.add(request(1))
+    assert ranks.retire(plans, [RowTokens([7])]) == [(ranks.schedulers[0].running[0], 7)]
+    plans = ranks.schedule() or ()
+    assert planned(plans) == [[0], [1]]
+    assert [(r.request_id, token) for r, token in ranks.retire(plans, [RowTokens([3]), RowTokens([4])])] == [
+        (0, 3),
+        (1, 4),
+    ]
+    assert ranks.looked_up_tokens == 2 * len(PROMPT)
+
+
+def test_requests_are_shared_out_in_turn_after_a_fault():
+    ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
+    requests = [request(number) for number in range(5)]
+    for each in requests:
+        ranks.add(each)
+    ranks.schedule()
+    ranks.requeue_all(requests[1:])
+    assert unfinished(ranks) == [[1, 3], [2, 4]]
+
+
+def test_what_no_rank_can_run_is_refused():
+    ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
+    with pytest.raises(RequestRefused, match="the prompt needs 9 pages, the pool has 8"):
+        ranks.add(request(0, [1] * 17))
+    assert not ranks.has_unfinished

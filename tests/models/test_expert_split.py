@@ -1,0 +1,87 @@
+"""Experts split over devices, with tokens the same on some and different on others: what one device computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from models.decoder import expert_exchange, moe, over_mesh
+from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
+from tests.models.test_moe import biased_experts, draw_experts
+
+NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
+
+
+def ragged_all_to_all(
+    rows: Any, out: Any, starts: Any, sent: Any, their_starts: Any, received: Any, *, axis_name: str
+) -> Any:
+    """`lax.ragged_all_to_all` as its documentation says, which is not there on CPUs. Everything is NaN where devices do
+    not agree on the numbers of rows."""
+    everyone = functools.partial(lax.all_gather, axis_name=axis_name)
+    rows, starts, sent, their_starts = map(everyone, (rows, starts, sent, their_starts))
+    me, number = lax.axis_index(axis_name), jnp.arange(rows.shape[1], dtype=jnp.int32)
+    for device in range(lax.axis_size(axis_name)):
+        count, start, begin = (sizes[device, me] for sizes in (sent, starts, their_starts))
+        place = jnp.where(number < count, begin + number, out.shape[0])
+        out = out.at[place].set(rows[device, jnp.minimum(start + number, rows.shape[1] - 1)], mode="drop")
+    return jnp.where(jnp.all(sent[:, me] == received), out, jnp.nan)
+
+
+def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
+    if kind == "spread":
+        return np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(NUM_TOKENS)])
+    return np.tile([3, 2], (NUM_TOKENS, 1))  # more than a device expects
+
+
+@pytest.mark.parametrize(
+    ("split", "ragged"),
+    [
+        (ExpertSplit(1, 3), False),  # two experts each, the last ones of zeros
+        (ExpertSplit(2, 2), False),
+        pytest.param(ExpertSplit(3, 1), False, marks=pytest.mark.slow),
+        pytest.param(ExpertSplit(2, 2), True, marks=pytest.mark.slow),
+        (ExpertSplit(3, 1), True),
+    ],
+    ids=str,
+)
+def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, ragged: bool):
+    if len(jax.devices()) < split.devices:
+        pytest.skip(f"needs {split.devices} devices")
+    monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: ragged)
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
+    missing = split.num_own(NUM_EXPERTS) * split.devices - NUM_EXPERTS
+    padded = jax.tree.map(lambda w: jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1)), experts)
+    x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
+
+    def part(*given: Any) -> jax.Array:
+        return lax.psum(moe.routed_experts(*given, split=split), EXPERT)
+
+    mesh = jax.make_mesh((split.data, split.expert), EXPERTS, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    run = jax.jit(over_mesh(part, mesh, (P(DATA), P(DATA), P(DATA), P(EXPERTS)), P(DATA)))
+    for kind in ("spread", "all alike"):
+        chosen = jnp.asarray(choose(kind, rng), jnp.int32)
+        weights = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
+        np.testing.assert_allclose(
+            run(x, chosen, weights, padded), moe.routed_experts(x, chosen, weights, experts), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("split", "num_experts", "own"),
+    [
+        (ExpertSplit(1, 4), 8, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
+        (ExpertSplit(2, 2), 5, [range(2), range(2, 4), range(4, 5), range(5, 5)]),
+        (ExpertSplit(), 3, [range(3)]),
+    ],
+)
+def test_devices_share_all_experts(split: ExpertSplit, num_experts: int, own: list[range]):
+    assert [split.own(num_experts, device) for device in range(split.devices)] == own
+    assert split.num_own(num_experts) == max(map(len, own))

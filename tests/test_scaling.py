@@ -1,0 +1,47 @@
+"""The model of communication: its arithmetic by hand, and its table in the documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.tools import scaling
+
+V3, LINKS = scaling.MODELS["DeepSeek-V3"], scaling.Links()
+
+
+def test_data_ranks_send_rows_to_experts_and_get_results_back():
+    step = scaling.data_step(V3, 64, 8, LINKS)
+    sent = 64 * 8 * 14336 * 7 / 8
+    assert step.sent_mb == pytest.approx(58 * 2 * sent / 1e6)
+    assert step.ms == pytest.approx(58 * (3 * 18 + 2 * sent / 250e3) / 1e3)
+
+
+def test_of_two_hosts_the_slower_link_counts():
+    step = scaling.data_step(V3, 64, 16, LINKS)
+    sent = 64 * 8 * 14336
+    assert step.sent_mb == pytest.approx(58 * 2 * sent * 15 / 16 / 1e6)
+    assert step.ms == pytest.approx(58 * (3 * 30 + 2 * sent / 2 / 50e3) / 1e3)
+
+
+def test_every_row_is_added_up_twice_a_layer_on_all_gpus():
+    step = scaling.tensor_step(V3, 1, 16, LINKS)
+    near, far = 2 * 7 / 8 * 16 * 14336, 2 * 1 / 2 * 16 * 14336 / 8
+    assert step.sent_mb == pytest.approx(122 * (near + far) / 1e6)
+    assert step.ms == pytest.approx(122 * (30 + near / 250e3 + far / 50e3) / 1e3)
+
+
+def test_hosts_add_up_within_and_exchange_among_each_other():
+    step, sums = scaling.host_step(V3, 64, 16, LINKS), scaling.tensor_step(V3, 64, 8, LINKS)
+    sent = 64 * 8 * 14336 / 2
+    assert step.sent_mb == pytest.approx(sums.sent_mb + 58 * 2 * sent / 1e6)
+    assert step.ms == pytest.approx(sums.ms + 58 * (3 * 30 + 2 * sent / 50e3) / 1e3)
+
+
+def test_the_document_has_the_table(capsys):
+    scaling.main([])
+    page = Path(__file__).parents[1] / "docs" / "scaling.md"
+    assert capsys.readouterr().out.strip() in page.read_text()
+    scaling.main(["--rows", "1"])
+    assert "| DeepSeek-V3 | 8 | `data=8` | 12 | 3.2 | 197.5 |" in capsys.readouterr().out
