@@ -61,11 +61,11 @@ MODULES: dict[str, Modules] = {
     "write_kv": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
     "write_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
     "gather_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
-    "index_scores": _ANYWHERE,
-    "select_top_k": _ANYWHERE,
-    "index_top_k": _ANYWHERE,
-    "mla_sparse": _ANYWHERE,
-    "write_index_keys": _ANYWHERE,
+    "index_scores": {**_IN_TRITON, **_ANYWHERE},
+    "select_top_k": {**_IN_TRITON, **_ANYWHERE},
+    "index_top_k": {**_IN_TRITON, **_ANYWHERE},
+    "mla_sparse": {**_IN_TRITON, **_ANYWHERE},
+    "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
 """By operation, which modules implement it."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_attn.types import QMAX, PagedKV
+from pallas_attn.types import QMAX, PagedKV, PagedLatent
 
 WIDEST_HEAD = 256
 """Columns of a head, at most: more would leave no registers for what is accumulated."""
+
+WIDEST_LATENT, WIDEST_ROPE = 512, 128
+"""Columns of a latent and of its rotated key, at most, likewise."""
 
 
 def refuse(q: jax.Array, kv: PagedKV) -> None:
@@ -19,6 +22,19 @@ def refuse(q: jax.Array, kv: PagedKV) -> None:
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
         )
     refuse_width(q.shape[-1])
+
+
+def refuse_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
+    """Raise NotImplementedError for queries, against the latent columns, and a cache that no kernel multiplies."""
+    refuse_queries(q)
+    keys = cache.pages if cache.rope is None else cache.rope
+    if keys.dtype != q.dtype:
+        which = "an unquantised cache" if cache.rope is None else "rotated keys"
+        raise NotImplementedError(f"takes queries and {which} of one dtype, got {q.dtype.name} over {keys.dtype.name}")
+    if q.shape[-1] > WIDEST_LATENT:
+        raise NotImplementedError(f"takes latents of up to {WIDEST_LATENT} columns, got {q.shape[-1]}")
+    if rope_dim > WIDEST_ROPE:
+        raise NotImplementedError(f"takes up to {WIDEST_ROPE} rotated columns, got {rope_dim}")
 
 
 def refuse_queries(q: jax.Array) -> None:

@@ -173,9 +173,7 @@ def _attend(
     IN_ONE_PAGE: tl.constexpr = IS_PAGED and PAGE % TOKENS == 0
     head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal tiles at a sequence's end take longest: they start first
-    sequence, first_token, q_len, first = _work_of(
-        cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS
-    )
+    sequence, first_token, q_len, first = work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS)
     if first < q_len:
         kv_len, first_key = 0, 0
         if (sequence >= 0) & (sequence < num_sequences):
@@ -339,7 +337,7 @@ def _token_scales(scale_ptr, row, token, seen, GROUPS: tl.constexpr, PAGE: tl.co
 
 
 @kernel
-def _work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES: tl.constexpr, SEARCH_STEPS: tl.constexpr):
+def work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES: tl.constexpr, SEARCH_STEPS: tl.constexpr):
     """Sequence of a tile, its first token and number of queries, and the tile's first query.
 
     Sequences -1 and `num_sequences` are the padding before and after the others. The first query may be past the last.

@@ -9,11 +9,12 @@ Query rows of a KV head are query-major: all heads of its group for one query ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import triton.language as tl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.triton.launch import kernel, launch
@@ -27,15 +28,44 @@ MERGE_ELEMENTS = 4096
 
 def partial_states(plan: DecodePlan, table_pages: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
     """Shapes of acc, top and total of all splits that a plan can make, of so many query rows a KV head."""
-    states = most_splits(plan, table_pages), rows
+    return state_shapes(most_splits(plan, table_pages), rows, width)
+
+
+def state_shapes(splits: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of acc, top and total of so many splits, of so many query rows a KV head."""
+    states = splits, rows
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*states, width), states, states)]
+
+
+class Splits(Protocol):
+    """Which splits make up each row, as a `DecodePlan` has it."""
+
+    @property
+    def row_order(self) -> Int32[Array, "rows"]: ...
+    @property
+    def merged_rows(self) -> Int32[Array, "rows_plus_1"]: ...
+    @property
+    def split_indptr(self) -> Int32[Array, "rows_plus_1"]: ...
+
+
+class EvenSplits(NamedTuple):
+    """Splits of rows that all have as many, and are all merged."""
+
+    row_order: Int32[Array, "rows"]
+    merged_rows: Int32[Array, "rows_plus_1"]
+    split_indptr: Int32[Array, "rows_plus_1"]
+
+    @staticmethod
+    def of(rows: int, splits: int) -> EvenSplits:
+        number = jnp.arange(rows + 1, dtype=jnp.int32)
+        return EvenSplits(number[:rows], number, number * splits)
 
 
 def merge_splits(
     out: Float[Array, "B Q Hq D"],
     lse: Float[Array, "B Q Hq"],
     partial: Sequence[Array],
-    plan: DecodePlan,
+    plan: Splits,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
     """Finishes, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing."""

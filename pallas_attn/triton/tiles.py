@@ -120,6 +120,68 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
     return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
+def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool) -> TritonTile:
+    """Tile of attention to chosen latents, which are gathered one by one; other arguments are those of `latent_tile`.
+
+    Args:
+      rows: heads.
+    """
+    width = power_of_two(latent_dim)
+    if card.capability == (9, 0) and rows % 64 == 0:  # for which Hopper has instructions
+        tokens = 32 if quantised or width + rope_dim > 576 else 64
+        return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255)
+    if quantised:
+        tokens = 64 if card.capability == (9, 0) else 32 if has_e4m3(card) else 16
+        return TritonTile(16, tokens, width, warps=8, stages=2, programs=1, max_registers=255)
+    return latent_tile(card, min(rows, 32), latent_dim, rope_dim, quantised=False, tree=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexTile:
+    """Sizes of the kernel that scores index keys.
+
+    Attributes:
+      queries: of a tile, which share keys; a power of two.
+      heads: of a product, a power of two from 16 on.
+      tokens: keys of a step, a power of two from 16 on.
+      warps, stages: as Triton has them.
+      max_registers: of a thread; None for as many as the assembler takes.
+    """
+
+    queries: int
+    heads: int
+    tokens: int
+    warps: int
+    stages: int
+    max_registers: int | None
+
+    def programs(self, card: Device) -> int:
+        """Programs that share all keys: several for each multiprocessor, since some of them have fewer."""
+        return 4 * (card.multiprocessors or 128)
+
+
+def index_tile(
+    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool
+) -> IndexTile:
+    """Tile of scores of index keys.
+
+    Args:
+      dim: columns of a key.
+      quantised: whether keys are in 8 bits, which become 16 in registers.
+    """
+    queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
+    by_integers = quantised and not has_e4m3(card)
+    few = queries == 1 or power_of_two(dim) > 128 or by_integers
+    return IndexTile(
+        queries,
+        heads=min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads)),
+        tokens=64 if few else 128,
+        warps=4,
+        stages=3 if queries == 1 else 2,
+        max_registers=255 if by_integers and num_heads > 64 else None,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashTile:
     """Sizes of a kernel for attention of many queries.

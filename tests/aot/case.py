@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import PagedKV, PagedLatent
+from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def on_b200(cases: Mapping[str, Case]) -> dict[str, Case]:
 _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 
-def allocated(cache: type[PagedKV] | type[PagedLatent], spec: Any) -> Any:
+def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:
     """Shapes of a cache. Every process of the gate makes all cases, so none is traced twice."""
     key = cache, repr(spec)
     if key not in _ALLOCATED:

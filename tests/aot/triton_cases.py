@@ -10,7 +10,17 @@ from typing import Any
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn import HeadWindow, PagedKV, PagedLatent, Rope, device, kv_cache_spec, latent_cache_spec
+from pallas_attn import (
+    HeadWindow,
+    PagedIndexKeys,
+    PagedKV,
+    PagedLatent,
+    Rope,
+    device,
+    index_cache_spec,
+    kv_cache_spec,
+    latent_cache_spec,
+)
 from tests.aot.case import allocated, shape
 
 
@@ -361,13 +371,115 @@ WRITE_KV = {
     "write-kv-fp8-channel-head-slots": write_kv("fp8-channel", head_slots=True),
 }
 
-TRITON_CASES: dict[str, TritonCase] = LATENTS | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
+
+def mla_sparse(
+    cache: str = "bf16",
+    heads: int = 128,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    *,
+    num_tokens: int = 512,
+    **options: Any,
+) -> TritonCase:
+    """A step of so many tokens, each of which attends to 2,048 latents; `cache` names a dtype."""
+    q = functools.partial(shape, num_tokens, heads, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16)
+    arguments = {
+        "q_latent": q(latent_dim),
+        "q_rope": q(rope_dim),
+        "cache": latents(cache, latent_dim, rope_dim),
+        "slots": shape(num_tokens, 2048, dtype=jnp.int32),
+    }
+    call = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="triton", **options)
+    return TritonCase(call, arguments)
+
+
+def index_keys(name: str, index_dim: int = 128) -> PagedIndexKeys:
+    sizes = {"num_pages": 1024, "page_size": 64, "index_dim": index_dim}
+    return allocated(PagedIndexKeys, index_cache_spec(**sizes, dtype=CACHE_DTYPES[name]))
+
+
+def indexed(
+    op: Callable[..., Any],
+    cache: str = "bf16",
+    heads: int = 64,
+    index_dim: int = 128,
+    *,
+    num_tokens: int = 16,
+    table_pages: int = 512,
+    **options: Any,
+) -> TritonCase:
+    """Index queries of 16 sequences over contexts of 32k; `cache` names a dtype."""
+    ints = functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "q": shape(num_tokens, heads, index_dim, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16),
+        "weights": shape(num_tokens, heads, dtype=jnp.float32),
+        "index": index_keys(cache, index_dim),
+        "block_tables": ints(16, table_pages),
+        "cu_q_lens": ints(17),
+        "kv_lens": ints(16),
+    }
+    return TritonCase(functools.partial(op, implementation="triton", **options), arguments)
+
+
+CHOOSE = functools.partial(indexed, functools.partial(pallas_attn.index_top_k, top_k=2048))
+
+SPARSE = {
+    **{
+        f"mla-sparse-{cache}-h{heads}": mla_sparse(cache, heads) for cache in ("bf16", "fp8") for heads in (16, 40, 128)
+    },
+    **{f"mla-sparse-{cache}-split": mla_sparse(cache, num_tokens=1) for cache in ("bf16", "fp8")},
+    **{
+        f"mla-sparse-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_sparse(cache, heads, latent_dim, rope_dim)
+        for cache, latent_dim, rope_dim, heads in (
+            *(("bf16", 512, 128, 128), ("bf16", 448, 64, 64), ("bf16", 256, 32, 64), ("bf16", 96, 16, 16)),
+            *(("fp8", 512, 128, 128), ("fp8", 128, 32, 64)),
+        )
+    },
+    "mla-sparse-f16-f32": mla_sparse("f16", out_dtype=jnp.float32),
+    "mla-sparse-f16-h3": mla_sparse("f16", 3),
+    **{
+        f"index-top-k-{cache}-{num_tokens}": CHOOSE(cache, num_tokens=num_tokens)
+        for cache in ("bf16", "fp8")
+        for num_tokens in (16, 4096)
+    },
+    **{
+        f"index-top-k-{cache}-d{index_dim}-h{heads}-{num_tokens}": CHOOSE(
+            cache, heads, index_dim, num_tokens=num_tokens
+        )
+        for cache, index_dim, heads, num_tokens in (
+            *(("bf16", 64, 32, 16), ("fp8", 64, 8, 48), ("bf16", 128, 128, 16), ("f16", 256, 64, 256)),
+            *(("fp8", 96, 128, 16), ("fp8", 256, 32, 16)),
+        )
+    },
+    "index-top-k-short": CHOOSE(table_pages=2),
+    "index-scores-bf16": indexed(pallas_attn.index_scores),
+    "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),
+    "select-top-k": TritonCase(
+        functools.partial(pallas_attn.select_top_k, top_k=2048, implementation="triton"),
+        {"scores": shape(64, 32768, dtype=jnp.float32)},
+        tensor_cores=False,
+    ),
+    **{
+        f"write-index-keys-{cache}": TritonCase(
+            functools.partial(pallas_attn.write_index_keys, implementation="triton"),
+            {"index": index_keys(cache), "keys": shape(64, 128), "slots": shape(64, dtype=jnp.int32)},
+            tensor_cores=False,
+        )
+        for cache in ("bf16", "fp8")
+    },
+}
+
+TRITON_CASES: dict[str, TritonCase] = LATENTS | SPARSE | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
 
 SPILLS = dict.fromkeys(
     (
         *(("mla-decode-bf16-h128", "sm90"), ("mla-decode-bf16-448-64-h128", "sm90")),
         *(("mla-decode-f16-h128-f32", "sm90"), ("mla-decode-drafts", "sm90")),
         ("mla-decode-bf16-512-128-h128", "sm90"),
+        *(("mla-sparse-bf16-h128", "sm90"), ("mla-sparse-fp8-h128", "sm90")),
+        *(("mla-sparse-bf16-split", "sm90"), ("mla-sparse-fp8-split", "sm90")),
+        *(("mla-sparse-bf16-448-64-h64", "sm90"), ("mla-sparse-fp8-512-128-h128", "sm90")),
+        ("mla-sparse-f16-f32", "sm90"),
     ),
     192,
 )
@@ -380,6 +492,10 @@ ORDINARY = frozenset(
         ("gather-latent-fp8-512-64", "sm86"),
         ("mla-decode-bf16-h128", "sm90"),
         ("mla-decode-fp8-128-128-h16", "sm89"),
+        ("mla-sparse-fp8-128-32-h64", "sm80"),
+        ("mla-sparse-bf16-h128", "sm90"),
+        ("index-top-k-fp8-16", "sm86"),
+        ("write-index-keys-fp8", "sm80"),
         ("paged-decode-bf16-d128", "sm90"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),

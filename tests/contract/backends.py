@@ -222,6 +222,9 @@ TRITON_REFUSALS = {
         "takes bfloat16 and float16 queries, got float32"
     ),
     r"test_(decode|prefill|dtypes)\[triton-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"test_index_keys.py::test_scores\[triton-float32": "takes bfloat16 and float16 queries, got float32",
+    r"test_mla_sparse.py::test_values\[triton-float32": "takes bfloat16 and float16 queries, got float32",
+    r"test_mla_sparse.py::test_values\[triton-float16 over 8 bits": "takes queries and rotated keys of one dtype",
 }
 
 TRITON_SAMPLE = "|".join(
@@ -275,7 +278,13 @@ TRITON_SLOW = (
     r"test_ragged_attention.py::test_(?!widths_and_heads|options|lengths|empty)[^\[]*\[triton",
     r"test_ragged_attention.py::test_lengths\[triton-(?!new tokens|more queries than keys-causal|no padding-full)",
     r"test_ragged_attention.py::test_(widths_and_heads|options)\[triton-(?!DeepSeek|the same window|full, soft)",
-    r"test_bad_metadata.py.*triton-latents",
+    r"test_bad_metadata.py.*triton-(latents|index scores|choice|chosen)",
+    # Of sparse attention: latents in 8 bits, none among slots, and one choice; tests/triton has the others' programs.
+    r"test_mla_sparse.py::test_values\[triton-(?!float|garbage|8 bits|one slot)",
+    r"test_mla_sparse.py::test_(?!values)[^\[]*\[triton",
+    r"test_index_keys.py::test_scores\[triton-(?!float32|bfloat16 over)",
+    r"test_index_keys.py::test_a_choice_is_exact\[triton-(?!decode)",
+    r"test_index_keys.py::test_(?!scores|a_choice_is_exact|written)[^\[]*\[triton",
 )
 
 SM100_SAMPLE = (

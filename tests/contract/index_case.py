@@ -22,7 +22,7 @@ class IndexCase:
       kv_lens: tokens each sequence holds.
       q_lens: new tokens of each sequence: 1 for a decode row, some for drafts, many for a chunk, 0 for none.
       padding: tokens of no sequence at the end.
-      dtype: of the queries; None for float32.
+      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
       cache_dtype: of the keys; None for q's. With float8_e4m3fn they have scales.
       absent_pages: some pages are missing in the middle of what a token would see.
       exact: small integers, whose scores are exact in any order and often equal.
@@ -72,8 +72,8 @@ class IndexInputs:
     dead: np.ndarray
 
     @staticmethod
-    def draw(case: IndexCase, rng: np.random.Generator) -> IndexInputs:
-        batch, dtype = len(case.kv_lens), case.dtype or "float32"
+    def draw(case: IndexCase, rng: np.random.Generator, dtype: str = "float32") -> IndexInputs:
+        batch, dtype = len(case.kv_lens), case.dtype or dtype
         sequence = np.append(np.repeat(np.arange(batch), case.q_lens), np.full(case.padding, -1))
         absent = rng.random((batch, 1, case.pages_per_row)) < (0.25 if case.absent_pages else 0.0)
         t = np.arange(case.pages_per_row * case.page_size)

@@ -41,7 +41,8 @@ SCORES = {
     "all padding": replace(BASE, kv_lens=(0,) * 3, q_lens=(0,) * 3),
     "one head, pages of 16": replace(BASE, heads=1, page_size=16, pages_per_row=5),
     "bfloat16": replace(BASE, dtype="bfloat16"),
-    "float32 over bfloat16": replace(BASE, cache_dtype="bfloat16"),
+    "float32": replace(BASE, dtype="float32"),
+    "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
     "bfloat16 over 8 bits": replace(BASE, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
 CHOICES = {
@@ -57,14 +58,14 @@ def call(op: Any, backend: Backend, **static: Any) -> harness.Jitted:
     return backends.compiled(op, backend, **static)
 
 
-def draw(case: IndexCase) -> IndexInputs:
-    return IndexInputs.draw(case, harness.fresh_rng())
+def draw(backend: Backend, case: IndexCase) -> IndexInputs:
+    return IndexInputs.draw(case, harness.fresh_rng(), backend.dtype)
 
 
 @backends.every_case("index_scores", SCORES)
 def test_scores(backend: Backend, name: str) -> None:
     """Those spelt out in numpy, and poison changes no bit of them."""
-    inputs = draw(SCORES[name])
+    inputs = draw(backend, SCORES[name])
     scores = call(index_scores, backend, sm_scale=SM_SCALE)
     got = scores(**inputs.arguments())
     # Products of 16-bit inputs are summed in float32, too.
@@ -75,7 +76,7 @@ def test_scores(backend: Backend, name: str) -> None:
 @backends.every_case("index_top_k", CHOICES)
 def test_a_choice_is_exact(backend: Backend, name: str) -> None:
     """Scores are small integers, and many are equal."""
-    inputs = draw(CHOICES[name])
+    inputs = draw(backend, CHOICES[name])
     scores = inputs.scores()
     for top_k in (1, TOP_K, 200):
         choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=top_k)
@@ -87,7 +88,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
 @backends.every_backend("index_top_k")
 def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
     """Checks that no key left out scores higher than a chosen one by more than rounding."""
-    inputs = draw(replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
+    inputs = draw(backend, replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
     chosen = np.asarray(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments()))
     for positions, scores in zip(chosen[:10], inputs.scores(), strict=False):
         assert len(set(positions.tolist())) == TOP_K
@@ -97,7 +98,7 @@ def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
 
 @backends.every_backend("index_top_k")
 def test_the_configuration_a_user_gets(backend: Backend) -> None:
-    inputs, backend = draw(CHOICES["rows of all kinds"]), backends.as_users_get(backend)
+    inputs, backend = draw(backend, CHOICES["rows of all kinds"]), backends.as_users_get(backend)
     got = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments())
     np.testing.assert_array_equal(got, best(inputs.scores(), TOP_K))
     scores = call(index_scores, backend, sm_scale=SM_SCALE)(**inputs.arguments())
@@ -122,7 +123,7 @@ def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
 @backends.every_backend("index_top_k")
 def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
     """As the last token of a chunk, a draft, or a decode row of its own."""
-    inputs = draw(replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
+    inputs = draw(backend, replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
     choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
     arguments = inputs.arguments()
     chunk = np.asarray(choose(**arguments))
@@ -138,19 +139,24 @@ def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k")
-def test_under_vmap_and_exported(backend: Backend) -> None:
+def test_under_vmap(backend: Backend) -> None:
     rng, choose = harness.fresh_rng(), call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
-    drawn = [IndexInputs.draw(CHOICES["rows of all kinds"], rng).arguments() for _ in range(2)]
+    drawn = [IndexInputs.draw(CHOICES["rows of all kinds"], rng, backend.dtype).arguments() for _ in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *drawn)
     got = jax.jit(jax.vmap(lambda each: choose(**each)))(stacked)
     harness.assert_same_bits(got, np.stack([choose(**each) for each in drawn]))
-    transformations.assert_exports(choose, drawn[0])
-    transformations.assert_exports(call(index_scores, backend, sm_scale=SM_SCALE), drawn[0])
+
+
+@backends.every_backend("index_top_k", backends.is_compiled)
+def test_exported(backend: Backend) -> None:
+    arguments = draw(backend, CHOICES["rows of all kinds"]).arguments()
+    transformations.assert_exports(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K), arguments)
+    transformations.assert_exports(call(index_scores, backend, sm_scale=SM_SCALE), arguments)
 
 
 @backends.every_backend("index_top_k", backends.is_compiled)
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
-    drawn = [draw(case).arguments() for case in (BASE, replace(BASE, kv_lens=(3, 1, 9, 3, 5, 70, 72, 0)))]
+    drawn = [draw(backend, case).arguments() for case in (BASE, replace(BASE, kv_lens=(3, 1, 9, 3, 5, 70, 72, 0)))]
     options = {"sm_scale": SM_SCALE, "top_k": TOP_K}
     transformations.assert_traced_once(functools.partial(index_top_k, **options), backend.variant, drawn)
     harness.assert_no_host_callbacks(call(index_top_k, backend, **options), **drawn[0])
@@ -284,5 +290,7 @@ def test_bad_arguments_of_the_others_are_named() -> None:
 
 
 def test_an_implementation_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="index_top_k has no 'mosaic' implementation; it has xla, reference"):
+    with pytest.raises(
+        NotImplementedError, match="index_top_k has no 'mosaic' implementation; it has triton, xla, reference"
+    ):
         index_top_k(**good(), top_k=4, implementation="mosaic")

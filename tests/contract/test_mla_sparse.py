@@ -42,7 +42,7 @@ class SparseCase:
     heads: int = 3
     latent_dim: int = 128
     rope_dim: int = 32
-    dtype: str | None = "float32"
+    dtype: str | None = None
     cache_dtype: str | None = None
     garbage: tuple[int, ...] = (-1,)
     scattered: bool = False
@@ -116,7 +116,9 @@ class SparseInputs:
 BASE = SparseCase()
 CASES = {
     "rows of all kinds": BASE,
-    "16 bits": replace(BASE, dtype=None),
+    "float32": replace(BASE, dtype="float32"),
+    "bfloat16": replace(BASE, dtype="bfloat16"),
+    "float16, latents of 96": replace(BASE, dtype="float16", latent_dim=96, rope_dim=16),
     "one slot": replace(BASE, chosen=(1, 0, 1), top_k=1),
     "nothing chosen": replace(BASE, chosen=(0,) * 7),
     "none between slots": replace(BASE, scattered=True),
@@ -124,7 +126,8 @@ CASES = {
     "40 heads, wide latents": replace(BASE, heads=40, latent_dim=512, rope_dim=64),
     "8 bits": replace(BASE, cache_dtype="float8_e4m3fn", latent_dim=256),
     "bfloat16 over 8 bits": replace(BASE, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
-    "float32 over bfloat16": replace(BASE, cache_dtype="bfloat16"),
+    "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
+    "float16 over 8 bits": replace(BASE, dtype="float16", cache_dtype="float8_e4m3fn"),
 }
 
 
@@ -133,7 +136,7 @@ def attend(backend: Backend, **static: Any) -> harness.Jitted:
 
 
 def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
-    return SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
+    return SparseInputs.draw(case, harness.fresh_rng(), backend.dtype)
 
 
 @backends.every_case("mla_sparse", CASES)
@@ -152,11 +155,12 @@ def test_values(backend: Backend, name: str) -> None:
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
     """Decode rows of drafts, over pages in any order, with an absent one."""
     rng = harness.fresh_rng()
-    spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=32, dtype="float32")
-    cache = PagedLatent(jnp.asarray(rng.standard_normal(spec.arrays["pages"].shape), jnp.float32))
+    scale = 1.0 if backend.dtype == "float32" else harness.HALF_SCALE
+    spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=32, dtype=backend.dtype)
+    cache = PagedLatent(jnp.asarray(scale * rng.standard_normal(spec.arrays["pages"].shape), backend.dtype))
     tables = jnp.array([[3, 1, 4, 9], [2, 6, -1, 5], [8, 7, 0, 0]], jnp.int32)
     kv_lens, queries = jnp.array([64, 50, 17], jnp.int32), 2
-    q = jnp.asarray(rng.standard_normal((3, queries, 5, 160)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((3, queries, 5, 160)) / scale, backend.dtype)
     want = mla_decode(q[..., :128], q[..., 128:], cache, tables, kv_lens, sm_scale=SM_SCALE, return_lse=True)
     last = (np.asarray(kv_lens)[:, None] - queries + np.arange(queries)).reshape(-1, 1)
     t = np.arange(64)[None]
@@ -165,7 +169,7 @@ def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
     packed = q.reshape(-1, 5, 160)
     got = attend(backend)(q_latent=packed[..., :128], q_rope=packed[..., 128:], cache=cache, slots=slots)
     want = want[0].reshape(6, 5, 128), want[1].reshape(6, 5)
-    harness.assert_attention_close(got, want, backend.variant.tolerance("float32"))
+    harness.assert_attention_close(got, want, backend.variant.tolerance(backend.dtype))
 
 
 @every_backend
@@ -174,7 +178,7 @@ def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> 
     arguments, call = inputs.arguments(), attend(backend)
     out, lse = call(**arguments)
     alone = {name: arguments[name][5:6] for name in ("q_latent", "q_rope", "slots")}
-    tolerances = backend.variant.tolerance("float32")
+    tolerances = backend.variant.tolerance(backend.dtype)
     harness.assert_attention_close(call(**arguments | alone), (out[5:6], lse[5:6]), tolerances)
     reverse = {"slots": arguments["slots"][:, ::-1]}
     harness.assert_attention_close(call(**arguments | reverse), (out, lse), tolerances)
@@ -184,25 +188,29 @@ def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> 
 def test_the_configuration_a_user_gets(backend: Backend) -> None:
     inputs = draw(backend)
     got = attend(backends.as_users_get(backend))(**inputs.arguments())
-    harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance("float32"))
+    harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(backend.dtype))
 
 
 # --- transformations, and what is compiled
 
 
 @every_backend
-def test_under_vmap_repeated_and_exported(backend: Backend) -> None:
+def test_under_vmap_and_repeated(backend: Backend) -> None:
     rng, call = harness.fresh_rng(), attend(backend)
-    drawn = [SparseInputs.draw(BASE, rng, "float32").arguments() for _ in range(2)]
-    transformations.assert_vmaps(call, drawn, backend.variant.tolerance("float32"), over="q_latent")
+    drawn = [SparseInputs.draw(BASE, rng, backend.dtype).arguments() for _ in range(2)]
+    transformations.assert_vmaps(call, drawn, backend.variant.tolerance(backend.dtype), over="q_latent")
     transformations.assert_repeats(call, drawn[0], backend.repeats)
-    transformations.assert_exports(call, drawn[0])
+
+
+@backends.every_backend("mla_sparse", backends.is_compiled)
+def test_exported(backend: Backend) -> None:
+    transformations.assert_exports(attend(backend), draw(backend).arguments())
 
 
 @every_backend
 def test_inside_a_scan(backend: Backend) -> None:
     arguments = draw(backend).arguments()
-    tolerances = backend.variant.tolerance("float32")
+    tolerances = backend.variant.tolerance(backend.dtype)
     transformations.assert_scans(attend(backend), arguments, tolerances, cache="cache", over="q_latent")
 
 
@@ -262,5 +270,7 @@ def test_no_tokens_and_a_missing_implementation() -> None:
     empty = {name: GOOD[name][:0] for name in ("q_latent", "q_rope", "slots")}
     out, lse = mla_sparse(**GOOD | empty, return_lse=True)
     assert (out.shape, lse.shape) == ((0, 3, 128), (0, 3))
-    with pytest.raises(NotImplementedError, match="mla_sparse has no 'mosaic' implementation; it has xla, reference"):
+    with pytest.raises(
+        NotImplementedError, match="mla_sparse has no 'mosaic' implementation; it has triton, xla, reference"
+    ):
         mla_sparse(**GOOD, implementation="mosaic")

@@ -39,8 +39,6 @@ from pallas_attn.triton.split_states import merge_splits, partial_states, store_
 from pallas_attn.triton.tiles import TritonTile, power_of_two
 from pallas_attn.types import LATENT_GROUP
 
-WIDEST_LATENT, WIDEST_ROPE = 512, 128
-
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "triton", num_programs(call))
@@ -85,7 +83,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 def num_programs(call: MlaDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
-    _refuse(call)
+    caches.refuse_latents(call.q_latent, call.cache, call.rope_dim)
     card, tile = _card_and_tile(call)
     return tile.programs_side_by_side(card, call.query_rows)
 
@@ -94,20 +92,6 @@ def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
     card, quantised, tree = device.triton_card(), call.cache.is_quantised, call.draft_mask is not None
     widths = call.latent_dim, call.rope_dim
     return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=tree)
-
-
-def _refuse(call: MlaDecodeCall) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take."""
-    q, cache = call.q_latent, call.cache
-    caches.refuse_queries(q)
-    keys = cache.pages if cache.rope is None else cache.rope
-    if keys.dtype != q.dtype:
-        which = "an unquantised cache" if cache.rope is None else "rotated keys"
-        raise NotImplementedError(f"takes queries and {which} of one dtype, got {q.dtype.name} over {keys.dtype.name}")
-    if call.latent_dim > WIDEST_LATENT:
-        raise NotImplementedError(f"takes latents of up to {WIDEST_LATENT} columns, got {call.latent_dim}")
-    if call.rope_dim > WIDEST_ROPE:
-        raise NotImplementedError(f"takes up to {WIDEST_ROPE} rotated columns, got {call.rope_dim}")
 
 
 @kernel

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import CacheSpec, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from pallas_attn import CacheSpec, PagedIndexKeys, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from scripts.bench.harness.device import memory_bytes
 
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -83,16 +83,25 @@ def check_fits(num_bytes: int) -> None:
 
 def random_pool(spec: CacheSpec) -> PagedKV:
     """Makes pages of normal values, and scales that bring quantised ones back to about that size."""
-    arrays = {}
-    for i, (name, array) in enumerate(spec.arrays.items()):
-        make = _random_scales if name.endswith("_scale") else _random_pages
-        arrays[name] = make(jax.random.key(i, impl="rbg"), array)
-    return PagedKV(**arrays)
+    return PagedKV(**_random_arrays(spec))
 
 
 def random_latents(spec: CacheSpec) -> PagedLatent:
-    """Makes pages of normal values."""
-    return PagedLatent(_random_pages(jax.random.key(0, impl="rbg"), spec.arrays["pages"]))
+    """Makes pages of normal values, and scales as `random_pool` does."""
+    return PagedLatent(**_random_arrays(spec))
+
+
+def random_index_keys(spec: CacheSpec) -> PagedIndexKeys:
+    """Makes index keys of normal values, and scales as `random_pool` does."""
+    return PagedIndexKeys(**_random_arrays(spec))
+
+
+def _random_arrays(spec: CacheSpec) -> dict[str, Array]:
+    arrays = {}
+    for i, (name, array) in enumerate(spec.arrays.items()):
+        make = _random_scales if name.endswith("scale") else _random_pages
+        arrays[name] = make(jax.random.key(i, impl="rbg"), array)
+    return arrays
 
 
 def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:

@@ -30,6 +30,8 @@ OPERATIONS = (
     "mla_prefill",
     "write_latent",
     "gather_latent",
+    "mla_sparse",
+    "index_top_k",
 )
 """Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
 

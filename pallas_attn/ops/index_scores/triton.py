@@ -1,0 +1,13 @@
+"""`index_scores` in Triton, for any card from Ampere (sm80) on."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float32
+
+from pallas_attn.ops.index_scores.call import IndexScoresCall
+from pallas_attn.triton import index_keys
+
+
+def index_scores(call: IndexScoresCall) -> Float32[Array, "T K"]:
+    index_keys.refuse(call)
+    return index_keys.paged_scores(call, fill=True)[0]

@@ -1,0 +1,56 @@
+"""`index_top_k` in Triton, for any card from Ampere (sm80) on.
+
+One kernel writes scores, another chooses. Scores are held for as many tokens at a time as a workspace has room for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from pallas_attn.ops.index_top_k.call import IndexTopKCall
+from pallas_attn.triton import index_keys, top_k
+
+MOST_SCORES = 2**24
+"""Scores that are held at a time: those of 128 tokens over 128k keys, 64 MiB."""
+
+
+def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
+    num_tokens, width = call.q.shape[0], call.block_tables.shape[1] * call.index.page_size
+    index_keys.refuse(call)
+    top_k.refuse(width, call.top_k)
+    room = max(1, MOST_SCORES // width)
+    portions = -(-num_tokens // room)
+    if portions == 1:
+        return _chosen(call)
+    size = -(-num_tokens // portions)
+    padding = portions * size - num_tokens
+    call = dataclasses.replace(
+        call,
+        q=jnp.pad(call.q, ((0, padding), (0, 0), (0, 0))),
+        weights=jnp.pad(call.weights, ((0, padding), (0, 0))),
+    )
+    firsts = jnp.arange(portions, dtype=jnp.int32) * size
+    chosen = lax.map(lambda first: _chosen(_portion(call, first, size)), firsts)
+    return chosen.reshape(-1, call.top_k)[:num_tokens]
+
+
+def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
+    scores, counts = index_keys.paged_scores(call, fill=False)
+    return top_k.highest(scores, counts, call.top_k)
+
+
+def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTopKCall:
+    """The call of so many of the tokens, from the first on: their sequences end with them."""
+    after = jnp.maximum(call.cu_q_lens[1:] - (first + size), 0)
+    cut = jnp.minimum(after, jnp.diff(call.cu_q_lens))
+    return dataclasses.replace(
+        call,
+        q=lax.dynamic_slice_in_dim(call.q, first, size),
+        weights=lax.dynamic_slice_in_dim(call.weights, first, size),
+        cu_q_lens=jnp.clip(call.cu_q_lens - first, 0, size),
+        kv_lens=call.kv_lens - cut,
+    )

@@ -1,0 +1,13 @@
+"""`select_top_k` in Triton, for any card from Ampere (sm80) on."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Int32
+
+from pallas_attn.ops.select_top_k.call import SelectTopKCall
+from pallas_attn.triton import top_k
+
+
+def select_top_k(call: SelectTopKCall) -> Int32[Array, "T top_k"]:
+    top_k.refuse(call.scores.shape[1], call.top_k)
+    return top_k.highest(call.scores, None, call.top_k)

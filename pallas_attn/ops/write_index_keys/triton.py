@@ -1,0 +1,14 @@
+"""`write_index_keys` in Triton, for any card from Ampere (sm80) on."""
+
+from __future__ import annotations
+
+from pallas_attn.ops.write_index_keys.call import WriteIndexKeysCall
+from pallas_attn.triton import row_writes
+from pallas_attn.types import PagedIndexKeys
+
+
+def write_index_keys(call: WriteIndexKeysCall) -> PagedIndexKeys:
+    index = call.index
+    if index.scale is None:
+        return PagedIndexKeys(row_writes.copied(call.keys, call.slots, index.keys))
+    return PagedIndexKeys(*row_writes.quantised(call.keys, call.slots, index.keys, index.scale))

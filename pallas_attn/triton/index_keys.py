@@ -1,0 +1,194 @@
+"""Scores of index keys in Triton (DeepSeek-V3.2's lightning indexer), for any card from Ampere (sm80) on.
+
+Keys are the rows of a tile, the index heads of a query its columns, since sums over columns stay within few threads:
+
+    S [keys, heads] = K qᵀ      score [keys] = Σ over heads of weight · relu(S)
+
+A program takes a tile of neighbouring queries of one sequence, so that a key that was loaded once serves all of them,
+and every so-manieth step of its keys: programs share a sequence evenly however long it is.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float32, Int32
+
+from pallas_attn import device
+from pallas_attn.portable.index_tiles import IndexCall
+from pallas_attn.triton import caches, tiles
+from pallas_attn.triton.flash import work_of
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.pieces import columns, tensor_core_operand
+
+
+def refuse(call: IndexCall) -> None:
+    """Raise NotImplementedError for index queries and keys that no kernel multiplies."""
+    caches.refuse_queries(call.q)
+    keys = call.index.keys
+    if call.index.scale is None and keys.dtype != call.q.dtype:
+        raise NotImplementedError(
+            f"takes index queries and unquantised keys of one dtype, got {call.q.dtype.name} over {keys.dtype.name}"
+        )
+    caches.refuse_width(call.q.shape[-1])
+
+
+def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"], Int32[Array, "T"]]:
+    """Scores of every token over all K = P·ps positions of its sequence, and how many of them are up to its own.
+
+    Args:
+      fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
+    """
+    num_tokens, num_heads, dim = call.q.shape
+    num_sequences, table_pages = call.block_tables.shape
+    num_pages, page_size, _ = call.index.keys.shape
+    card, width = device.triton_card(), table_pages * page_size
+    tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, quantised=call.index.scale is not None)
+    num_tiles = num_tokens // tile.queries + num_sequences + 2
+    steps = -(-width // tile.tokens)
+    scores, counts = launch(
+        _score,
+        *(call.q, call.weights, call.index.keys, call.index.scale),
+        *(call.block_tables, call.cu_q_lens, call.kv_lens),
+        *(num_tokens, num_sequences, table_pages, num_pages),
+        outputs=[
+            jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
+            jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+        ],
+        grid=(num_tiles, max(1, min(steps, -(-tile.programs(card) // -(-num_tokens // tile.queries))))),
+        constants={
+            "HEADS": num_heads,
+            "D": dim,
+            "WIDTH": width,
+            "PAGE": page_size,
+            "QUERIES": tile.queries,
+            "TOKENS": tile.tokens,
+            "BLOCK": tile.heads,
+            "BLOCKS": -(-num_heads // tile.heads),
+            "COLUMNS": tiles.power_of_two(dim),
+            "SEARCH_STEPS": (num_sequences + 1).bit_length(),
+            "SCALE": call.scale,
+            "FILL": fill,
+            "NATIVE": tiles.has_e4m3(card),
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        max_registers=tile.max_registers,
+        flops=2 * num_tokens * num_heads * dim * width,
+    )
+    return scores, counts
+
+
+@kernel
+def _score(
+    q_ptr,  # [T, HEADS, D]
+    weights_ptr,  # [T, HEADS]
+    keys_ptr,  # [pool pages, PAGE, D]
+    scale_ptr,  # [pool pages, PAGE] or None
+    tables_ptr,  # [S, table_pages]
+    cu_q_lens_ptr,  # [S + 1]
+    kv_lens_ptr,  # [S]
+    num_tokens,
+    num_sequences,
+    table_pages,
+    pool_pages,
+    out_ptr,  # [T, WIDTH]
+    counts_ptr,  # [T]
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FILL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    tile, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    sequence, first_token, q_len, first = work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS)
+    if first < q_len:
+        kv_len = 0  # of padding
+        if (sequence >= 0) & (sequence < num_sequences):
+            kv_len = tl.load(kv_lens_ptr + sequence)
+        first_position = kv_len - q_len + first
+        queries = tl.minimum(QUERIES, q_len - first)
+        end = tl.maximum(first_position + queries, 0)
+        row = (first_token + first).to(tl.int64)
+        table_ptr = tables_ptr + sequence.to(tl.int64) * table_pages
+        if program == 0:
+            query = tl.arange(0, QUERIES)
+            count = tl.maximum(first_position + query + 1, 0)
+            tl.store(counts_ptr + row + query, count, mask=query < queries)
+
+        stride = programs * TOKENS
+        key = program * TOKENS + tl.arange(0, TOKENS)
+        next_id = tl.load(table_ptr + key // PAGE, mask=key < end, other=-1)  # of a page, loaded a step ahead
+        q, weights = (), ()  # of a single query, by block of heads
+        if QUERIES == 1:
+            for block in tl.static_range(BLOCKS):
+                q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
+                weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
+        for start in range(program * TOKENS, end, stride):
+            key = start + tl.arange(0, TOKENS)
+            page_id = next_id
+            next_id = tl.load(table_ptr + (key + stride) // PAGE, mask=key + stride < end, other=-1)
+            seen = (page_id >= 0) & (page_id < pool_pages)
+            slot = page_id.to(tl.int64) * PAGE + key % PAGE
+            k = tensor_core_operand(columns(keys_ptr, slot * D, 0, seen, D, COLUMNS), q_dtype, NATIVE)
+            k_scale = tl.full([TOKENS], SCALE, tl.float32)
+            if scale_ptr is not None:
+                k_scale *= tl.load(scale_ptr + slot, mask=seen, other=0.0)
+            if QUERIES == 1:
+                score = tl.zeros([TOKENS], tl.float32)
+                for block in tl.static_range(BLOCKS):
+                    score += _weighted(k, q[block], weights[block])
+                _store_scores(out_ptr + row * WIDTH, score * k_scale, key, seen, first_position, WIDTH, FILL)
+            else:
+                for i in range(queries):
+                    score = tl.zeros([TOKENS], tl.float32)
+                    for block in tl.static_range(BLOCKS):
+                        q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
+                        score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
+                    at = out_ptr + (row + i) * WIDTH
+                    _store_scores(at, score * k_scale, key, seen, first_position + i, WIDTH, FILL)
+        if FILL:  # what no step has
+            done = tl.maximum((end + TOKENS - 1) // TOKENS - program, 0)
+            for step in range(program + (done + programs - 1) // programs * programs, tl.cdiv(WIDTH, TOKENS), programs):
+                key = step * TOKENS + tl.arange(0, TOKENS)
+                for i in range(queries):
+                    at = out_ptr + (row + i) * WIDTH + key
+                    tl.store(at, tl.full([TOKENS], float("-inf"), tl.float32), mask=key < WIDTH)
+
+
+@kernel
+def _queries(q_ptr, row, block, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """A token's queries [D, heads] of a block of index heads."""
+    head = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.trans(columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS))
+
+
+@kernel
+def _weights(weights_ptr, row, block, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's weights [heads] of a block of index heads."""
+    head = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
+
+
+@kernel
+def _weighted(k, q, weights):
+    """Sum over heads of weight · relu(key · query), for each key."""
+    products = tl.dot(k, q)
+    return tl.sum(tl.where(products < 0, 0.0, products) * weights[None, :], 1)  # a product may be NaN
+
+
+@kernel
+def _store_scores(at, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
+    """Writes scores of keys; -inf for those that the query does not see, where they are wanted."""
+    score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
+    tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)

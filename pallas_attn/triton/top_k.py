@@ -1,0 +1,134 @@
+"""Choosing the highest scores of rows in Triton, exactly.
+
+A program holds its scores in registers, as unsigned integers of 32 bits that are in the same order, and finds the
+lowest one chosen bit by bit, from the highest on: a bit is set if as many scores as are wanted are no less. It ends
+early where exactly as many are, as is usual once about as many bits are known as the number of scores has. Then it
+writes the positions of what is above, and of as many of the lowest one's equals as are wanted, in order.
+
+Rows longer than registers hold go through rounds: the highest of each of their segments are the candidates of the next.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float32, Int32
+
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.tiles import power_of_two
+
+MOST_HELD = 32768
+"""Scores that a program holds: 32 in each of its 1,024 threads."""
+SEGMENT = 8192
+"""Scores of a segment, if that is at least four times as many as are wanted of it."""
+PER_THREAD = 32
+
+
+def refuse(width: int, top_k: int) -> None:
+    """Raise NotImplementedError for rows of which rounds would not get through enough."""
+    if width > MOST_HELD and 4 * top_k > MOST_HELD:
+        raise NotImplementedError(f"chooses up to {MOST_HELD // 4} of more than {MOST_HELD} scores, got {top_k}")
+
+
+def highest(scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, top_k: int) -> Int32[Array, "T top_k"]:
+    """Positions of each row's highest scores, as `select_top_k` gives them.
+
+    Args:
+      counts: of each row, how many scores it has, the others being undefined; None for all.
+    """
+    num_rows, row_width = scores.shape
+    candidates, width = None, row_width
+    while True:
+        segment = width if width <= MOST_HELD else max(SEGMENT, 4 * power_of_two(top_k))
+        segments, block = -(-width // segment), power_of_two(segment, 256)
+        (candidates,) = launch(
+            _choose,
+            *(scores, counts, candidates),
+            outputs=[jax.ShapeDtypeStruct((num_rows, segments * top_k), jnp.int32)],
+            grid=(num_rows, segments),
+            constants={
+                "ROW_WIDTH": row_width,
+                "WIDTH": width,
+                "SEGMENT": segment,
+                "TOP_K": top_k,
+                "BLOCK": block,
+                "STEP": min(block, 4096),
+            },
+            num_warps=min(32, max(4, block // (32 * PER_THREAD))),
+            bytes_accessed=4 * num_rows * (width + segments * top_k),
+        )
+        if segments == 1:
+            return candidates
+        width = segments * top_k
+
+
+@kernel
+def _choose(
+    scores_ptr,  # [T, ROW_WIDTH]
+    counts_ptr,  # [T] or None
+    candidates_ptr,  # [T, WIDTH] positions in rising order, -1 for none; None for all positions
+    out_ptr,  # [T, segments, TOP_K]
+    ROW_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_ptr = scores_ptr + row * ROW_WIDTH
+    out_ptr += (row * tl.num_programs(1) + segment) * TOP_K
+    end = WIDTH
+    if candidates_ptr is not None:
+        candidates_ptr += row * WIDTH
+    elif counts_ptr is not None:
+        end = tl.load(counts_ptr + row)
+    first = segment * SEGMENT
+    end = tl.minimum(first + SEGMENT, end)
+
+    place = 0
+    if first < end:
+        _, number = _numbers(row_ptr, candidates_ptr, first + tl.arange(0, BLOCK), end)
+        found = tl.sum((number > 0).to(tl.int32), 0)
+        wanted = tl.minimum(found, TOP_K)
+        least = tl.full([], 0, tl.uint32)
+        bit = tl.full([], 0x80000000, tl.uint32)
+        if found == wanted:  # all are
+            bit = tl.full([], 0, tl.uint32)
+        while bit > 0:
+            tried = least | bit
+            at_least = tl.sum((number >= tried).to(tl.int32), 0)
+            least = tl.where(at_least > wanted, tried, tl.where(at_least == wanted, tried - 1, least))
+            bit = tl.where(at_least == wanted, 0, bit >> 1).to(tl.uint32)
+        equals = wanted - tl.sum((number > least).to(tl.int32), 0)
+
+        above_before, equal_before = 0, 0
+        for start in range(first, end, STEP):
+            position, some = _numbers(row_ptr, candidates_ptr, start + tl.arange(0, STEP), end)
+            is_above, is_equal = some > least, some == least
+            # Counts of both in one sum: STEP is below 2**15.
+            counted = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), 0)
+            above, equal = above_before + (counted & 0xFFFF), equal_before + (counted >> 16)
+            chosen = is_above | (is_equal & (equal <= equals))
+            tl.store(out_ptr + above + tl.minimum(equal, equals) - 1, position, mask=chosen)
+            above_before, equal_before = tl.max(above, 0), tl.max(equal, 0)
+        place = wanted
+    for start in range(0, TOP_K, STEP):
+        at = start + tl.arange(0, STEP)
+        tl.store(out_ptr + at, tl.full([STEP], -1, tl.int32), mask=(at >= place) & (at < TOP_K))
+
+
+@kernel
+def _numbers(row_ptr, candidates_ptr, place, end):
+    """Positions at places, and their scores as unsigned integers in their order, NaN as +inf; 0 for -inf and none."""
+    held = place < end
+    position = place
+    if candidates_ptr is not None:
+        position = tl.load(candidates_ptr + place, mask=held, other=-1)
+        held = position >= 0
+    score = tl.load(row_ptr + position, mask=held, other=float("-inf"))
+    score = tl.where(score == score, score, float("inf"))
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # zeros of either sign are equal
+    number = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return position, tl.where(score > float("-inf"), number, 0).to(tl.uint32)

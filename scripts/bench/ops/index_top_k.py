@@ -1,0 +1,128 @@
+"""Benchmark of `index_top_k`: decode rows that choose among all keys of a long context, each call in other pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_attn import CacheSpec, index_cache_spec, index_top_k
+from scripts.bench.harness.case import Bench, by_name
+from scripts.bench.harness.pools import (
+    CACHES,
+    Pools,
+    at_least,
+    calls_of,
+    chain_of,
+    check_fits,
+    random_index_keys,
+    random_values,
+    tables,
+)
+from scripts.bench.harness.timing import Stopwatch, Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexTopKCase:
+    """A choice of `top_k` keys by each of `batch` sequences of `context` tokens, after so many new tokens each.
+
+    Attributes:
+      cache: kind of the index keys, "fp8" for 8 bits.
+    """
+
+    batch: int
+    context: int
+    cache: str = "bf16"
+    new_tokens: int = 1
+    heads: int = 64
+    index_dim: int = 128
+    top_k: int = 2048
+    page_size: int = 64
+
+    @property
+    def name(self) -> str:
+        new = f" {self.new_tokens} new" if self.new_tokens > 1 else ""
+        sizes = f"h{self.heads}x{self.index_dim} B{self.batch}{new} {self.top_k} of {self.context}"
+        return f"{sizes} p{self.page_size} {self.cache}"
+
+    @property
+    def table_pages(self) -> int:
+        return -(-self.context // self.page_size)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The pool that all calls read from: each pages of its own, until the first one's are cold again."""
+        pages = calls_of(self.num_bytes) * self.batch * self.table_pages
+        return self._spec(pages)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys."""
+        return self.batch * self.context * self._spec(1).bytes_per_page // self.page_size
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of all products. All new tokens are taken to see all keys."""
+        return 2 * self.batch * self.new_tokens * self.context * self.heads * self.index_dim
+
+    def _spec(self, num_pages: int) -> CacheSpec:
+        dtype = jnp.float8_e4m3fn if self.cache == "fp8" else CACHES[self.cache][0]
+        return index_cache_spec(num_pages=num_pages, page_size=self.page_size, index_dim=self.index_dim, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexTopKInputs:
+    """Arguments of a chain of calls: those that all share, and the queries, weights and table of each."""
+
+    shared: dict[str, Any]
+    owns: list[dict[str, Array]]
+
+
+def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
+    """Makes the arguments of a chain.
+
+    Raises:
+      MemoryError: the pool does not fit.
+    """
+    pools.release()
+    check_fits(case.spec.num_bytes)
+    calls, num_tokens = calls_of(case.num_bytes), case.batch * case.new_tokens
+    cold = tables(np.random.default_rng(0), case.spec.num_pages, calls, (case.batch, case.table_pages))
+    dtype = jnp.float32 if case.cache == "f32" else jnp.bfloat16
+    owns = []
+    for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(calls))):
+        q = random_values(key, (num_tokens, case.heads, case.index_dim), dtype)
+        weights = random_values(jax.random.fold_in(key, 1), (num_tokens, case.heads), jnp.float32)
+        owns.append({"q": q, "weights": weights, "block_tables": cold[i % calls]})
+    shared = {
+        "index": random_index_keys(case.spec),
+        "cu_q_lens": case.new_tokens * jnp.arange(case.batch + 1, dtype=jnp.int32),
+        "kv_lens": jnp.full((case.batch,), case.context, jnp.int32),
+    }
+    return IndexTopKInputs(shared, owns)
+
+
+def ours(implementation: str, case: IndexTopKCase, arrays: IndexTopKInputs, stopwatch: Stopwatch) -> Timing:
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, index_top_k(**shared, **own, top_k=case.top_k, implementation=implementation)
+
+    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.shared)
+
+
+BENCH = Bench(
+    grids={
+        "sparse": [
+            *(IndexTopKCase(b, n, cache) for cache, b, n in itertools.product(("bf16", "fp8"), (128, 8), (32768,))),
+            *(IndexTopKCase(8, 131072, cache) for cache in ("bf16", "fp8")),
+            IndexTopKCase(1, 32768, new_tokens=512),
+        ],
+        "small": [IndexTopKCase(2, 64, cache, 2, 3, 16, 16, 16) for cache in ("f32", "fp8")],
+    },
+    contenders=by_name(ours),
+    inputs=inputs,
+)

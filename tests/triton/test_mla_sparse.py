@@ -1,0 +1,39 @@
+"""`mla_sparse` in Triton with Hopper's tiles of 64 heads, and where a token's slots are shared by several programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pallas_attn import device
+from pallas_attn.ops.mla_sparse import triton as module
+from tests.contract.test_mla_sparse import BASE, SparseInputs, attend
+from tests.ops import harness
+from tests.triton.test_mla_decode import TRITON
+
+HOPPER = dataclasses.replace(BASE, chosen=(150, 3), top_k=160, heads=64, dtype="bfloat16", scattered=True)
+CASES = {
+    "16 bits": HOPPER,
+    "8 bits": dataclasses.replace(HOPPER, cache_dtype="float8_e4m3fn", latent_dim=256),
+    "shared by programs": dataclasses.replace(HOPPER, chosen=(150,), heads=3, latent_dim=96),
+    "shared, some without a slot": dataclasses.replace(HOPPER, chosen=(20,), heads=3, scattered=False),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_hopper(monkeypatch: pytest.MonkeyPatch, case) -> None:
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")
+    monkeypatch.setattr(module, "LEAST_STEPS", 1)
+    monkeypatch.setattr(device, "INTERPRETED_MULTIPROCESSORS", 4)
+    inputs = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
+    harness.assert_attention_close(
+        attend(TRITON)(**inputs.arguments()), inputs.expected(), TRITON.variant.tolerance("bfloat16")
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "splits"), [(0, 64, 1), (16, 64, 16), (5, 64, 5), (100, 64, 16), (3, 8, 2), (132, 3, 1)]
+)
+def test_shares_have_some_steps_each(programs: int, steps: int, splits: int) -> None:
+    assert module._num_splits(programs, steps) == splits
