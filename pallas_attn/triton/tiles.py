@@ -95,7 +95,7 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
     """Tile of decode attention over latents, whose columns are key and value.
 
     Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills. On Hopper tiles
-    of 64 rows and 64 tokens spill up to 180 bytes and yet were the fastest by far (docs/kernels/triton.md).
+    of 64 rows and 64 tokens spill up to 200 bytes and yet were the fastest by far (docs/kernels/triton.md).
 
     Args:
       rows: query rows of a sequence.
@@ -109,7 +109,7 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
         return TritonTile(16, 16 if tree else 32, width, warps=8, stages=2, programs=1, max_registers=255)
     stages = 2 if tree else STAGES
     if rows <= 16:
-        warps = 8 if tree or card.capability == (8, 0) else 4
+        warps = 8 if tree or width + rope_dim > 576 or card.capability == (8, 0) else 4
         programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
         return TritonTile(16, 32, width, warps, 2 if programs == 1 else stages, programs, max_registers=255)
     if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
