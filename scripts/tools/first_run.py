@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.cli.command_line import Failure, UsageError, check_outputs, exit_status, write_report
+from scripts.cli.output_files import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("smoke", "contract", "benchmarks")
@@ -227,7 +228,8 @@ def run_process(arguments: list[str], seconds: float, log: Path | None = None) -
         os.killpg(process.pid, signal.SIGKILL)
         raise
     if log is not None:
-        log.write_text(output)
+        with output_file(log) as file:
+            file.write(output.encode())
     return Ended(status, output, time.monotonic() - began)
 
 
