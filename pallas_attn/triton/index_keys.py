@@ -5,7 +5,7 @@ Keys are the rows of a tile, the index heads of a query its columns, since sums 
     S [keys, heads] = K qᵀ      score [keys] = Σ over heads of weight · relu(S)
 
 A program takes a tile of neighbouring queries of one sequence, so that a key that was loaded once serves all of them,
-and every so-manieth step of its keys: programs share a sequence evenly however long it is.
+and, of n programs that share the sequence, every n-th step of its keys, however long it is.
 """
 
 from __future__ import annotations
