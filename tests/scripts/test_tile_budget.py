@@ -208,7 +208,7 @@ def test_the_table(capsys):
 
 
 def test_forecasts_stand_beside_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a call whose multiply-adds make more tiles than its bytes, and whose tensor cores take longer than these."""
+    """Takes a call whose multiply-adds make more tiles than its bytes; its tensor cores take longer than the bytes."""
     sample = tmp_path / "paged-prefill-d128.sass"
     sample.write_text(SAMPLE)
     (tile,) = re.findall(r"// tile: (\d+) bytes, (\d+) multiply-adds", SAMPLE)
