@@ -3,13 +3,11 @@
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
 the groups, and one for few rows:
 
-- `hopper_groups`: jax's own Mosaic GPU ragged matrix product, for 16-bit weights on Hopper.
+- `hopper_groups`: a kernel for 16-bit weights on Hopper (`group_product.py`).
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `row_by_row`: each row with its own expert, on a GPU where there are no more rows than experts. jax's ragged product
-  reads every expert, whether it has rows or not, and takes 300 us a layer (DeepSeek-V2-Lite on an H200) where 6 rows
-  take 48 one by one, 48 rows 220 and 72 rows 315.
+- `row_by_row`: each row with its own expert, on a GPU where there are no more rows than experts.
 """
 
 from __future__ import annotations
@@ -217,20 +215,22 @@ def apply_experts(
         return row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(expert, num_experts - 1))
     groups = ExpertGroups.of(expert, num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
+    source = groups.row // copies
     piece = num_pairs if expected is None else -(-5 * expected // 4 // 64) * 64
     if piece >= num_pairs:
-        return multiply(x[groups.row // copies], experts, groups.sizes)[groups.place]
-    # A product over all pairs would take the time of all, since jax's kernel multiplies empty tiles, too.
+        y, row = multiply(x, source, experts, groups.sizes)
+        return y[row[groups.place]]
+    # Memory is that of a piece, and so is what is done for rows of no expert.
     ends = jnp.cumsum(groups.sizes)
-    row = jnp.pad(groups.row, (0, -num_pairs % piece))
+    source = jnp.pad(source, (0, -num_pairs % piece))
 
     def multiply_piece(i: ArrayLike, out: Array) -> Array:
         start = jnp.asarray(i, jnp.int32) * piece
         own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
-        y = multiply(x[jax.lax.dynamic_slice_in_dim(row, start, piece) // copies], experts, own)
-        return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
+        y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, piece), experts, own)
+        return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
 
-    empty = jnp.zeros((row.shape[0], experts.down.shape[2]), x.dtype)
+    empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
     return jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)[groups.place]
 
 
@@ -292,56 +292,46 @@ def hopper_takes(experts: Experts) -> bool:
     return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
 
 
-def hopper_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
-    """Applies each row's expert to it by jax's ragged matrix product; rows are sorted by expert, `sizes` of each."""
-    num_rows, num_experts = rows.shape[0], sizes.shape[0]
-    rows = jnp.pad(rows, ((0, -num_rows % 8), (0, 0)))  # copies to shared memory move tiles of 8 rows
-    expert = _group_of(jnp.cumsum(sizes), jnp.arange(rows.shape[0], dtype=jnp.int32))
+def hopper_groups(
+    x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
+) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
+    """As `block_groups`, by a kernel whose groups begin at multiples of some rows."""
+    from models.decoder import group_product  # imports Pallas, which only Linux has whole
 
-    def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
-        y = run_kept(_ragged_product, (x, weight, sizes, group_tile(num_rows, num_experts, weight.shape[2])))
+    num_pairs, num_experts = source.shape[0], sizes.shape[0]
+    first, ends = group_product.first_rows(sizes), jnp.cumsum(sizes)
+    behind = first - (ends - sizes)  # how far a group begins behind its first place
+    row = jnp.arange(group_product.padded_rows(num_pairs, num_experts), dtype=jnp.int32)
+    place = jnp.arange(num_pairs, dtype=jnp.int32)
+    expert = _group_of(first, row) - 1
+    rows = x[source[jnp.clip(row - behind[expert], 0, num_pairs - 1)]]
+    tiles = group_product.RowTiles.of(sizes, num_pairs)
+
+    def multiply(x: Array, weight: Array, bias: Array | None, *, gated: bool = False) -> Array:
+        y = run_kept(group_product.group_product, group_product.GroupProduct(x, weight, tiles, gated))
         return y if bias is None else y + bias[expert]
 
-    hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
-    return multiply(hidden, experts.down, experts.down_bias)[:num_rows]
-
-
-def _ragged_product(
-    call: tuple[Float[Array, "M D"], Float[Array, "E D N"], Int32[Array, "E"], tuple[int, int]],
-) -> Float[Array, "M N"]:
-    """Multiplies each group of rows with its expert's weights, in tiles of the size given last."""
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-
-    rows, weights, sizes, (block_m, block_n) = call
-    return ragged_dot(
-        rows,
-        weights,
-        group_sizes=sizes,
-        block_m=block_m,
-        block_n=block_n,
-        block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=weights.shape[2] // block_n,  # all columns of some rows, so that these stay in L2
-    )
-
-
-def group_tile(num_rows: int, num_experts: int, width: int) -> tuple[int, int]:
-    """Rows and columns of a tile of jax's ragged product, for `width` columns, a multiple of 64.
-
-    A tile of each expert is partly empty, so tiles have 64 rows up to 128 an expert: DeepSeek-V2-Lite's with 96 each
-    take 443 us on an H200, and 467 with tiles of 128 x 128; with 768 each 1,886 and 1,598.
-    """
-    block_m, widest = (64, 256) if num_rows <= 128 * num_experts else (128, 128)
-    return block_m, next(columns for columns in (256, 128, 64) if columns <= widest and width % columns == 0)
+    if experts.activation is swiglu and experts.gate_up_bias is None and experts.down.shape[1] % 64 == 0:
+        hidden = multiply(rows, experts.gate_up, None, gated=True)
+    else:
+        hidden = experts.activation(multiply(rows, experts.gate_up, experts.gate_up_bias))
+    y = multiply(hidden, experts.down, experts.down_bias)
+    return y, place + behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
 
 
 @jax.jit
-def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array, "E"]) -> Float[Array, "M D"]:
-    """Applies each row's expert to it, block by block; rows are sorted by expert, `sizes` of each."""
-    num_rows, num_experts = rows.shape[0], sizes.shape[0]
+def block_groups(
+    x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
+) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
+    """Applies experts to rows of `x`, block by block; `source` names the rows, sorted by expert, `sizes` of each.
+
+    Returns:
+      Results, and the row among them of each of `source`.
+    """
+    num_rows, num_experts = source.shape[0], sizes.shape[0]
     block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
     expert, start, num_blocks = _block_table(sizes, block, min(num_rows, num_rows // block + num_experts))
-    rows = jnp.pad(rows, ((0, block), (0, 0)))
+    rows = jnp.pad(x[source], ((0, block), (0, 0)))
 
     def multiply(x: Array, weight: Array, bias: Array | None, index: Array) -> Array:
         y = project(x, weight[index])
@@ -354,7 +344,8 @@ def block_groups(rows: Float[Array, "M D"], experts: Experts, sizes: Int32[Array
         # A group's last block runs into the next groups' rows, which are written after it.
         return jax.lax.dynamic_update_slice_in_dim(out, y, start[i], axis=0)
 
-    return jax.lax.fori_loop(0, num_blocks, multiply_block, jnp.zeros_like(rows))[:num_rows]
+    y = jax.lax.fori_loop(0, num_blocks, multiply_block, jnp.zeros_like(rows))
+    return y, jnp.arange(num_rows, dtype=jnp.int32)
 
 
 def _group_of(ends: Int32[Array, "groups"], place: Int32[Array, "n"]) -> Int32[Array, "n"]:

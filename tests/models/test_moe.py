@@ -136,20 +136,6 @@ def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden:
     np.testing.assert_allclose(out, moe.block_groups(rows, experts, sizes), atol=0.05 if biased else 0.03)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "width", "tile"),
-    [
-        (512, 2816, (64, 256)),
-        (513, 2816, (128, 128)),
-        (512, 5760, (64, 128)),
-        (513, 2880, (128, 64)),
-        (1, 64, (64, 64)),
-    ],
-)
-def test_tiles_divide_the_columns_and_grow_with_the_rows(num_rows: int, width: int, tile: tuple[int, int]):
-    assert moe.group_tile(num_rows, 4, width) == tile
-
-
 def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
     def draw(weights: jax.Array) -> jax.Array:
         return jnp.asarray(rng.standard_normal((weights.shape[0], weights.shape[2])), weights.dtype)
