@@ -130,9 +130,10 @@ def group_product(call: GroupProduct) -> Float[Array, "M N_out"]:
     depth, columns = weights.shape[1:]
     parts, part_columns = column_parts(columns, gated=gated)
     width = columns // 2 if gated else columns
-    operand = functools.partial(
-        plgpu.SMEM, dtype=x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
+
+    def operand(shape: tuple[int, ...]) -> Any:
+        return plgpu.SMEM(shape, x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
     scratch = Scratch(
         x=operand((STAGES, TILE_ROWS, TILE_DEPTH)),
         weights=operand((STAGES, parts, TILE_DEPTH, part_columns)),

@@ -75,7 +75,8 @@ def test_experts_of_gpt_oss_are_multiplied_by_groups(rng):
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
     assert moe.hopper_takes(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)
-    rows = jnp.asarray(rng.standard_normal((1024, 2880)), jnp.bfloat16)
-    kernel, loop = jax.jit(moe.hopper_groups), moe.block_groups
-    out, wanted = (np.asarray(multiply(rows, experts, sizes), np.float32) for multiply in (kernel, loop))
-    np.testing.assert_allclose(out, wanted, atol=0.06, rtol=0.02)
+    rows, source = jnp.asarray(rng.standard_normal((1024, 2880)), jnp.bfloat16), jnp.arange(1024, dtype=jnp.int32)
+    (out, row), (wanted, place) = (
+        multiply(rows, source, experts, sizes) for multiply in (jax.jit(moe.hopper_groups), moe.block_groups)
+    )
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (out[row], wanted[place])), atol=0.06, rtol=0.02)

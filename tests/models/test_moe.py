@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import moe
+from models.decoder import group_product, moe
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -118,22 +118,48 @@ def test_a_token_of_nans_harms_no_other(rng):
 
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
-    [(128, 64, False, True), (256, 64, False, True), (192, 64, True, True), (128, 64, False, False)],
-    ids=["plain", "wide", "biased, in half tiles", "of many rows"],
+    [(128, 64, False, True), (256, 64, True, True), (256, 128, False, False), (192, 64, True, False)],
+    ids=["plain", "wide and biased", "of many rows", "of many rows, biased, in three parts"],
 )
 def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
-    """jax's kernel, interpreted, agrees at sizes that are no multiple of its tiles, an empty group among them."""
-    if not few:
-        monkeypatch.setattr(moe, "group_tile", lambda *_: (128, 128))
+    """The kernels, interpreted, agree at sizes that are no multiple of their tiles, an empty group among them."""
+    monkeypatch.setattr(moe, "FEW_ROWS", 64 if few else 1)
+    monkeypatch.setattr(group_product, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
-    sizes = jnp.asarray([21, 0, 44, 5], jnp.int32)
-    rows = jnp.asarray(rng.standard_normal((70, width)), jnp.bfloat16)
-    with plgpu.force_gpu_interpret_mode():
-        out = moe.hopper_groups(rows, experts, sizes).astype(jnp.float32)
-    rows, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts))
-    np.testing.assert_allclose(out, moe.block_groups(rows, experts, sizes), atol=0.05 if biased else 0.03)
+    sizes = jnp.asarray([21, 0, 44, 5] if few else [21, 0, 204, 69], jnp.int32)
+    x = jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16)
+    source = jnp.asarray(rng.integers(0, 100, int(sizes.sum())), jnp.int32)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=not few)):
+        out, row = moe.hopper_groups(x, source, experts, sizes)
+    x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
+    want, place = moe.block_groups(x, source, experts, sizes)
+    np.testing.assert_allclose(out[row].astype(jnp.float32), want[place], atol=0.06 if biased else 0.03)
+
+
+def test_tiles_cross_no_group():
+    sizes = np.array([24, 0, 300, 1], np.int32)
+    tiles = group_product.RowTiles.of(jnp.asarray(sizes), 325)
+    count = int(tiles.count[0])
+    assert [int(x) for x in group_product.first_rows(jnp.asarray(sizes))] == [0, 24, 24, 328]
+    assert np.asarray(tiles.group)[:count].tolist() == [0, 2, 2, 2, 3]
+    assert np.asarray(tiles.start)[:count].tolist() == [0, 24, 152, 280, 328]
+    assert np.asarray(tiles.rows)[:count].tolist() == [24, 128, 128, 48, 8]
+    assert tiles.start[count - 1] + group_product.TILE_ROWS <= group_product.padded_rows(325, 4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "gated", "parts"),
+    [(2816, True, (2, 128)), (2880, False, (3, 64)), (128, True, (2, 64)), (64, False, (1, 64))],
+)
+def test_parts_divide_the_columns(columns: int, gated: bool, parts: tuple[int, int]):
+    assert group_product.column_parts(columns, gated=gated) == parts
+
+
+def test_columns_that_no_part_divides_are_refused():
+    with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 128, got 192"):
+        group_product.column_parts(192, gated=True)
 
 
 def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
