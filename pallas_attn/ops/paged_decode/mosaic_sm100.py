@@ -15,12 +15,12 @@ from pallas_attn.mosaic.dequantise import plain_query_terms, scale_layout
 from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
 from pallas_attn.ops.paged_decode import config
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
 from pallas_attn.ops.plan_decode import plan_of
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm100", num_programs(call))
     packing, settings = _sizes(call)
     terms, query_scale = plain_query_terms(call.q, call.kv)
