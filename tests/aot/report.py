@@ -94,8 +94,9 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        found = {name: tuple(fields[name]) for name in ("copies", "on_slices", "joins")}
-        return dataclasses.replace(Report(**fields), kernels=kernels, **found)
+        copies, on_slices, joins = (tuple(fields[name]) for name in ("copies", "on_slices", "joins"))
+        report = dataclasses.replace(Report(**fields), kernels=kernels)
+        return dataclasses.replace(report, copies=copies, on_slices=on_slices, joins=joins)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
