@@ -7,6 +7,7 @@ their pages, sharing them as one plan for all layers of equal windows says, and 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,20 @@ class GQA(nnx.Module):
     def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
         metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
         sinks = None if self.sinks is None else self.sinks[...]
-        outputs = []
+        out: Any = None
+        if num_decode < metadata.num_tokens:
+            # To prefill, decode rows are padding in front of the first sequence, which paged_decode fills in place.
+            out = paged_prefill(
+                q,
+                cache,
+                step.tables.prefill_block_tables,
+                metadata.cu_q_lens + num_decode,
+                metadata.prefill_kv_lens,
+                sm_scale=self.config.sm_scale,
+                window=window,
+                sinks=sinks,
+                implementation=self.settings.implementation,
+            )
         if num_decode:
             out = paged_decode(
                 q[:num_decode].reshape(-1, metadata.decode_queries, *q.shape[1:]),
@@ -150,20 +164,7 @@ class GQA(nnx.Module):
                 window=window,
                 sinks=sinks,
                 plan=step.plan,
+                out=out,
                 implementation=self.settings.implementation,
             )
-            outputs.append(out.reshape(num_decode, *q.shape[1:]))  # pyrefly: ignore[missing-attribute]
-        if num_decode < metadata.num_tokens:
-            out = paged_prefill(
-                q[num_decode:],
-                cache,
-                step.tables.prefill_block_tables,
-                metadata.cu_q_lens,
-                metadata.prefill_kv_lens,
-                sm_scale=self.config.sm_scale,
-                window=window,
-                sinks=sinks,
-                implementation=self.settings.implementation,
-            )
-            outputs.append(out)
-        return jnp.concatenate(outputs)
+        return out.reshape(q.shape)

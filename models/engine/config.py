@@ -186,6 +186,20 @@ class RunnerConfig:
         """Numbers of drafts that decode rows are padded to, ascending."""
         return (0,) if self.speculate is None else self.speculate.draft_buckets
 
+    def buckets(self, all_logits: bool = False) -> list[Bucket]:
+        """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
+        their prefill costs more than idle decode rows, and compiling every combination would cost far more; for the
+        same reason they have the fewest drafts or the most. Batch-invariant steps are all of the largest one, since a
+        program of another shape rounds differently."""
+        drafts, largest = self.draft_buckets, self.decode_buckets[-1]
+        if self.batch_invariant:
+            return [Bucket(largest, self.prefill_buckets[-1], all_logits, drafts[-1])]
+        decode_only = [Bucket(d, 0, num_drafts=n) for n in drafts for d in self.decode_buckets]
+        prefill_only = [Bucket(0, t, all_logits) for t in self.prefill_buckets]
+        ends = sorted({drafts[0], drafts[-1]})
+        mixed = [Bucket(largest, t, all_logits, n) for n in ends for t in self.prefill_buckets]
+        return decode_only + prefill_only + mixed
+
     @property
     def largest_step(self) -> StepSizes:
         """The step that fills the largest buckets, in the form that `explain_attention` takes."""

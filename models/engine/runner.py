@@ -200,18 +200,8 @@ class Runner:
         }
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
-        their prefill costs more than idle decode rows, and compiling every combination would cost far more; for the
-        same reason they have the fewest drafts or the most. Batch-invariant steps are all of the largest one, since a
-        program of another shape rounds differently."""
-        config, drafts = self._config, self._config.draft_buckets
-        if config.batch_invariant:
-            return [Bucket(config.decode_buckets[-1], config.prefill_buckets[-1], all_logits, drafts[-1])]
-        decode_only = [Bucket(d, 0, num_drafts=n) for n in drafts for d in config.decode_buckets]
-        prefill_only = [Bucket(0, t, all_logits) for t in config.prefill_buckets]
-        ends = sorted({drafts[0], drafts[-1]})
-        mixed = [Bucket(config.decode_buckets[-1], t, all_logits, n) for n in ends for t in config.prefill_buckets]
-        return decode_only + prefill_only + mixed
+        """Every bucket that a step can fall into."""
+        return self._config.buckets(all_logits)
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
         """The smallest bucket that holds the step of every rank."""

@@ -46,6 +46,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -359,31 +360,45 @@ class DecodeScratch(NamedTuple):
 
 
 def decode_attention(
-    x: DecodeInputs, static: DecodeStatic, out_shape: tuple[int, ...], *, name: str
-) -> tuple[Float[Array, "B Q Hq V"], Float[Array, "B Q Hq"]]:
+    x: DecodeInputs,
+    static: DecodeStatic,
+    out_shape: tuple[int, ...],
+    out: Float[Array, "T Hq V"] | None = None,
+    *,
+    name: str,
+) -> tuple[Float[Array, "B Q Hq V"] | Float[Array, "T Hq V"], Float[Array, "B Q Hq"]]:
     """Compute output and LSE.
 
     Args:
+      out_shape: [B, Q, Hq, V].
+      out: whose first B·Q tokens become the output, in place; None for an array of the output alone.
       name: of the kernel, for profiles.
     """
     packing = static.tile.packing
-    out, lse, partials = _attend(x, static, out_shape, name)
+    held = None if out is None else basics.alias_in_place(out)
+    own, lse, partials = _attend(x, static, out_shape, held, name)
+    result = basics.alias_in_place(own) if held is None else held
     layout = static.tile.products.values_layout(static.tile)
-    out, lse = merge_splits(out, lse, partials, x.plan, x.sinks, packing, layout)
-    return out, packing.unpack(lse, static.num_kv_heads)
+    lse = packing.unpack(merge_splits(result, lse, partials, x.plan, x.sinks, packing, layout), static.num_kv_heads)
+    finished = basics.read_back(result)
+    return (finished.reshape(out_shape) if out is None else finished), lse
 
 
 def _attend(
-    x: DecodeInputs, static: DecodeStatic, out_shape: tuple[int, ...], name: str
-) -> tuple[Array, Array, PartialStates]:
-    """Run the kernel: output and LSE of rows in one split, partial states of the others."""
+    x: DecodeInputs, static: DecodeStatic, out_shape: tuple[int, ...], held: Ref | None, name: str
+) -> tuple[Any, Array, PartialStates]:
+    """Run the kernel: output and LSE of rows in one split, partial states of the others.
+
+    Args:
+      held: takes the output, which is not returned then.
+    """
     tile, plan = static.tile, x.plan
     packing, rows, num_programs = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = most_splits(plan, x.block_tables.shape[-1])
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(
-            jax.ShapeDtypeStruct(out_shape, tile.out_dtype),
+            jax.ShapeDtypeStruct((math.prod(out_shape[:2]), *out_shape[2:]), tile.out_dtype) if held is None else None,
             jax.ShapeDtypeStruct((packing.blocks, rows, packing.width), jnp.float32),
             PartialStates.types(packing.blocks * states, packing.width, tile.value_dim),
         ),
@@ -392,11 +407,20 @@ def _attend(
         scratch_types=DecodeScratch.types(tile, static.stages),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=tile.reduction_bytes),
         kernel_name=name,
-    )(basics.materialize(x))
+    )(basics.materialize(x), held)
 
 
-def _kernel(static: DecodeStatic, x: DecodeInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Ref) -> None:
+def _kernel(
+    static: DecodeStatic,
+    x: DecodeInputs,
+    held: Ref | None,
+    own: Ref | None,
+    lse: Ref,
+    partials: PartialStates,
+    *scratch: Ref,
+) -> None:
     """Attend to the work tiles of one program."""
+    out = own if held is None else held
     block, mem, packing = lax.axis_index("block"), DecodeScratch(*scratch), static.tile.packing
     layout = static.tile.products.values_layout(static.tile)
 

@@ -87,7 +87,9 @@ class AttentionState(NamedTuple):
 
 
 class OutputWriter(NamedTuple):
-    """Destination of a finished row: out [B, Q, Hq, D] by way of a tile in shared memory, and lse [width].
+    """Destination of a finished row: out [tokens, Hq, D] by way of a tile in shared memory, and lse [width].
+
+    Token b·Q + i of `out` is query i of sequence b. Tokens behind the last of those belong to others.
 
     Attributes:
       layout: of rows that are written.
@@ -143,7 +145,7 @@ class OutputWriter(NamedTuple):
         out = out.astype(self.tile.dtype)
         if out.dtype == jnp.float32:  # only a tile of 16 bits can be transposed while it is stored
             out = plgpu.layout_cast(out, self.layout.transposed)
-        kv_heads, slice_values = self.out.shape[2] // packing.group, self.tile.shape[2]
+        kv_heads, slice_values = self.out.shape[1] // packing.group, self.tile.shape[2]
         batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
         heads = pl.ds(packing.first_head(block, kv_head), packing.block_heads)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
@@ -157,7 +159,8 @@ class OutputWriter(NamedTuple):
             def _store(i: int = i, query: Any = query) -> None:
                 rows = pl.ds(i * packing.block_heads, packing.block_heads)
                 for j in range(out.shape[0] // slice_values):
-                    to = self.out.at[batch, query, heads, pl.ds(first_value + j * slice_values, slice_values)]
+                    values = pl.ds(first_value + j * slice_values, slice_values)
+                    to = self.out.at[batch * packing.queries + query, heads, values]
                     plgpu.copy_smem_to_gmem(self.tile.at[j, rows], to)
 
 
@@ -320,26 +323,27 @@ def _pointers(fragments: ir.Value, count: int, element: ir.Type) -> list[ir.Valu
 
 
 def merge_splits(
-    out: Float[Array, "B Q Hq D"],
+    out: Ref,
     lse: Float[Array, "blocks rows width"],
     partials: PartialStates,
     plan: DecodePlan,
     sinks: Float[Array, "head_blocks Hkv width"] | None,
     packing: QueryPacking,
     layout: RegisterLayout,
-) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "blocks rows width"]]:
+) -> Float[Array, "blocks rows width"]:
     """Finish, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
 
     Splits are merged in their order, whichever programs they came from.
 
     Args:
+      out: as in `OutputWriter`.
       layout: in which the states' values were stored. Its rows are the output values of an item of the merge.
     """
-    rows, head_dim = lse.shape[1], out.shape[3]
+    rows, head_dim = lse.shape[1], out.shape[2]
     slices = head_dim // layout.rows
     narrow = packing.split_width(slices * packing.blocks * rows)
     width = narrow.width
-    refs = basics.alias_in_place(out), basics.alias_in_place(lse)
+    finished = basics.alias_in_place(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, packing, narrow, layout),
         grid=(merge_programs(slices * narrow.blocks * rows),),
@@ -350,8 +354,8 @@ def merge_splits(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
-    )(*refs, *basics.materialize((partials, plan, sinks)))
-    return basics.read_back(refs[0]), basics.read_back(refs[1])
+    )(out, finished, *basics.materialize((partials, plan, sinks)))
+    return basics.read_back(finished)
 
 
 def _merge_kernel(
@@ -372,7 +376,7 @@ def _merge_kernel(
       packing, narrow: blocks of columns of the partial states, and the narrower ones that they are cut into here.
     """
     values, width, narrow_per_block = layout.rows, narrow.width, packing.width // narrow.width
-    slices, slice_fragments = out.shape[3] // values, num_fragments(values * width)
+    slices, slice_fragments = out.shape[2] // values, num_fragments(values * width)
 
     def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
         m, l = (basics.load(stats.at[i], PER_COLUMN) for i in range(2))  # noqa: E741
@@ -390,7 +394,7 @@ def _merge_kernel(
         )
         empty = AttentionState.empty(values, width, layout)
         merged = loader.for_each(partials, first, count, columns, fragments, add, empty)
-        sink = packing.load_sinks(sinks, block, lax.rem(row, out.shape[2] // packing.group), columns)
+        sink = packing.load_sinks(sinks, block, lax.rem(row, out.shape[1] // packing.group), columns)
         writer = OutputWriter(out, lse.at[block, row, columns], tile, layout)
         writer.write(narrow, narrow_block, row, merged, sink, value_slice * values)
 

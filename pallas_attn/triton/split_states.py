@@ -62,14 +62,18 @@ class EvenSplits(NamedTuple):
 
 
 def merge_splits(
-    out: Float[Array, "B Q Hq D"],
+    out: Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"],
     lse: Float[Array, "B Q Hq"],
     partial: Sequence[Array],
     plan: Splits,
     sinks: Float[Array, "Hq"] | None = None,
-) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
-    """Finishes, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing."""
-    batch, num_queries, q_heads, width = out.shape
+) -> tuple[Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"], Float[Array, "B Q Hq"]]:
+    """Finishes, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
+
+    Args:
+      out: may hold tokens of others behind the B·Q of this call.
+    """
+    (batch, num_queries, q_heads), width = lse.shape, out.shape[-1]
     num_rows = plan.row_order.shape[0]
     kv_heads, columns = num_rows // batch, power_of_two(width)
     rows = max(1, MERGE_ELEMENTS // columns)

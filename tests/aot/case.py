@@ -42,6 +42,7 @@ class Case:
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: thread blocks of its kernel that have to fit a multiprocessor.
       card: of `device.CARDS`, that it is compiled for.
+      output: shape of a step's attention output, which kernels have to write without XLA joining or copying it.
       options: options of the compiler.
     """
 
@@ -56,6 +57,7 @@ class Case:
     tile: Tile | None = None
     blocks: int = 1
     card: str = "H200"
+    output: tuple[int, ...] = ()
     options: dict[str, str | bool] | None = None
 
     @property

@@ -63,6 +63,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
         aliased=memory.alias_size_in_bytes,
         copies=large_copies(module, case.cache_elements) if case.cache else (),
         on_slices=kernels_on_slices(module),
+        joins=joins(module, case.output) if case.output else (),
     )
 
 
@@ -84,6 +85,13 @@ def large_copies(module: str, elements: int) -> tuple[str, ...]:
         for result, dims, operation in found
         if math.prod(int(dim) for dim in dims.split(",")) >= elements
     )
+
+
+def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
+    """Instructions of a compiled module, fused or not, that concatenate or copy an array of this shape."""
+    dims = ",".join(map(str, output))
+    found = re.findall(rf"(?m) = \(?(\w+\[{dims}\])\S*(?: [^=]*\))? (concatenate|copy|copy-start)\(", module)
+    return tuple(f"{operation} of {result}" for result, operation in found)
 
 
 def main(requests: IO[str], card_name: str) -> None:

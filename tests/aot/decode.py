@@ -260,6 +260,21 @@ def fp8_queries(**changes: Any) -> Case:
     return fp8.case(fp8.arguments() | q_scales(fp8))
 
 
+def sm100_fp8_products() -> dict[str, Case]:
+    """Calls in which fp8 queries are multiplied with keys as cached: their sizes are their own."""
+    cases = {}
+    for c in (Configuration(f"fp8-{scales}", columns=n, card="B200") for scales in ("head", "group") for n in (16, 32)):
+        sizes = mosaic_sm100_config(c.key, fp8_products=True)
+        tile = replace(c.decode_tile(sizes.tile_tokens), q_dtype=jnp.float8_e4m3fn, scales=c.scales)
+        cases[f"sm100-paged-decode-fp8-queries-{c.cache}-n{c.columns}"] = replace(
+            c.case(c.arguments() | q_scales(c)),
+            scratch_bytes=scratch_bytes(tile, sizes.stages),
+            blocks=sizes.programs_per_multiprocessor,
+            tile=Tile(2 * sizes.tile_tokens * c.head_dim, 2 * sizes.tile_tokens * c.head_dim * c.columns),
+        )
+    return cases
+
+
 def blocks() -> Case:
     """Call of 12 heads and 8 queries, which takes two blocks of columns."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
@@ -418,7 +433,7 @@ def sm100() -> dict[str, Case]:
         **with_all_features(wide),
         "sm100-paged-decode-group-of-4": plain.case(arguments | {"q": shape(BATCH, 1, 4 * KV_HEADS, 128)}),
         "sm100-paged-decode-blocks": plain.case(arguments | {"q": shape(BATCH, 8, 12 * KV_HEADS, 128)}),
-        "sm100-paged-decode-fp8-queries": fp8_queries(columns=32, card="B200"),
+        **sm100_fp8_products(),
         "sm100-paged-decode-window": plain.case(window=1024),
         "sm100-paged-decode-fixed-plan": plain.case(arguments | {"plan": plain.plan("fixed")}),
         "sm100-paged-decode-no-plan": plain.case({name: x for name, x in arguments.items() if name != "plan"}),

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import GQA_PRESETS, PRESETS, HeadWindows, ModelConfig
+from models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
 from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import NGramProposer, Speculation
-from models.engine.config import Bucket, RunnerConfig
+from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.runner import GPU_OPTIONS, run_step
@@ -50,6 +50,9 @@ QWEN3 = dataclasses.replace(
     head_dim=128,
 )
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
+
+UNTIMED: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""Options for compiling without a card: XLA's own kernels for some products have no sizes before they are timed."""
 
 SIZES = RunnerConfig(
     num_pages=32768,
@@ -95,7 +98,25 @@ def step(
             return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed)
         return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
-    return Case(call, arguments, cache="caches", donated=True, temporaries=temporaries, options=GPU_OPTIONS)
+    return Case(
+        call,
+        arguments,
+        cache="caches",
+        donated=True,
+        temporaries=temporaries,
+        output=_packed_output(config, bucket),
+        options=GPU_OPTIONS | UNTIMED,
+    )
+
+
+def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
+    """Shape of the array that decode rows and chunks of a mixed step are written to. With latents, XLA's products with
+    W_UV and its merges of prefixes come after the kernels, and what joins them is fused with those.
+    """
+    if not isinstance(config, GQAConfig) or not (bucket.decode_rows and bucket.prefill_tokens):
+        return ()
+    tokens = bucket.decode_rows * (1 + bucket.num_drafts) + bucket.prefill_tokens
+    return tokens, config.num_attention_heads, config.head_dim
 
 
 def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
@@ -114,16 +135,19 @@ ENGINE = {
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
     "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
-    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM),
+    # Logits of 320 rows in float32 are 257 MB, of which verifying drafts holds four arrays.
+    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }
+MODELS = {"v2-lite": V2_LITE, "v3": V3, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
+BUCKETS = EngineConfig(num_pages=32768, page_size=64, max_num_seqs=64, max_batched_tokens=2048).runner_config(2**15)
 SM100_ENGINE = on_b200(
-    {name: case for name, case in ENGINE.items() if "invariant" not in name}
+    {name: ENGINE[name] for name in ("engine-head-windows-mixed", "engine-drafts", "engine-gpt-oss-drafts")}
     | {
-        "engine-v3-decode": step(V3, DECODE, temporaries=2**30),
-        "engine-v3-mixed": step(V3, MIXED, temporaries=2**30),
-        "engine-qwen3-decode": step(QWEN3, DECODE),
-        "engine-qwen3-mixed": step(QWEN3, MIXED),
+        f"engine-{name}-{bucket.decode_rows}-{bucket.prefill_tokens}": step(config, bucket, temporaries=2**30)
+        for name, config in MODELS.items()
+        for bucket in BUCKETS.buckets()
     }
 )
+"""For a B200 every bucket of an engine, of decode rows and prefill tokens."""

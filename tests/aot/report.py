@@ -62,6 +62,7 @@ class Report:
       temporaries: bytes of memory beside arguments and results.
       aliased: bytes of results that take the place of donated arguments.
       copies: copying instructions of the compiled module as large as the cache, with their shapes.
+      joins: instructions that concatenate or copy the step's attention output.
       on_slices: computations that run a kernel on slices of arrays, which it refuses where they are not aligned.
     """
 
@@ -73,6 +74,7 @@ class Report:
     aliased: int = 0
     copies: tuple[str, ...] = ()
     on_slices: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
 
     @property
     def fitting_blocks(self) -> int:
@@ -92,8 +94,9 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        copies, on_slices = tuple(fields["copies"]), tuple(fields["on_slices"])
-        return dataclasses.replace(Report(**fields), kernels=kernels, copies=copies, on_slices=on_slices)
+        copies, on_slices, joins = (tuple(fields[name]) for name in ("copies", "on_slices", "joins"))
+        report = dataclasses.replace(Report(**fields), kernels=kernels)
+        return dataclasses.replace(report, copies=copies, on_slices=on_slices, joins=joins)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
@@ -128,6 +131,7 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield f"updates {report.aliased} bytes in place, of {case.donated_bytes} donated"
     yield from (f"copies a cache: {copy}" for copy in report.copies)
     yield from (f"runs a kernel on slices: {name}" for name in report.on_slices)
+    yield from (f"joins the parts of a step: {join}" for join in report.joins)
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:

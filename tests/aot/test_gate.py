@@ -11,7 +11,7 @@ import pytest
 import pallas_attn
 from tests.aot import environment, gate, plans, sources
 from tests.aot.case import Case, shape
-from tests.aot.compile import kernels_on_slices, large_copies
+from tests.aot.compile import joins, kernels_on_slices, large_copies
 from tests.aot.gate import Compiler
 from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory, parse_tmem_columns
 from tests.aot.samples import SAMPLES
@@ -290,3 +290,14 @@ def test_large_copies_are_found():
   %kernel.1 = bf16[64,64,128]{2,1,0} custom-call(%copy.3), metadata={op_name="a copy(b)"}
 """
     assert large_copies(module, 64 * 64 * 128) == ("copy of bf16[64,64,128]", "copy-start of s8[64,64,128]")
+
+
+def test_joins_of_a_step_are_found():
+    module = """
+    %param_0.1: bf16[2112,64,64])
+  %concatenate.3 = bf16[2112,64,64]{2,1,0} concatenate(%parameter_0.1, %parameter_1.1), dimensions={0}
+  %concatenate.4 = bf16[2112,128]{1,0} concatenate(%parameter_0.1, %parameter_1.1), dimensions={1}
+  ROOT %copy.1 = bf16[2112,64,64]{2,1,0} copy(%concatenate.3)
+  %split.1 = bf16[2112,64,64]{2,1,0} slice(%bitcast.1), slice={[0:2112], [0:64], [0:64]}
+"""
+    assert joins(module, (2112, 64, 64)) == ("concatenate of bf16[2112,64,64]", "copy of bf16[2112,64,64]")

@@ -238,6 +238,18 @@ def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
 
 
 @every_backend("paged_decode")
+def test_tokens_of_a_mixed_step(backend: Backend) -> None:
+    """The output goes into the first tokens of a packed one, with the same bits, and no other bit of that changes."""
+    inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
+    arrays = planned(backend, inputs.case, inputs.decode())
+    out, lse = DECODE.run(backend, inputs.case, arrays)
+    own = out.reshape(-1, *out.shape[2:])
+    packed = inputs.rng.standard_normal((len(own) + 5, *own.shape[1:])).astype(out.dtype)
+    got = DECODE.run(backend, inputs.case, arrays | {"out": packed})
+    harness.assert_same_bits(got, (np.concatenate([own, packed[len(own) :]]), lse))
+
+
+@every_backend("paged_decode")
 def test_without_a_plan(backend: Backend) -> None:
     """Which then is made from the arguments."""
     inputs = draw(backend, SAMPLE)

@@ -123,6 +123,12 @@ ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
         Q8 | {"q": of(B, Q, HQ, D, dtype=jnp.float8_e4m3fn)},
         "out_dtype: expected one of 16 or 32 bits with queries in float8_e4m3fn, got None",
     ),
+    (
+        "room for fewer tokens",
+        {"out": of(B * Q - 1, HQ, D)},
+        r"out: expected at least the 6 tokens of q, \[3, 2, 4, 16\]; got \[5, 4, 16\]",
+    ),
+    ("out of another dtype", {"out": of(B * Q, HQ, D, dtype=jnp.int32)}, "out: expected dtype float32, got int32"),
     ("q rank", {"q": of(B, HQ, D)}, r"q: expected shape \[B, Q, Hq, D\], got \[3, 4, 16\]"),
     ("q dtype", {"q": of(B, Q, HQ, D, dtype=jnp.int8)}, "q: expected dtype bfloat16 or float16 or float32, got int8"),
     ("a plan of another class", {"plan": 3}, "plan: expected a DecodePlan, got 3"),

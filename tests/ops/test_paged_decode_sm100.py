@@ -60,9 +60,14 @@ CASES = {
     "int8 per channel, heads of 64, tree": replace(
         SMALL_PAGES, cache_dtype="int8", scales="channel", head_dim=64, queries=3, q_lens=(1, 3, 2), tree=True
     ),
+    "fp8 queries of heads, over fp8 per head": replace(LONG, cache_dtype=FP8, scales="head", q_scales="head"),
+    "fp8 queries of tokens, drafts, over fp8 in 4 groups": replace(
+        SMALL_PAGES, cache_dtype=FP8, scales=4, q_scales="token", q_lens=(1, 3, 2), queries=3, dtype="float16",
+        absent_pages=True,
+    ),
     "int8 per head, two blocks of columns": replace(LONG, cache_dtype="int8", scales="head", q_heads=48),
-}
-EVERY_RUN = ("bfloat16", "fp8 per token")
+}  # fmt: skip
+EVERY_RUN = ("bfloat16", "fp8 per token", "fp8 queries of heads, over fp8 per head")
 
 
 def check(
@@ -70,7 +75,8 @@ def check(
 ) -> np.ndarray:
     """Compare a call on poisoned inputs with numpy; return how many splits its rows have."""
     cache_bytes = np.dtype(case.cache_dtype or case.dtype).itemsize
-    tile_tokens = 128 if case.head_dim * 2 <= 128 * cache_bytes else 64
+    fp8_products = case.q_scales is not None and case.head_dim == 128 and case.scales != "channel"
+    tile_tokens = 128 if fp8_products or case.head_dim * 2 <= 128 * cache_bytes else 64
     configs = DecodeConfig(tile_tokens, stages=2, programs_per_multiprocessor=1), backends.CUT_SHORT_ROWS
     variant = Variant("mosaic", configs, (10, 0), honours_plans=True)
     inputs = Inputs.draw(case, harness.fresh_rng())

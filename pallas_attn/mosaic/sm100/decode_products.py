@@ -5,7 +5,7 @@
 Tokens, and then channels, are the 128 rows of the tensor core (64 for heads of that width, and for tiles of so few
 tokens); V is read transposed. Every product is a fresh one and is added up in registers, where it is a few columns
 wide: nothing in TMEM has to be rescaled. Of 8-bit caches K, and then V, are converted to float16 in a buffer that both
-take in turn.
+take in turn; but fp8 queries are multiplied with K as it is cached.
 
 Barriers, each with a phase for every product, two a tile:
 
@@ -82,7 +82,8 @@ class Tcgen05Products:
         return NARROW_ROW_BYTES if tile.tokens % 128 else tiles.ROW_BYTES
 
     def probs_type(self, tile: DecodeTile) -> Any:
-        return tiles.operand(tile.shape, tile.q_dtype, row_bytes=NARROW_ROW_BYTES)
+        dtype = jnp.float16 if _is_8_bit(tile.q_dtype) else tile.q_dtype
+        return tiles.operand(tile.shape, dtype, row_bytes=NARROW_ROW_BYTES)
 
     def probs(self, p: Ref) -> Ref:
         return p
@@ -98,7 +99,7 @@ class Tcgen05Products:
         )
 
     def scores(self, tile: DecodeTile, own: Tcgen05Scratch, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
-        if own.staged is not None:
+        if own.staged is not None and not _is_8_bit(tile.q_dtype):
             dequantise.dequantise_tile(keys[0], own.staged)
             plgpu.commit_smem()
             keys = [own.staged]
@@ -127,6 +128,10 @@ class Tcgen05Products:
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
         # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
         return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
+
+
+def _is_8_bit(dtype: Any) -> bool:
+    return jnp.dtype(dtype).itemsize == 1
 
 
 def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -> None:

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks, dispatch
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV
 
 
@@ -24,10 +24,11 @@ def paged_decode(
     draft_mask: Bool[Array, "B Q Q"] | None = None,
     q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None = None,
     plan: DecodePlan | None = None,
+    out: Float[Array, "T Hq D"] | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "B Q Hq D"] | tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+) -> DecodeOutput | tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     """Attention of each sequence's newest Q tokens (the last one, or the last and its draft) over its pages.
 
     Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees keys up to its own position that its head's
@@ -51,13 +52,17 @@ def paged_decode(
         unless it comes so. Scores are of these values, times `q_scale`, times the scales of the keys, whatever their
         layout. None for queries as they are. It must be positive.
       plan: from `plan_decode`, made for these lengths and windows; changes speed and rounding only.
+      out: packed output of a step that mixes decodes with others, in the output's dtype: its first B·Q tokens become
+        this call's output, in place where the array may be given up; the others stay as they are. None for an array of
+        its own.
       return_lse: also return the LSE.
       out_dtype: of the output; None for q's, unless that is float8_e4m3fn.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for queries that see nothing (idle rows, past q_len, before position 0); with `return_lse`
-      also the float32 natural-log LSE of the scaled, capped, masked scores without the learned sinks, -inf for those.
+      The output, or `out` with it; exactly 0 for queries that see nothing (idle rows, past q_len, before position 0).
+      With `return_lse` also the float32 natural-log LSE of the scaled, capped, masked scores without the learned sinks,
+      -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -72,6 +77,9 @@ def paged_decode(
       >>> out, lse = pallas_attn.paged_decode(q, kv, block_tables, kv_lens, window=4, return_lse=True)
       >>> out.shape, lse.shape
       ((2, 1, 2, 8), (2, 1, 2))
+      >>> packed = pallas_attn.paged_decode(q, kv, block_tables, kv_lens, out=jnp.full((5, 2, 8), 7.0))
+      >>> packed[:, 0, 0].tolist()  # the cache holds zeros
+      [0.0, 0.0, 7.0, 7.0, 7.0]
     """
     block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     call = PagedDecodeCall(
@@ -85,10 +93,11 @@ def paged_decode(
         draft_mask=draft_mask,
         q_scale=q_scale,
         plan=plan,
+        out=out,
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
     )
     call.validate()
-    out, lse = dispatch.run(call, implementation) if q.size else call.without_queries()
-    return (out, lse) if return_lse else out
+    result, lse = dispatch.run(call, implementation) if q.size else call.without_queries()
+    return (result, lse) if return_lse else result

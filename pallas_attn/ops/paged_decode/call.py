@@ -16,6 +16,9 @@ from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
+type DecodeOutput = Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"]
+"""An output of its own, or the packed one that its tokens were put into."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,7 @@ class PagedDecodeCall:
     draft_mask: Bool[Array, "B Q Q"] | None
     q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None
     plan: DecodePlan | None
+    out: Float[Array, "T Hq D"] | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
@@ -74,9 +78,15 @@ class PagedDecodeCall:
         """q as it is meant: in float32 and times `q_scale` where there is one."""
         return self.q if self.q_scale is None else self.q.astype(jnp.float32) * self.q_scale[..., None]
 
-    def without_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+    def without_queries(self) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
         """Output and LSE of a call without sequences or without queries."""
-        return jnp.zeros(self.q.shape, self.output_dtype), jnp.zeros(self.q.shape[:3], jnp.float32)
+        return self.place(jnp.zeros(self.q.shape, self.output_dtype)), jnp.zeros(self.q.shape[:3], jnp.float32)
+
+    def place(self, result: Float[Array, "B Q Hq D"]) -> DecodeOutput:
+        """Put an output where `out` wants it: into its first tokens, in place where XLA may."""
+        if self.out is None:
+            return result
+        return self.out.at[: math.prod(result.shape[:2])].set(result.reshape(-1, *result.shape[2:]))
 
     @property
     def plan_key(self) -> PlanKey:
@@ -136,8 +146,18 @@ class PagedDecodeCall:
         if self.q_scale is not None:
             self._check_q_scale(self.q_scale, dims)
         checks.output_dtype(self.out_dtype, self.q.dtype)
+        if self.out is not None:
+            self._check_out(self.out, dims)
         if self.plan is not None:
             checks.check_plan(self.plan, self.plan_key)
+
+    def _check_out(self, out: Any, dims: checks.Dims) -> None:
+        dims.check("out", out, "T Hq D", (self.output_dtype,))
+        if dims["T"] < dims["B"] * dims["Q"]:
+            raise ValueError(
+                f"out: expected at least the {dims['B'] * dims['Q']} tokens of q, {list(self.q.shape)}; "
+                f"got {list(out.shape)}"
+            )
 
     def _check_q_scale(self, q_scale: Any, dims: checks.Dims) -> None:
         checks.check_dtype("q_scale", q_scale, checks.F32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -122,31 +123,37 @@ MAX_COLUMNS_SM100 = 32
 """Columns of a tile of 128 tokens for which a warpgroup has registers."""
 
 
-def column_step_sm100(head_dim: int, cache_bytes: int) -> int:
+def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = False) -> int:
     """What the columns of a tile are a multiple of."""
     from pallas_attn.mosaic.sm100.decode_products import column_step
 
-    return column_step(_tile_tokens_sm100(head_dim, cache_bytes), head_dim)
+    return column_step(_tile_tokens_sm100(head_dim, cache_bytes, fp8_products=fp8_products), head_dim)
 
 
-def _tile_tokens_sm100(head_dim: int, cache_bytes: int) -> int:
+def _tile_tokens_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool) -> int:
     """128 tokens, the rows of the tensor core; 64 where tiles in float16 are so large that no second program, or in 16
-    bits no second tile, would fit beside them.
+    bits no second tile, would fit beside them. Products of fp8 take 128 whatever fits, since 64 rows would need 64
+    columns.
     """
-    return 128 if head_dim * 2 <= 128 * cache_bytes else 64
+    return 128 if fp8_products or head_dim * 2 <= 128 * cache_bytes else 64
 
 
-def mosaic_sm100_config(key: PagedDecodeKey) -> DecodeConfig:
-    """Sizes of the Mosaic kernel."""
-    name = "paged_decode/mosaic"
-    return tuning.lookup(name, dataclasses.asdict(key), DecodeConfig, lambda: _mosaic_sm100_heuristic(key))
+def mosaic_sm100_config(key: PagedDecodeKey, *, fp8_products: bool = False) -> DecodeConfig:
+    """Sizes of the Mosaic kernel.
+
+    Args:
+      fp8_products: whether keys are multiplied as they are cached, with fp8 queries.
+    """
+    name = "paged_decode/mosaic_fp8_products" if fp8_products else "paged_decode/mosaic"
+    heuristic = functools.partial(_mosaic_sm100_heuristic, key, fp8_products=fp8_products)
+    return tuning.lookup(name, dataclasses.asdict(key), DecodeConfig, heuristic)
 
 
-def _mosaic_sm100_heuristic(key: PagedDecodeKey) -> DecodeConfig:
+def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> DecodeConfig:
     """Run two programs side by side, which registers hold, if shared memory has two tiles or more for each: one that
     converts 8-bit tiles takes longer for a tile than its bytes, and the other has to work meanwhile.
     """
-    tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes)
+    tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes, fp8_products=fp8_products)
     tile = mosaic_sm100_tile(key, tile_tokens)
     for programs in (2, 1):
         stages = tile.most_stages(programs, MAX_STAGES)

@@ -9,13 +9,13 @@ from pallas_attn.device import Architecture
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile, decode_attention
 from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.types import DecodePlan, HeadWindow
 
 
 def attend(
     call: PagedDecodeCall, plan: DecodePlan, tile: DecodeTile, stages: int, terms: list[Array], query_scale: float
-) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     """Run the kernel.
 
     Args:
@@ -49,7 +49,7 @@ def attend(
         soft_cap=call.soft_cap,
         window=window if isinstance(window, int) else None,
     )
-    return decode_attention(inputs, static, call.q.shape, name="paged_decode")
+    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
 
 
 def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:

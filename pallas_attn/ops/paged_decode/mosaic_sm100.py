@@ -15,15 +15,17 @@ from pallas_attn.mosaic.dequantise import plain_query_terms, scale_layout
 from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
 from pallas_attn.ops.paged_decode import config
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
 from pallas_attn.ops.plan_decode import plan_of
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm100", num_programs(call))
     packing, settings = _sizes(call)
-    terms, query_scale = plain_query_terms(call.q, call.kv)
+    terms, query_scale = [call.q.astype(call.kv.k.dtype)], 1.0
+    if not multiplies_fp8(call):
+        terms, query_scale = plain_query_terms(call.q, call.kv)
     tile = DecodeTile(
         packing=packing,
         tokens=settings.tile_tokens,
@@ -41,6 +43,13 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     return attend(call, plan, tile, settings.stages, terms, query_scale)
 
 
+def multiplies_fp8(call: PagedDecodeCall) -> bool:
+    """Whether keys are multiplied as they are cached, with fp8 queries: with heads of 128, as tiles of other widths do
+    not lie in shared memory in that way or do not fit, and unless scales of channels have to go into the queries.
+    """
+    return call.q_scale is not None and call.head_dim == 128 and scale_layout(call.kv) != "channel"
+
+
 def num_programs(call: PagedDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
     refuse(call, (10, 0), config.MAX_COLUMNS_SM100)
@@ -49,6 +58,7 @@ def num_programs(call: PagedDecodeCall) -> int:
 
 
 def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
-    step = config.column_step_sm100(call.head_dim, call.kv.k.dtype.itemsize)
+    fp8_products = multiplies_fp8(call)
+    step = config.column_step_sm100(call.head_dim, call.kv.k.dtype.itemsize, fp8_products=fp8_products)
     packing = QueryPacking(call.group, call.num_queries, config.MAX_COLUMNS_SM100, step)
-    return packing, config.mosaic_sm100_config(config.key_of(call, packing.width))
+    return packing, config.mosaic_sm100_config(config.key_of(call, packing.width), fp8_products=fp8_products)

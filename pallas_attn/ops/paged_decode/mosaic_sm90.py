@@ -23,12 +23,12 @@ from pallas_attn.mosaic.query_packing import QueryPacking
 from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
 from pallas_attn.mosaic.sm90.dequantise import query_terms
 from pallas_attn.ops.paged_decode import config
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
 from pallas_attn.ops.plan_decode import plan_of
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm90", num_programs(call))
     packing, settings = _sizes(call)
     terms, query_scale = query_terms(call.q, call.kv)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.portable import oracle
 from pallas_attn.portable.visibility import draft_visible, head_windows, in_window, real_queries
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     q, kv, kv_lens = call.queries, call.kv, call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
     k, v, exists = oracle.gather_kv(kv, call.block_tables)
@@ -26,4 +26,4 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     )
     visible &= draft_visible(key, index, kv_lens, q_lens, call.draft_mask)[:, None] & exists[:, :, None, :]
     out, lse = oracle.attention(q, k, v, visible, sm_scale=call.scale, soft_cap=call.soft_cap, sinks=call.sinks)
-    return out.astype(call.output_dtype), lse
+    return call.place(out.astype(call.output_dtype)), lse

@@ -22,7 +22,7 @@ import triton.language as tl
 from jaxtyping import Array, Float
 
 from pallas_attn import device
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
@@ -42,7 +42,7 @@ from pallas_attn.triton.tiles import TritonTile
 from pallas_attn.types import HeadWindow
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     _, num_queries, q_heads, head_dim = call.q.shape
@@ -53,13 +53,13 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
     by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     out, lse, *partial = launch(
         _attend,
-        *(call.q, call.q_scale, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
+        *(call.out, call.q, call.q_scale, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
         *(call.block_tables, call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
         *(call.draft_mask, call.sinks, *plans.followed(plan)),
         *(table_pages, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
         outputs=[
-            jax.ShapeDtypeStruct(call.q.shape, call.output_dtype),
+            jax.ShapeDtypeStruct(call.q.shape, call.output_dtype) if call.out is None else call.out,
             jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32),
             *partial_states(plan, table_pages, rows, head_dim),
         ],
@@ -87,6 +87,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         num_warps=tile.warps,
         num_stages=tile.stages,
         max_registers=tile.max_registers,
+        aliases={} if call.out is None else {0: 0},
     )
     return merge_splits(out, lse, partial, plan, call.sinks)
 
@@ -105,6 +106,7 @@ def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
 
 @kernel
 def _attend(
+    _aliased_out_ptr,  # [T, Q_HEADS, D] or None
     q_ptr,  # [B, QUERIES, Q_HEADS, D]
     q_scale_ptr,  # [B, QUERIES, Q_HEADS] or None
     k_ptr,  # [pool rows, PAGE, D]

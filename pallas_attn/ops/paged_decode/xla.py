@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.paged_decode import config
-from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.portable.merge import apply_sinks
 from pallas_attn.portable.online_softmax import Tile, attend_rows
 from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 
 
-def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     batch, num_queries, _, head_dim = call.q.shape
     num_pages, num_kv_heads, page_size, _ = call.kv.k.shape
     kv_lens, draft_mask = call.kv_lens, call.draft_mask
@@ -56,4 +56,4 @@ def paged_decode(call: PagedDecodeCall) -> tuple[Float[Array, "B Q Hq D"], Float
         group_rows=settings.group_rows,
     )
     out, lse = head_rows.join(out, num_queries), head_rows.join(lse, num_queries)
-    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse
+    return call.place(apply_sinks(out, lse, call.sinks).astype(call.output_dtype)), lse

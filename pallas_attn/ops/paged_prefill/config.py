@@ -79,7 +79,8 @@ def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
     token.
     """
     narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
-    tile_keys = 128 if key.page_size > 16 and (narrow or (key.head_dim == 128 and not quantised)) else 64
+    large = key.page_size > 16 and not key.token_scales  # whose scales take the registers of a large tile
+    tile_keys = 128 if large and (narrow or (key.head_dim == 128 and not quantised)) else 64
     stages = 4 if tile_keys * key.head_dim <= 8192 and (narrow or key.terms == 1) else 2
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 else 2)
 

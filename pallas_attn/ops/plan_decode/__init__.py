@@ -204,6 +204,7 @@ def _decode_call(
             draft_mask=None,
             q_scale=None,
             plan=None,
+            out=None,
             sm_scale=None,
             soft_cap=soft_cap,
             out_dtype=out_dtype,
