@@ -14,7 +14,7 @@ from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, vllm_triton
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, sglang_triton, vllm_triton
 from scripts.bench.shapes import MlaDecode
 
 
@@ -79,6 +79,7 @@ BENCH = Bench(
     | flashinfer_mla.CONTENDERS
     | flash_mla.CONTENDERS
     | flash_attention.MLA_CONTENDERS
-    | vllm_triton.MLA_CONTENDERS,
+    | vllm_triton.MLA_CONTENDERS
+    | sglang_triton.MLA_CONTENDERS,
     inputs=MlaDecodeCase.inputs,
 )

@@ -14,7 +14,7 @@ from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode, vllm_triton
+from scripts.bench.peers import flash_attention, flashinfer_decode, sglang_triton, torch_decode, vllm_triton
 from scripts.bench.shapes import Decode
 
 
@@ -114,6 +114,7 @@ BENCH = Bench(
     | flashinfer_decode.CONTENDERS
     | flash_attention.DECODE_CONTENDERS
     | torch_decode.CONTENDERS
-    | vllm_triton.DECODE_CONTENDERS,
+    | vllm_triton.DECODE_CONTENDERS
+    | sglang_triton.DECODE_CONTENDERS,
     inputs=DecodeCase.inputs,
 )
