@@ -1,6 +1,7 @@
 """Steps of the engine, and whatever is chosen by itself: layers of DeepSeek-V2-Lite's widths, one dense and two of
 experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones. For a B200 layers of DeepSeek-V3's widths
-and of Qwen3-8B's, too.
+and of Qwen3-8B's, too. In Triton they are compiled for an H200 and, where nothing else has kernels, for an L4. Every
+step has to be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -95,7 +96,13 @@ def step(
             return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed)
         return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
 
-    return Case(call, arguments, cache="caches", donated=True, temporaries=temporaries, options=GPU_OPTIONS)
+    return Case(
+        *(call, arguments, "caches"),
+        donated=True,
+        temporaries=temporaries,
+        one_graph=True,
+        options=GPU_OPTIONS,
+    )
 
 
 def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
@@ -117,6 +124,24 @@ ENGINE = {
     "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+}
+SMALL_QWEN3 = dataclasses.replace(QWEN3, vocab_size=4096, intermediate_size=4096, num_hidden_layers=1)
+IN_TRITON = AttentionSettings(implementation="triton")
+TRITON_ENGINE = {
+    name: dataclasses.replace(case, kernels=False, tensor_cores=False)
+    for name, case in {
+        "engine-triton-decode": step(SMALL_QWEN3, DECODE, IN_TRITON),
+        "engine-triton-mixed": step(QWEN3, MIXED, IN_TRITON),
+    }.items()
+} | {
+    f"sm89-engine-{name}": dataclasses.replace(case, kernels=False, tensor_cores=False, card="L4")
+    for name, case in {
+        "v2-lite-decode": step(V2_LITE, DECODE, IN_TRITON),
+        "v2-lite-mixed": step(V2_LITE, MIXED, IN_TRITON),
+        "gpt-oss-decode": step(GPT_OSS, DECODE, IN_TRITON),
+        "gpt-oss-mixed": step(GPT_OSS, MIXED, IN_TRITON),
+        "qwen3-decode": step(QWEN3, DECODE, IN_TRITON),
+    }.items()
 }
 SM100_ENGINE = on_b200(
     {name: case for name, case in ENGINE.items() if "invariant" not in name}

@@ -21,8 +21,8 @@ KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULT
 TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
 """Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
 
-OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",)}
-"""How the names of those begin that use all of a card's tensor cores."""
+OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
+"""How the names of those begin that use all of a card's tensor cores; there are no kernels for an L4."""
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 
@@ -63,6 +63,7 @@ class Report:
       aliased: bytes of results that take the place of donated arguments.
       copies: copying instructions of the compiled module as large as the cache, with their shapes.
       on_slices: computations that run a kernel on slices of arrays, which it refuses where they are not aligned.
+      launches: kinds of what the host launches, in order, of a case that has to be one graph.
     """
 
     error: str | None = None
@@ -73,6 +74,7 @@ class Report:
     aliased: int = 0
     copies: tuple[str, ...] = ()
     on_slices: tuple[str, ...] = ()
+    launches: tuple[str, ...] = ()
 
     @property
     def fitting_blocks(self) -> int:
@@ -92,8 +94,8 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        copies, on_slices = tuple(fields["copies"]), tuple(fields["on_slices"])
-        return dataclasses.replace(Report(**fields), kernels=kernels, copies=copies, on_slices=on_slices)
+        lists = {name: tuple(fields[name]) for name in ("copies", "on_slices", "launches")}
+        return dataclasses.replace(Report(**fields), kernels=kernels, **lists)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
@@ -128,6 +130,8 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield f"updates {report.aliased} bytes in place, of {case.donated_bytes} donated"
     yield from (f"copies a cache: {copy}" for copy in report.copies)
     yield from (f"runs a kernel on slices: {name}" for name in report.on_slices)
+    if case.one_graph and report.launches != ("CommandBuffer",):
+        yield f"is not one CUDA graph, but {', '.join(report.launches)}"
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:
