@@ -71,6 +71,7 @@ BENCH = Bench(
         "mla-batches": _small_batches(),
         "mla-quick": _quick(),
         "mla-widths": _widths(64, 8192, (16, 128)),
+        "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
         "tune": _widths(128, 2048, (64, 128)),
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],

@@ -102,6 +102,10 @@ GRIDS = {
         DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)
         for page_size, batch in itertools.product((64, 16), (4, 16, 64))
     ],
+    "triton-peers": [
+        DecodeCase(Decode(64, 8192, 32, 8, 128, page_size=16)),
+        DecodeCase(Decode(256, 8192, 14, 1, 128)),
+    ],
     "tune": _tune(),
     "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
     "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],

@@ -43,6 +43,7 @@ BENCH = Bench(
             for cache in ("bf16", "int8-head", "fp8-head")
             for size in ((8192, 0), (2048, 8192))
         ],
+        "triton-peers": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in ((8192, 0), (2048, 8192))],
         "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
         "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
         "tune": _tune(),
