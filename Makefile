@@ -35,7 +35,7 @@ help:  ## list the targets
 environment: $(VENV)/all.stamp $(AOT)  ## install at once what the other targets install when they need it
 
 demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and check it (CUDA=13 or 12 for a GPU)
-	$(BIN)/python scripts/run_decode.py --verify
+	$(BIN)/python scripts/run_decode.py --verify $(if $(CUDA),--dtype bfloat16)  # which is what kernels take
 
 test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
 	$(PYTEST) -m "not slow" --junitxml=.pytest_cache/test.xml

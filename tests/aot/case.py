@@ -41,6 +41,7 @@ class Case:
       scratch_bytes: shared memory of its greediest kernel, computed from scratch types; 0 where that is not compared.
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: thread blocks of its kernel that have to fit a multiprocessor.
+      one_graph: whether XLA has to record all of it as one CUDA graph.
       card: of `device.CARDS`, that it is compiled for.
       output: shape of a step's attention output, which kernels have to write without XLA joining or copying it.
       options: options of the compiler.
@@ -56,6 +57,7 @@ class Case:
     scratch_bytes: int = 0
     tile: Tile | None = None
     blocks: int = 1
+    one_graph: bool = False
     card: str = "H200"
     output: tuple[int, ...] = ()
     options: dict[str, str | bool] | None = None

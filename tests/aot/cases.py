@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.aot.case import Case, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
-from tests.aot.engine import ENGINE, SM100_ENGINE
+from tests.aot.engine import ENGINE, SM100_ENGINE, TRITON_ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
@@ -27,7 +27,7 @@ CASES: dict[str, Case] = {
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
-    **TRITON,
+    **(TRITON | TRITON_ENGINE),
 }
 
 MODULES = {
@@ -39,7 +39,7 @@ MODULES = {
     **dict.fromkeys(MLA_SWAP_AB | MLA_SWAP_AB_MORE, "mla_swap_ab"),
     **dict.fromkeys(MLA_SEESAW | MLA_SEESAW_MORE, "mla_seesaw"),
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
-    **dict.fromkeys(ENGINE, "engine"),
+    **dict.fromkeys(ENGINE | TRITON_ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
     **dict.fromkeys(TRITON, "triton_xla"),
     **dict.fromkeys(STEPS, "steps"),
@@ -71,7 +71,7 @@ IN_EVERY_RUN = frozenset(
         "mla-swap-ab-draft-tree", "mla-seesaw-512-64-h128",
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
-        "triton-write-latent-fp8-512-64", "triton-paged-decode-tree",
+        "triton-write-latent-fp8-512-64", "triton-paged-decode-tree", "engine-triton-decode",
         # For a B200.
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",

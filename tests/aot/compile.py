@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+from pathlib import Path
 from typing import IO
 
 import jax
@@ -50,8 +51,11 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
     printed.take()
-    with jax.default_device(card):  # where a kernel that is lowered looks for what it is lowered for
-        compiled = jitted.lower(**arguments).compile(case.options)
+    # A kernel that is lowered looks at the default device for what it is lowered for.
+    with jax.default_device(card), tempfile.TemporaryDirectory() as dumps:
+        dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if case.one_graph else {}
+        compiled = jitted.lower(**arguments).compile((case.options or {}) | dumping)
+        launches = launched(Path(dumps)) if case.one_graph else ()
     dump, memory, module = printed.take(), compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert module is not None
@@ -64,7 +68,15 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
         copies=large_copies(module, case.cache_elements) if case.cache else (),
         on_slices=kernels_on_slices(module),
         joins=joins(module, case.output) if case.output else (),
+        launches=launches,
     )
+
+
+def launched(dumps: Path) -> tuple[str, ...]:
+    """Kinds of what the host launches for the compiled module, in order, from XLA's dumps of it: the last one is of
+    when graphs are made, if any is. A graph is one, whatever it holds."""
+    *_, sequence = sorted(dumps.glob("*.thunk_sequence*.txt"))
+    return tuple(re.findall(r"(?m)^\d+: k(\w+)", sequence.read_text()))
 
 
 def kernels_on_slices(module: str) -> tuple[str, ...]:

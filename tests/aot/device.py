@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 from jax.experimental import topologies
 
-# Of an H200, as its driver reports it. The compilers decide by these.
+# Of an H200, as its driver reports it. The compilers decide by these; without versions XLA records no custom call, loop
+# or condition into a CUDA graph.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -25,6 +26,9 @@ gpu_device_info {
   device_memory_size: 150000000000
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "12.9.1"
+  runtime_version: "12.9.1"
+  compile_time_toolkit_version: "12.9.1"
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
 }
 platform_name: "CUDA"
@@ -51,6 +55,9 @@ gpu_device_info {
   device_memory_size: 191000000000
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "12.9.1"
+  runtime_version: "12.9.1"
+  compile_time_toolkit_version: "12.9.1"
   cuda_compute_capability { major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES }
 }
 platform_name: "CUDA"
@@ -58,10 +65,39 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA B200"
 """
 
-CARDS = {"H200": H200, "B200": B200}
+L4 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 102400
+  shared_memory_per_block_optin: 101376
+  threads_per_core_limit: 1536
+  core_count: 58
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 300000000000
+  l2_cache_size: 50331648
+  clock_rate_ghz: 2.04
+  device_memory_size: 24000000000
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  driver_version: "12.9.1"
+  runtime_version: "12.9.1"
+  compile_time_toolkit_version: "12.9.1"
+  cuda_compute_capability { major: 8 minor: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA L4"
+"""
+
+CARDS = {"H200": H200, "B200": B200, "L4": L4}
 
 MAX_SHARED_MEMORY = 232448
-"""Bytes a thread block of either card may have: 227 KiB."""
+"""Bytes a thread block of an H200 or B200 may have: 227 KiB."""
 
 MULTIPROCESSOR_SHARED_MEMORY, BLOCK_SHARED_MEMORY = 233472, 1024
 """Bytes that the thread blocks of a multiprocessor share, and what each takes beside its own."""

@@ -1,6 +1,7 @@
 """Steps of the engine, and whatever is chosen by itself: layers of DeepSeek-V2-Lite's widths, one dense and two of
 experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones. For a B200 layers of DeepSeek-V3's widths
-and of Qwen3-8B's, too.
+and of Qwen3-8B's, too. In Triton they are compiled for an H200 and, where nothing else has kernels, for an L4. Every
+step has to be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def step(
         cache="caches",
         donated=True,
         temporaries=temporaries,
+        one_graph=True,
         output=_packed_output(config, bucket),
         options=GPU_OPTIONS | UNTIMED,
     )
@@ -142,6 +144,24 @@ ENGINE = {
 }
 MODELS = {"v2-lite": V2_LITE, "v3": V3, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 BUCKETS = EngineConfig(num_pages=32768, page_size=64, max_num_seqs=64, max_batched_tokens=2048).runner_config(2**15)
+SMALL_QWEN3 = dataclasses.replace(QWEN3, vocab_size=4096, intermediate_size=4096, num_hidden_layers=1)
+IN_TRITON = AttentionSettings(implementation="triton")
+TRITON_ENGINE = {
+    name: dataclasses.replace(case, kernels=False, tensor_cores=False)
+    for name, case in {
+        "engine-triton-decode": step(SMALL_QWEN3, DECODE, IN_TRITON),
+        "engine-triton-mixed": step(QWEN3, MIXED, IN_TRITON),
+    }.items()
+} | {
+    f"sm89-engine-{name}": dataclasses.replace(case, kernels=False, tensor_cores=False, card="L4")
+    for name, case in {
+        "v2-lite-decode": step(V2_LITE, DECODE, IN_TRITON),
+        "v2-lite-mixed": step(V2_LITE, MIXED, IN_TRITON),
+        "gpt-oss-decode": step(GPT_OSS, DECODE, IN_TRITON),
+        "gpt-oss-mixed": step(GPT_OSS, MIXED, IN_TRITON),
+        "qwen3-decode": step(QWEN3, DECODE, IN_TRITON),
+    }.items()
+}
 SM100_ENGINE = on_b200(
     {name: ENGINE[name] for name in ("engine-head-windows-mixed", "engine-drafts", "engine-gpt-oss-drafts")}
     | {

@@ -21,8 +21,8 @@ KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULT
 TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
 """Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
 
-OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",)}
-"""How the names of those begin that use all of a card's tensor cores."""
+OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
+"""How the names of those begin that use all of a card's tensor cores; there are no kernels for an L4."""
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 
@@ -64,6 +64,7 @@ class Report:
       copies: copying instructions of the compiled module as large as the cache, with their shapes.
       joins: instructions that concatenate or copy the step's attention output.
       on_slices: computations that run a kernel on slices of arrays, which it refuses where they are not aligned.
+      launches: kinds of what the host launches, in order, of a case that has to be one graph.
     """
 
     error: str | None = None
@@ -75,6 +76,7 @@ class Report:
     copies: tuple[str, ...] = ()
     on_slices: tuple[str, ...] = ()
     joins: tuple[str, ...] = ()
+    launches: tuple[str, ...] = ()
 
     @property
     def fitting_blocks(self) -> int:
@@ -94,9 +96,8 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        copies, on_slices, joins = (tuple(fields[name]) for name in ("copies", "on_slices", "joins"))
-        report = dataclasses.replace(Report(**fields), kernels=kernels)
-        return dataclasses.replace(report, copies=copies, on_slices=on_slices, joins=joins)
+        lists = {name: tuple(fields[name]) for name in ("copies", "on_slices", "joins", "launches")}
+        return dataclasses.replace(Report(**fields), kernels=kernels, **lists)
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
@@ -132,6 +133,8 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
     yield from (f"copies a cache: {copy}" for copy in report.copies)
     yield from (f"runs a kernel on slices: {name}" for name in report.on_slices)
     yield from (f"joins the parts of a step: {join}" for join in report.joins)
+    if case.one_graph and report.launches != ("CommandBuffer",):
+        yield f"is not one CUDA graph, but {', '.join(report.launches)}"
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:

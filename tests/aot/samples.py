@@ -108,5 +108,6 @@ SAMPLES = {
     "copies-its-cache": replace(COPIES_PAGES, donated=False),
     "is-not-in-place": Case(widened, {"cache": PAGES["cache"]}, cache="cache", donated=True, tensor_cores=False),
     "has-no-kernel": replace(STREAMS_TILES, function=lambda x, w: jnp.float32(0)),
+    "is-not-one-graph": replace(STREAMS_TILES, one_graph=True),  # XLA leaves fewer than five operations as they are
     "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w)),
 }

@@ -37,6 +37,7 @@ def test_sound_kernels_pass(compiler, name):
         ("is-not-in-place", ["updates 0 bytes in place, of 1048576 donated"]),
         ("has-no-kernel", ["has no Mosaic GPU kernel", "uses no tensor cores"]),
         ("has-temporaries", ["has 262144 bytes of temporaries, may have 0"]),
+        ("is-not-one-graph", ["is not one CUDA graph, but CustomCall"]),
     ],
 )
 def test_spoilt_kernels_are_caught(compiler, name, words):

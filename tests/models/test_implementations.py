@@ -1,12 +1,15 @@
 """The implementations that a model would run on, by its settings."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from models.config import PRESETS
 from models.decoder import AttentionSettings, explain_attention
 from models.engine import EngineConfig
+from pallas_attn import device
+from pallas_attn.triton import launch
 
 CONFIG = PRESETS["v3-tiny"]
 SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64).largest_step
@@ -53,6 +56,17 @@ def test_every_operation_runs_on_the_implementation_named(name, dtype):
 
 def test_names_are_tried_in_order():
     assert set(chosen(implementation=("reference", "xla")).values()) == {"reference"}
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L4", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"])
+def test_the_demo_runs_in_triton_on_a_card_that_is_not_hopper(name, monkeypatch):
+    """`make demo CUDA=13` computes in bfloat16. Nothing is compiled here, which the gate does for every kernel."""
+    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE)
+    card = SimpleNamespace(platform="cuda", device_kind=name, core_count=58)
+    monkeypatch.setattr(device, "_traced_device", lambda: card)
+    monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))
+    monkeypatch.setattr(launch, "encoded_call", lambda *_: b"")
+    assert chosen("bfloat16") == dict.fromkeys(chosen("bfloat16"), "triton")
 
 
 def test_what_cannot_run_says_why():

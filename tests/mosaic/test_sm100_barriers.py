@@ -84,6 +84,7 @@ def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
 )
+@pytest.mark.usefixtures("unchecked_shapes")  # of engines, whose weights are shapes here
 def test_barriers_order_the_tensor_core(name: str) -> None:
     barriers, wrong = unordered(MULTIPLYING[name].function, **MULTIPLYING[name].arguments)
     assert barriers

@@ -1,8 +1,9 @@
 """`write_kv` in Triton, for any card from Ampere (sm80) on.
 
-A program takes some tokens of one head, of k or of v, holds their columns in registers, where they are normed, rotated
-and quantised, and stores them in their slots. Columns that are rotated together are loaded as two tiles, so that a
-thread has both, and those that pass as a third.
+A program takes some tokens of a few neighbouring heads, of k, of v or of q, holds their columns in registers, where
+they are normed, rotated and quantised, and stores them, k and v in their slots. Heads of a token share its angles,
+which without that would be most of what is read from the L2. Columns that are rotated together are loaded as two tiles,
+so that a thread has both, and those that pass as a third.
 
 Where groups of several tokens share a scale, tokens of a group may be anywhere in the call. Which token writes a slot
 is therefore recorded first, for every slot of the pool. A program then takes some tokens, one after the other, and for
@@ -32,6 +33,9 @@ from pallas_attn.types import QMAX, PagedKV
 TILE_ELEMENTS = 1024
 """Elements that a program writes at a time: 8 for each of its 128 threads."""
 
+MOST_HEADS = 4
+"""Heads of a token that a program takes, at most."""
+
 MOST_SCANNED = 16
 """Tokens among which a program looks for leaders, at most."""
 
@@ -45,38 +49,51 @@ ROUNDING = tl.constexpr(12582912.0)
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
     if call.kv.k.shape[-1] == 1:
         raise NotImplementedError("takes heads of two columns or more, got one")
+    if _group_tokens(call.kv) > 1:
+        return _write_groups(call), _rotated_queries(call)
+    return _write_rows(call)
+
+
+def _rotated_queries(call: WriteKVCall) -> Float[Array, "T Hq D"] | None:
     rope, q = call.rope, call.q
-    if q is not None and rope is not None:
-        (q,) = launch(
-            _rotate_queries,
-            *(q, rope.cos, rope.sin, rope.q_norm, call.num_tokens),
-            outputs=[q],
-            grid=(-(-call.num_tokens // _tokens(call)), q.shape[1]),
-            constants=_row_constants(call) | {"HEADS": q.shape[1]},
-            bytes_accessed=2 * q.size * q.dtype.itemsize,
-        )
-    return (_write_groups(call) if _group_tokens(call.kv) > 1 else _write_rows(call)), q
+    if q is None or rope is None:
+        return q
+    (q,) = launch(
+        _rotate_queries,
+        *(q, rope.cos, rope.sin, rope.q_norm, call.num_tokens),
+        outputs=[q],
+        grid=(_token_blocks(call), q.shape[1] // _heads(call)),
+        constants=_row_constants(call) | _block_constants(call) | {"HEADS": q.shape[1]},
+        bytes_accessed=2 * q.size * q.dtype.itemsize,
+    )
+    return q
 
 
-def _write_rows(call: WriteKVCall) -> PagedKV:
-    """Write tokens that share no scale with others."""
-    kv, rope = call.kv, call.rope
+def _write_rows(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    """Write tokens that share no scale with others, and rotate their queries."""
+    kv, rope, q = call.kv, call.rope, call.q if call.rope is not None else None
     scales = None if kv.k_scale is None else {1: "head", 2: "channel", 3: "token"}[kv.k_scale.ndim]
     dynamic = scales == "token"
-    no_scale = jax.ShapeDtypeStruct((1,), jnp.float32)
-    written: list[Any] = [kv.k, kv.v, *((kv.k_scale, kv.v_scale) if dynamic else (no_scale, no_scale))]
-    k, v, k_scale, v_scale = launch(
+    none = jax.ShapeDtypeStruct((1,), jnp.float32)
+    written: list[Any] = [kv.k, kv.v, *((kv.k_scale, kv.v_scale) if dynamic else (none, none))]
+    q_heads = 0 if q is None else q.shape[1]
+    q_bytes = 0 if q is None else 2 * q.size * q.dtype.itemsize
+    k, v, k_scale, v_scale, rotated = launch(
         _write_tokens,
-        *(call.k, call.v, call.slots, kv.k, kv.v, kv.k_scale, kv.v_scale),
-        *((None, None, None) if rope is None else (rope.cos, rope.sin, rope.k_norm)),
+        *(call.k, call.v, call.slots, kv.k, kv.v, kv.k_scale, kv.v_scale, q),
+        *((None, None, None, None) if rope is None else (rope.cos, rope.sin, rope.k_norm, rope.q_norm)),
         call.num_tokens,
-        outputs=written,
-        grid=(-(-call.num_tokens // _tokens(call)), kv.k.shape[1], 2),
-        constants=_row_constants(call) | _pool_constants(call) | {"SCALES": scales},
+        outputs=[*written, none if q is None else q],
+        grid=(_token_blocks(call), (2 * kv.k.shape[1] + q_heads) // _heads(call)),
+        constants=_row_constants(call)
+        | _block_constants(call)
+        | _pool_constants(call)
+        | {"Q_HEADS": q_heads, "SCALES": scales},
         aliases={3: 0, 4: 1} | ({5: 2, 6: 3} if dynamic else {}),
-        bytes_accessed=2 * call.k.size * (call.k.dtype.itemsize + kv.k.dtype.itemsize),
+        bytes_accessed=2 * call.k.size * (call.k.dtype.itemsize + kv.k.dtype.itemsize) + q_bytes,
     )
-    return dataclasses.replace(kv, k=k, v=v, **({"k_scale": k_scale, "v_scale": v_scale} if dynamic else {}))
+    kv = dataclasses.replace(kv, k=k, v=v, **({"k_scale": k_scale, "v_scale": v_scale} if dynamic else {}))
+    return kv, call.q if q is None else rotated
 
 
 def _write_groups(call: WriteKVCall) -> PagedKV:
@@ -129,9 +146,24 @@ def _group_tokens(kv: PagedKV) -> int:
     return kv.page_size // kv.k_scale.shape[-1] if kv.k_scale is not None and kv.k_scale.ndim == 3 else 0
 
 
-def _tokens(call: WriteKVCall) -> int:
-    """Tokens that a program writes at a time."""
+def _rows(call: WriteKVCall) -> int:
+    """Rows of columns, each a head of a token, that a program writes at a time."""
     return max(1, TILE_ELEMENTS // tiles.power_of_two(call.kv.k.shape[-1], at_least=2))
+
+
+def _heads(call: WriteKVCall) -> int:
+    """Heads of a token among those rows: a power of two that divides KV heads, and so query heads."""
+    kv_heads = call.kv.k.shape[1]
+    return min(kv_heads & -kv_heads, MOST_HEADS, _rows(call))
+
+
+def _token_blocks(call: WriteKVCall) -> int:
+    """Programs that share the tokens of a head."""
+    return -(-call.num_tokens // (_rows(call) // _heads(call)))
+
+
+def _block_constants(call: WriteKVCall) -> dict[str, Any]:
+    return {"ROWS": _rows(call), "BLOCK_HEADS": _heads(call)}
 
 
 def _row_constants(call: WriteKVCall) -> dict[str, Any]:
@@ -146,7 +178,6 @@ def _row_constants(call: WriteKVCall) -> dict[str, Any]:
         "INTERLEAVED": rope is not None and rope.style == "interleaved",
         "NORM_AFTER": rope is not None and rope.norm_order == "after_rope",
         "EPS": 0.0 if rope is None else rope.norm_eps,
-        "TOKENS": _tokens(call),
     }
 
 
@@ -259,6 +290,14 @@ def _dequantised(stored, scale, NATIVE: tl.constexpr):
     return values * scale
 
 
+@kernel
+def _rows_of(token_block, head_block, ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Token and head of each row of a program."""
+    row = tl.arange(0, ROWS)
+    token = token_block * (ROWS // BLOCK_HEADS) + row // BLOCK_HEADS
+    return token, head_block * BLOCK_HEADS + row % BLOCK_HEADS
+
+
 # --- queries
 
 
@@ -277,12 +316,38 @@ def _rotate_queries(
     INTERLEAVED: tl.constexpr,
     NORM_AFTER: tl.constexpr,
     EPS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token, head = _rows_of(tl.program_id(0), tl.program_id(1), ROWS, BLOCK_HEADS)
+    _rotate_rows(
+        *(q_ptr, cos_ptr, sin_ptr, norm_ptr, num_tokens, out_ptr, token, head),
+        *(WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, HEADS),
+    )
+
+
+@kernel
+def _rotate_rows(
+    q_ptr,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    num_tokens,
+    out_ptr,
+    token,
+    head,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_LANES: tl.constexpr,
+    REST_LANES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
+    EPS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     real = token < num_tokens
-    row = token.to(tl.int64) * HEADS + tl.program_id(1)
+    row = token.to(tl.int64) * HEADS + head
     a, b, c = _turned(
         *(q_ptr, row, token, real, cos_ptr, sin_ptr, norm_ptr),
         *(WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS),
@@ -311,14 +376,17 @@ def _write_tokens(
     _aliased_v_ptr,
     k_static_ptr,  # [KV_HEADS], [KV_HEADS, WIDTH], the new scales, or None
     v_static_ptr,
+    q_ptr,  # [T, Q_HEADS, WIDTH] or None
     cos_ptr,  # [T, HALF] or None
     sin_ptr,
-    norm_ptr,  # [WIDTH] or None
+    k_norm_ptr,  # [WIDTH] or None
+    q_norm_ptr,
     num_tokens,
     k_pages_ptr,  # [pool rows, PAGE, WIDTH]
     v_pages_ptr,
     k_scale_ptr,  # [pool rows, PAGE], or one number that nobody writes
     v_scale_ptr,
+    q_out_ptr,  # [T, Q_HEADS, WIDTH], or one number that nobody writes
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     HALF_LANES: tl.constexpr,
@@ -326,34 +394,44 @@ def _write_tokens(
     INTERLEAVED: tl.constexpr,
     NORM_AFTER: tl.constexpr,
     EPS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     HEAD_SLOTS: tl.constexpr,
     QMAX: tl.constexpr,
     NATIVE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    entry = token * KV_HEADS + head if HEAD_SLOTS else token
-    slot = tl.load(slots_ptr + entry, mask=token < num_tokens, other=-1)
-    real = (slot >= 0) & (slot < NUM_SLOTS)
-    pool_row = (slot // PAGE).to(tl.int64)
-    if not HEAD_SLOTS:
-        pool_row = pool_row * KV_HEADS + head
-    pool_row = pool_row * PAGE + slot % PAGE
-    row = token.to(tl.int64) * KV_HEADS + head
-    if tl.program_id(2) == 0:
-        _write_tiles(
-            *(k_ptr, row, token, cos_ptr, sin_ptr, norm_ptr, k_pages_ptr, k_static_ptr, k_scale_ptr),
-            *(pool_row, real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
-        )
-    else:
-        _write_tiles(
-            *(v_ptr, row, token, None, None, None, v_pages_ptr, v_static_ptr, v_scale_ptr),
-            *(pool_row, real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+    kv_blocks: tl.constexpr = KV_HEADS // BLOCK_HEADS  # of heads: of k, then of v, then of q
+    block = tl.program_id(1)
+    if block < 2 * kv_blocks:
+        token, head = _rows_of(tl.program_id(0), block % kv_blocks, ROWS, BLOCK_HEADS)
+        entry = token * KV_HEADS + head if HEAD_SLOTS else token
+        slot = tl.load(slots_ptr + entry, mask=token < num_tokens, other=-1)
+        real = (slot >= 0) & (slot < NUM_SLOTS)
+        pool_row = (slot // PAGE).to(tl.int64)
+        if not HEAD_SLOTS:
+            pool_row = pool_row * KV_HEADS + head
+        pool_row = pool_row * PAGE + slot % PAGE
+        row = token.to(tl.int64) * KV_HEADS + head
+        if block < kv_blocks:
+            _write_tiles(
+                *(k_ptr, row, token, cos_ptr, sin_ptr, k_norm_ptr, k_pages_ptr, k_static_ptr, k_scale_ptr, pool_row),
+                *(real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+            )
+        else:
+            _write_tiles(
+                *(v_ptr, row, token, None, None, None, v_pages_ptr, v_static_ptr, v_scale_ptr, pool_row),
+                *(real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+            )
+    elif Q_HEADS > 0:
+        token, head = _rows_of(tl.program_id(0), block - 2 * kv_blocks, ROWS, BLOCK_HEADS)
+        _rotate_rows(
+            *(q_ptr, cos_ptr, sin_ptr, q_norm_ptr, num_tokens, q_out_ptr, token, head),
+            *(WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, Q_HEADS),
         )
 
 
@@ -393,11 +471,11 @@ def _write_tiles(
     else:
         a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
         if SCALES == "channel":
-            scale_a = tl.load(static_ptr + head * WIDTH + columns_a, mask=real_half, other=1.0)[None, :]
-            scale_b = tl.load(static_ptr + head * WIDTH + columns_b, mask=real_half, other=1.0)[None, :]
-            scale_c = tl.load(static_ptr + head * WIDTH + columns_c, mask=real_rest, other=1.0)[None, :]
+            scale_a = _channel_scales(static_ptr, head, columns_a, real_half, WIDTH)
+            scale_b = _channel_scales(static_ptr, head, columns_b, real_half, WIDTH)
+            scale_c = _channel_scales(static_ptr, head, columns_c, real_rest, WIDTH)
         elif SCALES == "head":
-            scale_a = tl.load(static_ptr + head + tl.zeros([1], tl.int32))[:, None]
+            scale_a = tl.load(static_ptr + head)[:, None]
             scale_b, scale_c = scale_a, scale_a
         else:
             scale = amax_scale(_largest(a, b, c), QMAX)
@@ -410,6 +488,12 @@ def _write_tiles(
     _store(pages_ptr, pool_row, real, columns_a, real_half, a, WIDTH)
     _store(pages_ptr, pool_row, real, columns_b, real_half, b, WIDTH)
     _store(pages_ptr, pool_row, real, columns_c, real_rest, c, WIDTH)
+
+
+@kernel
+def _channel_scales(static_ptr, head, columns, real_columns, WIDTH: tl.constexpr):
+    """Scales [rows, columns] of rows' heads; 1 for lanes without a column."""
+    return tl.load(static_ptr + head[:, None] * WIDTH + columns[None, :], mask=real_columns[None, :], other=1.0)
 
 
 # --- groups of tokens that share a scale

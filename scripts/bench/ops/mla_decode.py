@@ -14,7 +14,7 @@ from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, vllm_triton
+from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, sglang_triton, vllm_triton
 from scripts.bench.shapes import MlaDecode
 
 
@@ -71,6 +71,7 @@ BENCH = Bench(
         "mla-batches": _small_batches(),
         "mla-quick": _quick(),
         "mla-widths": _widths(64, 8192, (16, 128)),
+        "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
         "tune": _widths(128, 2048, (64, 128)),
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
@@ -79,6 +80,7 @@ BENCH = Bench(
     | flashinfer_mla.CONTENDERS
     | flash_mla.CONTENDERS
     | flash_attention.MLA_CONTENDERS
-    | vllm_triton.MLA_CONTENDERS,
+    | vllm_triton.MLA_CONTENDERS
+    | sglang_triton.MLA_CONTENDERS,
     inputs=MlaDecodeCase.inputs,
 )

@@ -14,7 +14,7 @@ from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import CACHES, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flash_attention, flashinfer_decode, torch_decode, vllm_triton
+from scripts.bench.peers import flash_attention, flashinfer_decode, sglang_triton, torch_decode, vllm_triton
 from scripts.bench.shapes import Decode
 
 
@@ -102,6 +102,10 @@ GRIDS = {
         DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)
         for page_size, batch in itertools.product((64, 16), (4, 16, 64))
     ],
+    "triton-peers": [
+        DecodeCase(Decode(64, 8192, 32, 8, 128, page_size=16)),
+        DecodeCase(Decode(256, 8192, 14, 1, 128)),
+    ],
     "tune": _tune(),
     "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
     "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],
@@ -114,6 +118,7 @@ BENCH = Bench(
     | flashinfer_decode.CONTENDERS
     | flash_attention.DECODE_CONTENDERS
     | torch_decode.CONTENDERS
-    | vllm_triton.DECODE_CONTENDERS,
+    | vllm_triton.DECODE_CONTENDERS
+    | sglang_triton.DECODE_CONTENDERS,
     inputs=DecodeCase.inputs,
 )

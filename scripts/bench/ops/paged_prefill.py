@@ -12,7 +12,7 @@ from scripts.bench import shapes
 from scripts.bench.cases.prefill import LENGTHS, PagedPrefillCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flashinfer_chunk, vllm_triton
+from scripts.bench.peers import flashinfer_chunk, sglang_triton, vllm_triton
 from scripts.bench.shapes import Prefill
 
 
@@ -43,11 +43,15 @@ BENCH = Bench(
             for cache in ("bf16", "int8-head", "fp8-head")
             for size in ((8192, 0), (2048, 8192))
         ],
+        "triton-peers": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in ((8192, 0), (2048, 8192))],
         "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
         "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
         "tune": _tune(),
         "small": [PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
     },
-    contenders=by_name(ours) | flashinfer_chunk.PAGED_CONTENDERS | vllm_triton.PREFILL_CONTENDERS,
+    contenders=by_name(ours)
+    | flashinfer_chunk.PAGED_CONTENDERS
+    | vllm_triton.PREFILL_CONTENDERS
+    | sglang_triton.PREFILL_CONTENDERS,
     inputs=PagedPrefillCase.inputs,
 )

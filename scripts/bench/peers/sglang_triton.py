@@ -1,0 +1,142 @@
+"""SGLang's Triton kernels as contenders, over the same tokens as ours: its pools hold all heads of a token side by
+side, so keys and values are copied into that order first."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
+from scripts.bench.cases.prefill import PagedPrefillCase
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.peers.torch_decode import as_torch, import_torch
+
+OPS = "sglang.kernels.ops.attention"
+SPLITS, MLA_TOKENS_OF_SPLIT = 8, 32
+"""Most splits of a row; over latents as many as there are multiprocessors, of so many tokens each. See its Triton
+backend."""
+
+
+def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
+    """Times its decode over keys and values. Not timed are the number of splits and the list of slots, which it makes
+    once a step."""
+    torch = import_torch()
+    s = case.shape
+    decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
+    if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
+        raise NotImplementedError("takes bf16 and one query a sequence, without sinks and windows, here")
+    k, v = (_pool(pages) for pages in (arrays.kv.k, arrays.kv.v))
+    shared = _Rows(torch, as_torch(arrays.kv_lens), s.q_heads, s.kv_heads, s.head_dim, SPLITS)
+
+    def call(q: Any, out: Any, slots: Any) -> Any:
+        decode(
+            q, k, v, out, *shared.metadata(slots), s.head_dim**-0.5, 1.0, 1.0, logit_cap=s.soft_cap or 0.0, use_pdl=True
+        )
+        return out[:, None]
+
+    calls = []
+    for q, table in zip(arrays.q, arrays.block_tables, strict=True):
+        queries, slots = as_torch(q)[:, 0], shared.slots(as_torch(table), s.page_size)
+        calls.append(functools.partial(call, queries, queries.new_empty(queries.shape), slots))
+    return stopwatch.graph(calls, compared=True)
+
+
+def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
+    """Times its decode over latents. Not timed is joining the two parts of queries, too."""
+    torch = import_torch()
+    s = case.shape
+    decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
+    if case.cache != "bf16" or s.queries > 1:
+        raise NotImplementedError("takes bf16 and one query a sequence here")
+    k = as_torch(arrays.cache.pages).view(-1, 1, s.latent_dim + s.rope_dim)
+    cores, most = _multiprocessors(torch), -(-int(case.lens.max()) // MLA_TOKENS_OF_SPLIT)
+    splits = max(SPLITS, min(_power_of_two(cores), _power_of_two(most)))
+    shared = _Rows(torch, as_torch(arrays.kv_lens), s.heads, 1, s.latent_dim, splits)
+
+    def call(q: Any, out: Any, slots: Any) -> Any:
+        values = k[..., : s.latent_dim]
+        decode(q, k, values, out, *shared.metadata(slots), case.sm_scale, 1.0, 1.0, has_mla=True, use_pdl=True)
+        return out[:, None]
+
+    calls = []
+    for own in arrays.owns:
+        q = torch.cat([as_torch(own["q_latent"]), as_torch(own["q_rope"])], -1)[:, 0]
+        slots = shared.slots(as_torch(own["block_tables"]), s.page_size)
+        calls.append(functools.partial(call, q, q.new_empty(*q.shape[:2], s.latent_dim), slots))
+    return stopwatch.graph(calls, compared=True)
+
+
+def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times its attention of new tokens, whose keys and values it takes in order, to themselves and a cached prefix."""
+    torch = import_torch()
+    s = case.shape
+    extend = importlib.import_module(f"{OPS}.extend_attention").extend_attention_fwd
+    if case.cache != "bf16" or s.learned_sinks or s.window is not None:
+        raise NotImplementedError("takes bf16 without sinks and windows here")
+    k, v = (_pool(pages) for pages in (arrays["kv"].k, arrays["kv"].v))
+    slots = _all_slots(torch, as_torch(arrays["block_tables"]), s.page_size)
+    prefix, new = slots[:, : s.cached_tokens], slots[:, s.cached_tokens : s.cached_tokens + s.new_tokens]
+    k_new, v_new = (pool[new.reshape(-1)] for pool in (k, v))
+    starts = torch.arange(s.sequences + 1, dtype=torch.int32, device="cuda") * s.cached_tokens
+    metadata = as_torch(arrays["cu_q_lens"]), starts, prefix.reshape(-1), None, True, None, s.new_tokens
+    scale, cap = s.head_dim**-0.5, s.soft_cap or 0.0
+
+    def call(q: Any, out: Any) -> Any:
+        extend(q, k_new, v_new, out, k, v, *metadata, 1.0, 1.0, sm_scale=scale, logit_cap=cap)
+        return out
+
+    queries = [as_torch(q) for q in arrays["q"]]
+    return stopwatch.graph([functools.partial(call, q, q.new_empty(q.shape)) for q in queries], compared=True)
+
+
+class _Rows:
+    """Metadata of a decode step, as its backend makes it: splits of each sequence, and where their results go."""
+
+    def __init__(self, torch: Any, lens: Any, heads: int, kv_heads: int, width: int, most_splits: int):
+        self._torch, self._lens, self._most = torch, lens, most_splits
+        batch = len(lens)
+        zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self._starts = torch.cat([zero, lens.cumsum(0).to(torch.int32)])
+        self._splits = torch.empty(batch, dtype=torch.int32, device="cuda")
+        count = importlib.import_module(f"{OPS}.metadata").get_num_kv_splits_triton
+        sizes = batch, 1, heads, kv_heads, most_splits, _multiprocessors(torch)
+        count[(1,)](self._splits, lens, *sizes, MAX_NUM_SEQ=max(256, _power_of_two(batch)))
+        self._results = torch.empty(batch, heads, most_splits, width, device="cuda")
+        self._lse = torch.empty(batch, heads, most_splits, device="cuda")
+
+    def slots(self, table: Any, page_size: int) -> Any:
+        """Slots of all tokens of a table, one sequence after the other."""
+        every = _all_slots(self._torch, table, page_size)
+        held = self._torch.arange(every.shape[1], device="cuda") < self._lens[:, None]
+        return every[held]
+
+    def metadata(self, slots: Any) -> tuple[Any, ...]:
+        return self._starts, slots, self._results, self._lse, self._splits, self._most
+
+
+def _all_slots(torch: Any, table: Any, page_size: int) -> Any:
+    """Slots [B, tokens] of a block table, int64."""
+    slots = table.long()[:, :, None] * page_size + torch.arange(page_size, device="cuda")
+    return slots.reshape(len(table), -1)
+
+
+def _pool(pages: Any) -> Any:
+    """Pages [N, H, ps, D] as the tensor [slots, H, D] of its pools, which is a copy."""
+    tokens = as_torch(pages).transpose(1, 2)
+    return tokens.reshape(-1, *tokens.shape[2:])
+
+
+def _multiprocessors(torch: Any) -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+NAME = "sglang-triton"
+MLA_CONTENDERS = {NAME: latents}
+PREFILL_CONTENDERS = {NAME: chunk}
+DECODE_CONTENDERS = {NAME: pages}
