@@ -44,9 +44,9 @@ from pallas_attn.mosaic.dequantise import (
     times,
     warp_and_lane,
 )
-from pallas_attn.mosaic.sm90.tiles import TILE
-from pallas_attn.mosaic.tiles import ROW_BYTES
-from pallas_attn.types import PagedKV
+from pallas_attn.mosaic.sm90.tiles import TILE, add_product
+from pallas_attn.mosaic.tiles import ROW_BYTES, over_tokens
+from pallas_attn.types import LATENT_GROUP, PagedKV
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
@@ -90,6 +90,42 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
     return _load_columns(tile, channels)
+
+
+def multiply_groups(latent: Ref, q: Ref, scales: Sequence[jax.Array]) -> jax.Array:
+    """Compute the sum over groups of channels of scale · (latent of the group) @ qᵀ of the group, in float32.
+
+    Scales are multiplied into sums of a group, so that neither factor is rounded.
+
+    Args:
+      latent: e4m3 tile [M, K].
+      q: float16 [N, K], columns in the order of `as_keys`.
+      scales: [M] for each group of `LATENT_GROUP` channels.
+    """
+    total: Any = None
+    for i, scale in enumerate(scales):
+        group = pl.ds(i * LATENT_GROUP, LATENT_GROUP)
+        product = multiply_dequantised(latent.at[:, group], [q.at[:, group]])
+        product *= over_tokens(scale, product.shape)
+        total = product if total is None else total + product
+    return total
+
+
+def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
+    """Compute total + latentᵀ @ p of the channel's group, in float32; rows are in the order of `as_values`.
+
+    Args:
+      total: [K, N].
+      latent: e4m3 tile [M, K].
+      ps: float16 [M, N] for each group of `LATENT_GROUP` channels.
+    """
+    sums = []
+    for i, p in enumerate(ps):
+        first = i * LATENT_GROUP
+        left = load_transposed(latent.at[:, pl.ds(first, LATENT_GROUP)], LATENT_GROUP)
+        sums.append(add_product(total[first : first + LATENT_GROUP], left, p))
+    plgpu.commit_smem()  # threads have read what copies are about to overwrite
+    return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
 
 def restore_channel_order(product: jax.Array) -> jax.Array:
