@@ -99,6 +99,10 @@ class DecodeProducts(Protocol):
         """Views [tokens, width] of the probabilities' memory: one, or one for each group of channels of a latent."""
         ...
 
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        """Write probabilities to their views and commit them."""
+        ...
+
     def scratch_types(self, tile: DecodeTile) -> Any:
         """Memory and barriers of the products' own."""
         ...
@@ -379,9 +383,7 @@ class DecodeScratch(NamedTuple):
         packing, (tokens, width) = tile.packing, tile.shape
         keys = [
             tiles.operand((stages, tile.rows(tokens), columns), dtype, row_bytes=row_bytes)
-            for (_, columns), dtype, row_bytes in zip(
-                tile.key_slices, tile.key_dtypes, tile.key_row_bytes, strict=True
-            )
+            for (_, columns), dtype, row_bytes in zip(tile.key_slices, tile.key_dtypes, tile.key_row_bytes, strict=True)
         ]
         queries = [
             tiles.operand((tile.terms, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes))
@@ -701,12 +703,10 @@ class KvSplit:
         rescale = jnp.exp2((m - shift) * LOG2E)
         values = self.products.load_values(self.tile, mem.products, v)
         probs = self.products.probs(self.tile, mem.p)
-        if len(probs) == 1:
-            probs[0][...] = p.astype(mem.p.dtype)
-        else:
-            for to, scale in zip(probs, v_scales, strict=True):
-                to[...] = (p * over_tokens(scale / v_scale, shape)).astype(mem.p.dtype)
-        plgpu.commit_smem()
+        weights = [p]
+        if self.tile.latent_groups > 1:
+            weights = [p * over_tokens(scale / v_scale, shape) for scale in v_scales]
+        self.products.store_probs(self.tile, [weight.astype(mem.p.dtype) for weight in weights], probs)
         acc = acc * over_columns(rescale, acc.shape)
         acc = self.products.add_values(self.tile, mem.products, acc, values, probs)
         if v_scale is not None:
@@ -780,9 +780,7 @@ class KvSplit:
             visible &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
         return visible
 
-    def mask_tile(
-        self, base: list[Any], v: Ref, s: Any, v_scales: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...]]:
+    def mask_tile(self, base: list[Any], v: Ref, s: Any, v_scales: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Mask scores, and make values 0 and their scales 1 where no column sees the token, since 0 · NaN is NaN."""
         position = self.positions(base)
         s = self.mask_scores(position, s)

@@ -129,9 +129,8 @@ def configurations() -> Iterator[Configuration]:
         yield Configuration(64, 32, 32, page_size)
         yield Configuration(384, 64, 24, page_size, out=jnp.float32)
     for latent_dim, rope_dim in ((512, 64), (384, 32), (256, 64), (128, 32)):
-        for columns in range(8, max_columns(jnp.bfloat16) + 1, 8):
-            out = jnp.float32 if columns <= max_columns(jnp.float32) else jnp.bfloat16
-            yield Configuration(latent_dim, rope_dim, columns, out=out, quantised=True)
+        for columns in range(8, max_columns(jnp.bfloat16, quantised=True) + 1, 8):
+            yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32, quantised=True)
             yield Configuration(latent_dim, rope_dim, columns, page_size=16, quantised=True)
     for page_size in (32, 128):
         yield Configuration(512, 64, 16, page_size, quantised=True)
@@ -152,7 +151,10 @@ UNLIKE: dict[str, Case] = {
     "20-heads": replace(DEEPSEEK, columns=24).case(DEEPSEEK.arguments(heads=20)),
     "9-heads-8-queries": replace(DEEPSEEK, columns=32).case(DEEPSEEK.arguments(queries=8, heads=9)),
     "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": DEEPSEEK.plan("fixed")}),
-    "fp8-draft-tree": drafts(replace(DEEPSEEK, columns=32, page_size=16, quantised=True), 4),
+    "fp8-draft-tree": drafts(replace(DEEPSEEK, columns=16, page_size=16, quantised=True), 2),
+    "fp8-16-heads-2-queries": replace(DEEPSEEK, quantised=True).case(
+        replace(DEEPSEEK, quantised=True).arguments(queries=2, heads=16)
+    ),
     "fp8-20-heads": replace(DEEPSEEK, columns=24, quantised=True).case(
         replace(DEEPSEEK, quantised=True).arguments(heads=20)
     ),

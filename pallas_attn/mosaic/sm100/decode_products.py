@@ -113,13 +113,19 @@ class Tcgen05Products:
         _multiply(own, [(own.scores, k, q, i > 0) for i, (k, q) in enumerate(pairs)])
         return _load(own.scores, self.scores_layout(tile))
 
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        to[0][...] = ps[0]
+        plgpu.commit_smem()
+
     def load_values(self, tile: DecodeTile, own: Tcgen05Scratch, v: Ref) -> Any:
         if own.staged is None:
             return v
         dequantise.dequantise_tile(v, own.staged)
         return own.staged
 
-    def add_values(self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
+    def add_values(
+        self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, ps: list[Ref]
+    ) -> jax.Array:
         (p,), layout = ps, self.values_layout(tile)
         slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
         channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]

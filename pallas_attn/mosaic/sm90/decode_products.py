@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.decode import DecodeTile
-from pallas_attn.mosaic.sm90 import dequantise, wgmma
+from pallas_attn.mosaic.sm90 import dequantise, latent_products, wgmma
 from pallas_attn.mosaic.sm90.tiles import add_product, multiply
 from pallas_attn.mosaic.tiles import BY_64, RegisterLayout
 
@@ -49,7 +50,8 @@ class WgmmaProducts:
     ) -> jax.Array:
         if scales:
             (latent, rope), ((q_latent,), (q_rope,)) = keys, queries
-            return multiply([(rope, q_rope)]) + dequantise.multiply_groups(latent, q_latent, scales)
+            rotated = wgmma.start_scores(rope, q_rope, None, tile.key_row_bytes[1])
+            return latent_products.add_group_scores(rotated, latent, q_latent, scales)
         if tile.scales is None:
             return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])
         return dequantise.multiply_dequantised(keys[0], queries[0])
@@ -60,10 +62,17 @@ class WgmmaProducts:
         return v.transpose((1, 0)) if tile.scales is None else dequantise.load_transposed(v, tile.value_dim)
 
     def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
-        return dequantise.add_groups(acc, values, ps) if tile.latent_groups else add_product(acc, values, ps[0])
+        return latent_products.add_groups(acc, values, ps) if tile.latent_groups else add_product(acc, values, ps[0])
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
         return dequantise.restore_channel_order(acc)
+
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        if tile.latent_groups:
+            latent_products.store_probs(ps, to)
+            return
+        to[0][...] = ps[0]
+        plgpu.commit_smem()
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
         return wgmma.capped(s, 1.0, soft_cap)

@@ -44,9 +44,9 @@ from pallas_attn.mosaic.dequantise import (
     times,
     warp_and_lane,
 )
-from pallas_attn.mosaic.sm90.tiles import TILE, add_product
-from pallas_attn.mosaic.tiles import ROW_BYTES, over_tokens
-from pallas_attn.types import LATENT_GROUP, PagedKV
+from pallas_attn.mosaic.sm90.tiles import TILE
+from pallas_attn.mosaic.tiles import ROW_BYTES
+from pallas_attn.types import PagedKV
 
 
 def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
@@ -90,42 +90,6 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
     return _load_columns(tile, channels)
-
-
-def multiply_groups(latent: Ref, q: Ref, scales: Sequence[jax.Array]) -> jax.Array:
-    """Compute the sum over groups of channels of scale · (latent of the group) @ qᵀ of the group, in float32.
-
-    Scales are multiplied into sums of a group, so that neither factor is rounded.
-
-    Args:
-      latent: e4m3 tile [M, K].
-      q: float16 [N, K], columns in the order of `as_keys`.
-      scales: [M] for each group of `LATENT_GROUP` channels.
-    """
-    total: Any = None
-    for i, scale in enumerate(scales):
-        group = pl.ds(i * LATENT_GROUP, LATENT_GROUP)
-        product = multiply_dequantised(latent.at[:, group], [q.at[:, group]])
-        product *= over_tokens(scale, product.shape)
-        total = product if total is None else total + product
-    return total
-
-
-def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
-    """Compute total + latentᵀ @ p of the channel's group, in float32; rows are in the order of `as_values`.
-
-    Args:
-      total: [K, N].
-      latent: e4m3 tile [M, K].
-      ps: float16 [M, N] for each group of `LATENT_GROUP` channels.
-    """
-    sums = []
-    for i, p in enumerate(ps):
-        first = i * LATENT_GROUP
-        left = load_transposed(latent.at[:, pl.ds(first, LATENT_GROUP)], LATENT_GROUP)
-        sums.append(add_product(total[first : first + LATENT_GROUP], left, p))
-    plgpu.commit_smem()  # threads have read what copies are about to overwrite
-    return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
 
 def restore_channel_order(product: jax.Array) -> jax.Array:
@@ -192,7 +156,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
         registers = np.empty((tokens // 64, count // 8, 2), dtype=object)
         for block, chunk in itertools.product(range(tokens // 64), range(0, count // 16, 2)):
             pointer = chunks.pointer(64 * block, first // 16 + chunk)
-            for i, word in enumerate(_load_matrices(pointer, nvvm.MMALayout.row)):
+            for i, word in enumerate(load_matrices(pointer, rows=True)):
                 column = 2 * (chunk + i // 2)
                 registers[block, column : column + 2, i % 2] = _dequantised(word, assembly)
         return _fragments(registers)
@@ -215,19 +179,21 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
         chunks = ChunkPointers(tile, channels, lane, warp)
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
-            for i, word in enumerate(_load_matrices(chunks.pointer(32 * rows, 4 * block), nvvm.MMALayout.col)):
+            for i, word in enumerate(load_matrices(chunks.pointer(32 * rows, 4 * block), rows=False)):
                 registers[block, 4 * rows + i] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
 
 
-def _load_matrices(pointer: ir.Value, layout: Any) -> Iterator[ir.Value]:
-    """Load four 8 x 8 matrices with one `ldmatrix`; each lane's pointer is to a row. Return the lane's four words."""
+def load_matrices(pointer: ir.Value, *, rows: bool) -> Iterator[ir.Value]:
+    """Load four 8 x 8 matrices with one `ldmatrix`, transposed unless `rows`; each lane's pointer is to a row. Return
+    the lane's four words.
+    """
     words = nvvm.ldmatrix(
         pointer,
         num=4,
-        layout=layout,
+        layout=nvvm.MMALayout.row if rows else nvvm.MMALayout.col,
         shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
         elt_type=nvvm.LdStMatrixEltType.B16,
     )

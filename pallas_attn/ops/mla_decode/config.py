@@ -29,10 +29,12 @@ def xla_config(rows: int, width: int) -> XlaConfig:
 TILE_TOKENS = 64
 
 
-def max_columns(out_dtype: jax.typing.DTypeLike) -> int:
-    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes.
-    With more, query rows are better off as rows of tiles.
+def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
+    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes, or
+    converting quantised latents, and then draft masks. With more, query rows are better off as rows of tiles.
     """
+    if quantised:
+        return 16 if masked else 24
     return 32 if jnp.dtype(out_dtype).itemsize == 2 else 24
 
 

@@ -84,7 +84,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
-    packing = QueryPacking(call.num_heads, call.num_queries, config.max_columns(call.output_dtype))
+    packing = QueryPacking(call.num_heads, call.num_queries, _most_columns(call))
     key = config.SwapAbKey(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,
@@ -96,10 +96,15 @@ def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
     return packing, config.swap_ab_config(key)
 
 
+def _most_columns(call: MlaDecodeCall) -> int:
+    is_masked = call.draft_mask is not None
+    return config.max_columns(call.output_dtype, quantised=call.cache.is_quantised, masked=is_masked)
+
+
 def _refuse(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_capability((9, 0))
-    latent_dim, num_heads, most = call.latent_dim, call.num_heads, config.max_columns(call.output_dtype)
+    latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
     refusals.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
     refusals.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
@@ -107,6 +112,9 @@ def _refuse(call: MlaDecodeCall) -> None:
     if call.rope_dim not in (32, 64):
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if num_heads > most:
-        raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
+        over = ""
+        if call.cache.is_quantised:
+            over = " over quantised latents" + " with a draft mask" * (call.draft_mask is not None)
+        raise NotImplementedError(f"takes at most {most} query heads{over}, got {num_heads}")
     if call.draft_mask is not None:
         refusals.require_draft_bits(call.num_queries)
