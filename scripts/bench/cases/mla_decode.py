@@ -61,7 +61,7 @@ class MlaDecodeCase:
     def num_bytes(self) -> int:
         """Bytes of the latents that queries see."""
         s = self.shape
-        spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), **self.pool_sizes)
+        spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, **self.pool_sizes)
         return int(self.lens.sum()) * spec.bytes_per_page // s.page_size
 
     @property

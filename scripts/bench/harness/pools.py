@@ -158,7 +158,7 @@ class Pools:
         Raises:
           MemoryError: it does not fit.
         """
-        spec = latent_cache_spec(num_pages=num_pages, dtype=latent_dtype(cache), **sizes)
+        spec = latent_cache_spec(num_pages=num_pages, dtype=latent_dtype(cache), rope_dtype=None, **sizes)
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
