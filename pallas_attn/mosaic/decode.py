@@ -58,7 +58,13 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, dequantise, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
+from pallas_attn.mosaic.split_states import (
+    OUTPUT_BYTES,
+    AttentionState,
+    OutputWriter,
+    PartialStates,
+    merge_splits,
+)
 from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, clear_rows, over_columns, over_tokens
 from pallas_attn.portable.schedule import most_splits
@@ -280,7 +286,14 @@ class DecodeTile:
     @property
     def reduction_bytes(self) -> int:
         """Shared memory for maxima and sums over the tokens; 128 bytes a column let one round do."""
-        return min(128 * self.packing.width, 4096)
+        return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
+
+    @property
+    def output_bytes(self) -> int:
+        """Shared memory for a row of the output. Beside latents in 8 bits it is as little as works, like that for maxima:
+        so two tiles fit for each of two programs with 16 query rows.
+        """
+        return 0 if self.latent_groups else OUTPUT_BYTES
 
     def most_stages(self, programs: int, limit: int) -> int:
         """Tiles, up to a limit, that each of so many programs on a multiprocessor has shared memory for."""
@@ -398,7 +411,7 @@ class DecodeScratch(NamedTuple):
             k=tuple(keys),
             v=keys[0] if tile.has_values else None,
             p=tile.products.probs_type(tile),
-            out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype),
+            out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype, tile.output_bytes),
             tile_meta=plgpu.SMEM((2 * stages + 2, max(tile.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups or tile.latent_groups else None,
             landed=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages * tile.page_copies),
