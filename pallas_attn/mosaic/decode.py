@@ -59,11 +59,17 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, dequantise, shared_memory, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.split_states import AttentionState, OutputWriter, PartialStates, merge_splits
+from pallas_attn.mosaic.split_states import (
+    OUTPUT_BYTES,
+    AttentionState,
+    OutputWriter,
+    PartialStates,
+    merge_splits,
+)
 from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, clear_rows, over_columns, over_tokens
 from pallas_attn.portable.schedule import most_splits
-from pallas_attn.types import DecodePlan, HeadWindow, ScaleLayout
+from pallas_attn.types import LATENT_GROUP, DecodePlan, HeadWindow, ScaleLayout
 
 SCALES_PER_COPY = 4
 """float32 scales in 16 bytes, at multiples of which copies begin and end."""
@@ -88,32 +94,42 @@ class DecodeProducts(Protocol):
         """Registers of the accumulator, whose rows are channels of the values."""
         ...
 
-    def query_row_bytes(self, tile: DecodeTile) -> int:
-        """Bytes of a swizzled row of the queries in shared memory."""
+    def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
+        """Bytes of a swizzled row of the queries in shared memory, for keys with rows of so many."""
         ...
 
     def probs_type(self, tile: DecodeTile) -> Any:
         """Scratch type of the probabilities."""
         ...
 
-    def probs(self, p: Ref) -> Ref:
-        """View [tokens, width] of the probabilities' memory."""
+    def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
+        """Views [tokens, width] of the probabilities' memory: one, or one for each group of channels of a latent."""
+        ...
+
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        """Write probabilities to their views and commit them."""
         ...
 
     def scratch_types(self, tile: DecodeTile) -> Any:
         """Memory and barriers of the products' own."""
         ...
 
-    def scores(self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
-        """Compute K qᵀ [tokens, width] from the parts of a key, each with the terms of the queries for it."""
+    def scores(
+        self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]], scales: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """Compute K qᵀ [tokens, width] from the parts of a key, each with the terms of the queries for it, and from the
+        scales of each group of channels of a latent.
+        """
         ...
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
         """Get values [tokens, D], as cached, ready to be multiplied; probabilities are committed after it."""
         ...
 
-    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
-        """Compute acc + Vᵀ P from what `load_values` returned, and committed probabilities."""
+    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
+        """Compute acc + Vᵀ P from what `load_values` returned, and committed probabilities: one P, or one for each
+        group of channels of a latent.
+        """
         ...
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
@@ -139,6 +155,8 @@ class DecodeTile:
       packs_queries: queries come as [B, Q, Hq, D], and the kernel arranges them as columns.
       scales: of an 8-bit cache.
       q_dtype, cache_dtype, out_dtype: of queries and probabilities, of K and V, of the output.
+      rope_dtype: of latents in 8 bits, which have a scale for each token and group of channels: of their rotated
+        columns, an array of their own, and of the queries for those. None for other caches.
       products: of the architecture.
     """
 
@@ -154,6 +172,7 @@ class DecodeTile:
     cache_dtype: Any
     out_dtype: Any
     products: DecodeProducts
+    rope_dtype: Any = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,16 +189,49 @@ class DecodeTile:
         return dequantise.tokens_per_smem_row(self.cache_dtype, self.value_dim)
 
     @property
+    def latent_groups(self) -> int:
+        """Groups of channels of a latent in 8 bits; 0 for other caches."""
+        return 0 if self.rope_dtype is None else self.value_dim // LATENT_GROUP
+
+    @property
+    def scales_per_page(self) -> int:
+        """Scales of latents that a tile takes of a page."""
+        return self.page_tokens * self.latent_groups
+
+    @property
     def key_slices(self) -> list[tuple[int, int]]:
-        """First column and number of columns of each part of a key, in a row of the pool."""
+        """First column and number of columns of each part of a key, in a row of its pool."""
         widths = [dim * self.tokens_per_row for dim in self.key_dims]
+        if self.latent_groups:
+            return [(0, width) for width in widths]
         return list(zip(itertools.accumulate(widths, initial=0), widths, strict=False))
 
     @property
+    def key_dtypes(self) -> list[Any]:
+        """Dtype of each part of a key."""
+        return [self.cache_dtype, self.rope_dtype] if self.latent_groups else [self.cache_dtype] * len(self.key_dims)
+
+    @property
+    def query_dtypes(self) -> list[Any]:
+        """Dtype of the queries for each part of a key."""
+        return [self.q_dtype, self.rope_dtype] if self.latent_groups else [self.q_dtype] * len(self.key_dims)
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts of a key have the same."""
+        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts of a key in a pool have the
+        same.
+        """
+        if self.latent_groups:
+            return 128
         pool_row = sum(width for _, width in self.key_slices) * jnp.dtype(self.cache_dtype).itemsize
         return 64 if pool_row % 128 else 128
+
+    @property
+    def key_row_bytes(self) -> list[int]:
+        """`row_bytes` of each part of a key."""
+        if not self.latent_groups:
+            return [self.row_bytes] * len(self.key_dims)
+        return [self.row_bytes, 64 if self.key_dims[1] * jnp.dtype(self.rope_dtype).itemsize % 128 else 128]
 
     @property
     def pages(self) -> int:
@@ -223,7 +275,7 @@ class DecodeTile:
     @property
     def page_copies(self) -> int:
         """Copies that bring a page of a tile."""
-        return len(self.key_dims) + self.has_values + (2 if self.page_groups else 0)
+        return len(self.key_dims) + self.has_values + (2 if self.page_groups else 1 if self.latent_groups else 0)
 
     @property
     def looks_ahead(self) -> bool:
@@ -235,7 +287,14 @@ class DecodeTile:
     @property
     def reduction_bytes(self) -> int:
         """Shared memory for maxima and sums over the tokens; 128 bytes a column let one round do."""
-        return min(128 * self.packing.width, 4096)
+        return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
+
+    @property
+    def output_bytes(self) -> int:
+        """Shared memory for a row of the output. Beside latents in 8 bits it is as little as works, like that for maxima:
+        so two tiles fit for each of two programs with 16 query rows.
+        """
+        return 0 if self.latent_groups else OUTPUT_BYTES
 
     def most_stages(self, programs: int, limit: int) -> int:
         """Tiles, up to a limit, that each of so many programs on a multiprocessor has shared memory for."""
@@ -272,7 +331,9 @@ class DecodeInputs(NamedTuple):
       q: for each part of a key [terms, blocks·rows, width, dim of the part], whose sum over terms are the queries; or
         one of [B, Q, Hq, D] (`DecodeTile.packs_queries`).
       k, v: [N·Hkv, ps, D], or with several tokens in a row. A v of None: the first part of a key is the value.
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
+      rope: [N, ps, R], the second part of the keys of latents in 8 bits; else None.
+      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None. Of latents in 8 bits
+        k_scale is [N, ps · groups of channels], for keys and values alike.
       q_scale: float32 [blocks·rows, width], multiplies the scores of each column; or None.
       block_tables: int32 [B, P] or [B, Hkv, P].
       kv_lens: int32 [B].
@@ -285,6 +346,7 @@ class DecodeInputs(NamedTuple):
     q: tuple[Any, ...]
     k: Any
     v: Any
+    rope: Any
     k_scale: Any
     v_scale: Any
     q_scale: Any
@@ -310,7 +372,8 @@ class DecodeScratch(NamedTuple):
       tile_meta: int32 [2 · stages + 2, at least pages and width]. A row for each stage: position of each page's first
         token, or ABSENT. Then for each column the newest position it sees, and the newest that its window hides. Then
         a row for each stage: where in `scales` those of each page begin, if that may be in the middle.
-      scales: [stages, 2, pages, at least 32] of keys and values, or None. A copy starts at a multiple of 128 bytes.
+      scales: [stages, 2, pages, at least 32] of keys and values, or [stages, pages, at least 32] of latents, or None. A
+        copy starts at a multiple of 128 bytes.
       landed: a barrier for each stage: its tile is there.
       q_landed: the queries are there.
       products: of the products' own, as `DecodeProducts.scratch_types`.
@@ -332,19 +395,26 @@ class DecodeScratch(NamedTuple):
     def types(tile: DecodeTile, stages: int) -> DecodeScratch:
         """Scratch types of a kernel."""
         packing, (tokens, width) = tile.packing, tile.shape
-        operand = functools.partial(tiles.operand, row_bytes=tile.row_bytes)
-        query = functools.partial(tiles.operand, row_bytes=tile.products.query_row_bytes(tile))
-        keys = [operand((stages, tile.rows(tokens), columns), tile.cache_dtype) for _, columns in tile.key_slices]
+        keys = [
+            tiles.operand((stages, tile.rows(tokens), columns), dtype, row_bytes=row_bytes)
+            for (_, columns), dtype, row_bytes in zip(tile.key_slices, tile.key_dtypes, tile.key_row_bytes, strict=True)
+        ]
+        queries = [
+            tiles.operand((tile.terms, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes))
+            for dim, dtype, row_bytes in zip(tile.key_dims, tile.query_dtypes, tile.key_row_bytes, strict=True)
+        ]
         scales = (stages, 2, tile.pages, max(32, tile.page_groups))
+        if tile.latent_groups:
+            scales = (stages, tile.pages, -(-tile.scales_per_page // 32) * 32)
         return DecodeScratch(
-            q=tuple(query((tile.terms, width, dim), tile.q_dtype) for dim in tile.key_dims),
+            q=tuple(queries),
             raw_q=plgpu.SMEM((width, tile.value_dim), tile.q_dtype) if tile.packs_queries else None,
             k=tuple(keys),
             v=keys[0] if tile.has_values else None,
             p=tile.products.probs_type(tile),
-            out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype),
+            out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype, tile.output_bytes),
             tile_meta=plgpu.SMEM((2 * stages + 2, max(tile.pages, width)), jnp.int32),
-            scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups else None,
+            scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups or tile.latent_groups else None,
             landed=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages * tile.page_copies),
             q_landed=plgpu.Barrier(
                 num_arrivals=packing.block_queries if tile.packs_queries else tile.terms * len(tile.key_dims)
@@ -531,7 +601,7 @@ class KvSplit:
         state = AttentionState.empty(tile.value_dim, tile.packing.width, self.products.values_layout(tile))
         state = state._replace(l=tiles.filled(0.0, tile.shape, self.layout.tile))  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
-        if tile.scales is not None:
+        if tile.scales is not None or tile.latent_groups:
             acc = self.apply_value_scales(self.products.in_channel_order(tile, acc))
         is_query = basics.load(self.limits(0), PER_COLUMN) >= 0
         return AttentionState(
@@ -616,10 +686,15 @@ class KvSplit:
         _, tile_of_page = tile.first_page(i)
         rows = tile.rows(tile.page_tokens)
         source, target = pl.ds(tile_of_page * rows, rows), pl.ds(j * rows, rows)
-        for (first, columns), k in zip(tile.key_slices, mem.k, strict=True):
-            plgpu.copy_gmem_to_smem(x.k.at[pool_row, source, pl.ds(first, columns)], k.at[slot, target], landed)
+        pools = [x.k] * len(mem.k) if x.rope is None else [x.k, x.rope]
+        for pool, (first, columns), k in zip(pools, tile.key_slices, mem.k, strict=True):
+            plgpu.copy_gmem_to_smem(pool.at[pool_row, source, pl.ds(first, columns)], k.at[slot, target], landed)
         if x.v is not None:
             plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[slot, target], landed)
+        if tile.latent_groups:
+            count = tile.scales_per_page
+            to = mem.scales.at[slot, j, pl.ds(0, count)]
+            plgpu.copy_gmem_to_smem(x.k_scale.at[pool_row, pl.ds(tile_of_page * count, count)], to, landed)
         if tile.page_groups:
             first = pool_row * tile.page_groups
             if tile.tiles_per_page > 1:
@@ -649,24 +724,28 @@ class KvSplit:
         zero = jnp.minimum(base[0], 0) if x.v is None else 0
         slot += zero
         v = mem.values(slot)
-        k_scale, v_scale = self.token_scales(slot)
-        s = self.scores(slot, zero, k_scale)
+        k_scales, v_scales = self.token_scales(slot)
+        s = self.scores(slot, zero, k_scales)
         mask = functools.partial(self.mask_tile, base, v)
-        s, v_scale = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scale)
-        if v_scale is not None:
+        s, v_scales = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scales)
+        v_scale = None
+        if v_scales:
             # The scale is multiplied into the probability through the exponent: their product, which is rounded to 16
-            # bits, is then at most 1.
-            v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
+            # bits, is then at most 1. Of several groups of channels it is the largest one's.
+            v_scale = jnp.maximum(functools.reduce(jnp.maximum, v_scales), dequantise.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
         m_new = jnp.maximum(m, s.max(axis=0))
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
         rescale = jnp.exp2((m - shift) * LOG2E)
         values = self.products.load_values(self.tile, mem.products, v)
-        self.products.probs(mem.p)[...] = p.astype(mem.p.dtype)
-        plgpu.commit_smem()
+        probs = self.products.probs(self.tile, mem.p)
+        weights = [p]
+        if self.tile.latent_groups > 1:
+            weights = [p * over_tokens(scale / v_scale, shape) for scale in v_scales]
+        self.products.store_probs(self.tile, [weight.astype(mem.p.dtype) for weight in weights], probs)
         acc = acc * over_columns(rescale, acc.shape)
-        acc = self.products.add_values(self.tile, mem.products, acc, values, self.products.probs(mem.p))
+        acc = self.products.add_values(self.tile, mem.products, acc, values, probs)
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(rescale, shape) + p  # noqa: E741
@@ -678,11 +757,18 @@ class KvSplit:
 
         return AttentionState(m_new, l, acc)
 
-    def token_scales(self, slot: Any) -> tuple[Any, Any]:
-        """Scales of the keys and of the values of a tile, one a token, or None if they do not come with the tokens."""
+    def token_scales(self, slot: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Scales of the keys and of the values of a tile, a value for each token: of all channels, or of each group of
+        channels of a latent. None if they do not come with the tokens.
+        """
         tile, mem = self.tile, self.mem
+        if tile.latent_groups:
+            scales = dequantise.load_group_scales(
+                mem.scales.at[slot], tile.page_tokens, tile.latent_groups, tile.tokens, self.layout
+            )
+            return scales, scales
         if not tile.page_groups:
-            return None, None
+            return (), ()
         begin = None
         if tile.groups < SCALES_PER_COPY:
             begin = mem.tile_meta.at[self.static.stages + 2 + slot, pl.ds(0, tile.pages)]
@@ -690,16 +776,17 @@ class KvSplit:
             dequantise.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens, self.layout)
             for i in range(2)
         )
-        return k_scale, v_scale
+        return (k_scale,), (v_scale,)
 
-    def scores(self, slot: Any, first_term: Any, k_scale: Any) -> Any:
+    def scores(self, slot: Any, first_term: Any, k_scales: tuple[Any, ...]) -> Any:
         """Compute K qᵀ of a tile, scaled and capped."""
         static, tile, mem = self.static, self.tile, self.mem
         queries = [[q.at[first_term + i] for i in range(q.shape[0])] for q in mem.q]
-        s = self.products.scores(tile, mem.products, [k.at[slot] for k in mem.k], queries)
+        groups = k_scales if tile.latent_groups else ()
+        s = self.products.scores(tile, mem.products, [k.at[slot] for k in mem.k], queries, groups)
         s *= static.score_scale * self.x.k_scale[self.head] if tile.scales == "head" else static.score_scale
-        if k_scale is not None:
-            s *= over_tokens(k_scale, tile.shape)
+        if k_scales and not groups:
+            s *= over_tokens(k_scales[0], tile.shape)
         if self.x.q_scale is not None:
             s *= over_columns(basics.load(self.x.q_scale.at[self.block_row], PER_COLUMN), tile.shape)
         return s if static.soft_cap is None else self.products.capped(s, static.soft_cap)
@@ -730,21 +817,19 @@ class KvSplit:
             visible &= (base[0] > self.kv_len - 1 - self.window) | (last < self.sink_tokens)
         return visible
 
-    def mask_tile(self, base: list[Any], v: Ref, s: Any, v_scale: Any) -> tuple[Any, Any]:
+    def mask_tile(self, base: list[Any], v: Ref, s: Any, v_scales: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Mask scores, and make values 0 and their scales 1 where no column sees the token, since 0 · NaN is NaN."""
         position = self.positions(base)
         s = self.mask_scores(position, s)
         live_mask = self.live_mask(position, s)
         if self.x.v is None:
             plgpu.commit_smem()  # every warp has its scores: the keys may change
-        if self.tile.scales is None:
+        if self.tile.scales is None and not self.tile.latent_groups:
             clear_rows(v, live_mask, self.layout, self.tile.row_bytes)
         else:
             dequantise.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)
             plgpu.commit_smem()
-        if v_scale is not None:
-            v_scale = jnp.where(live_mask, v_scale, 1.0)
-        return s, v_scale
+        return s, tuple(jnp.where(live_mask, scale, 1.0) for scale in v_scales)
 
     def positions(self, base: list[Any]) -> Any:
         """Position of each token of a tile."""

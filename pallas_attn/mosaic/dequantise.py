@@ -84,6 +84,15 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
             return kv.k_scale.shape[-1]
 
 
+def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*rows R"]) -> tuple[Array, Array, float]:
+    """Compute float16 queries for latents in 8 bits, queries for their rotated columns, and the factor of both."""
+    if q_latent.dtype == jnp.float16:
+        return q_latent, q_rope, 1.0
+    limit = float(jnp.finfo(jnp.float16).max)
+    narrowed = jnp.clip(q_latent.astype(jnp.float32) * QUERY_SCALE, -limit, limit).astype(jnp.float16)
+    return narrowed, q_rope * jnp.asarray(QUERY_SCALE, q_rope.dtype), QUERY_SCALE
+
+
 def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
     """Split queries into a sum of terms that tensor cores can multiply with the cache; return terms and their factor.
 
@@ -201,6 +210,36 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
         return mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=None)
 
     return load(ref) if begin is None else load(ref, begin)
+
+
+def load_group_scales(
+    ref: Ref, page_tokens: int, groups: int, tokens: int, layout: RegisterLayout
+) -> tuple[jax.Array, ...]:
+    """Load the scales of a tile of latents: for each group of channels float32 [tokens], `layout.per_row`.
+
+    Args:
+      ref: float32 [pages, at least page_tokens · groups] in shared memory, token by token.
+    """
+    if interpreted():
+        scales = ref[...][:, : page_tokens * groups].reshape(tokens, groups)
+        return tuple(scales[:, i] for i in range(groups))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=[plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=layout.per_row)] * groups,
+    )
+    def load(_: Any, ref: ir.Value) -> Any:
+        index, rows = ir.IndexType.get(), layout.per_row.to_mgpu()
+        each = [np.empty(rows.registers_shape((tokens,)), dtype=object) for _ in range(groups)]
+        for i, (token,) in zip(np.ndindex(each[0].shape), rows.thread_idxs((tokens,)), strict=True):
+            page = arith.divui(token, mgpu.c(page_tokens, index))
+            first = arith.muli(arith.remui(token, mgpu.c(page_tokens, index)), mgpu.c(groups, index))
+            for group, registers in enumerate(each):
+                value = memref.load(ref, [page, arith.addi(first, mgpu.c(group, index))])
+                registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        return [mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=None) for registers in each]
+
+    return tuple(load(ref))
 
 
 def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:

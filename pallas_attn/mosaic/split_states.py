@@ -101,11 +101,14 @@ class OutputWriter(NamedTuple):
     layout: RegisterLayout
 
     @staticmethod
-    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike) -> Any:
+    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike, num_bytes: int = OUTPUT_BYTES) -> Any:
         """Scratch type of the tile, [slices, width, values of a slice]. A copy takes an array of its own of up to 256
         values; a row with more values than the tile holds is written in turns.
+
+        Args:
+          num_bytes: of the tile, at most, if that holds 64 values of each column.
         """
-        fitting = OUTPUT_BYTES // (width * jnp.dtype(dtype).itemsize)
+        fitting = max(64, num_bytes // (width * jnp.dtype(dtype).itemsize))
         slice_values = max(n for n in range(64, min(fitting, 256) + 1, 64) if values % n == 0)
         return plgpu.SMEM((min(values, fitting) // slice_values, width, slice_values), dtype)
 

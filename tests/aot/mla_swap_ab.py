@@ -17,6 +17,7 @@ from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config, swap_ab_tile
 from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
 from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, Tile, allocated, shape
 from tests.aot.decode import scratch_bytes
 from tests.aot.plans import fitted, plan_shapes
@@ -37,6 +38,7 @@ class Configuration:
     Attributes:
       columns: query rows that a program takes at once: heads, unless there are several queries.
       out: dtype of the output.
+      quantised: whether latents have 8 bits.
     """
 
     latent_dim: int = 512
@@ -45,9 +47,10 @@ class Configuration:
     page_size: int = 64
     out: Any = jnp.bfloat16
     dtype: Any = jnp.bfloat16
+    quantised: bool = False
 
     def __str__(self) -> str:
-        named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        named = {"-fp8": self.quantised, "-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
         pages = "" if self.page_size == 64 else f"-p{self.page_size}"
         name = f"mla-swap-ab-{self.latent_dim}-{self.rope_dim}-n{self.columns}{pages}"
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
@@ -56,7 +59,7 @@ class Configuration:
     def key(self) -> SwapAbKey:
         """Key under which its sizes are looked up."""
         out_bytes = jnp.dtype(self.out).itemsize
-        return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size)
+        return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size, self.quantised)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", num_programs: int = 132, batch: int = BATCH) -> Any:
         return plan_shapes(self.page_size, 1, num_programs, mode, batch)
@@ -68,7 +71,7 @@ class Configuration:
             page_size=self.page_size,
             latent_dim=self.latent_dim,
             rope_dim=self.rope_dim,
-            dtype=self.dtype,
+            **({"dtype": LATENT_8BIT, "rope_dtype": self.dtype} if self.quantised else {"dtype": self.dtype}),
         )
         rows = batch, queries, heads or self.columns // queries
         return {
@@ -86,13 +89,16 @@ class Configuration:
     def tile(self) -> Tile:
         """Tile of `TOKENS` tokens."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
-        return Tile(keys * jnp.dtype(self.dtype).itemsize, (keys + values) * self.columns)
+        num_bytes = keys * jnp.dtype(self.dtype).itemsize
+        if self.quantised:
+            num_bytes = TOKENS * (self.latent_dim + self.rope_dim * 2 + self.latent_dim // LATENT_GROUP * 4)
+        return Tile(num_bytes, (keys + values) * self.columns)
 
     def kernel_tile(self, sizes: DecodeConfig) -> DecodeTile:
         """Tile of the kernel of `arguments`."""
         packing = QueryPacking(group=self.columns, queries=1, limit=self.columns)
-        dims = self.latent_dim, self.rope_dim
-        return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, out_dtype=self.out)
+        dims, options = (self.latent_dim, self.rope_dim), {"out_dtype": self.out, "quantised": self.quantised}
+        return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, **options)
 
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         def decode_swap_ab(**arguments: Any) -> Any:
@@ -122,6 +128,13 @@ def configurations() -> Iterator[Configuration]:
     for page_size in (16, 32, 64, 128):  # a third stage fits
         yield Configuration(64, 32, 32, page_size)
         yield Configuration(384, 64, 24, page_size, out=jnp.float32)
+    for latent_dim, rope_dim in ((512, 64), (384, 32), (256, 64), (128, 32)):
+        for columns in range(8, max_columns(jnp.bfloat16, quantised=True) + 1, 8):
+            yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32, quantised=True)
+            yield Configuration(latent_dim, rope_dim, columns, page_size=16, quantised=True)
+    for page_size in (32, 128):
+        yield Configuration(512, 64, 16, page_size, quantised=True)
+    yield Configuration(512, 64, 16, dtype=jnp.float16, out=jnp.float16, quantised=True)
 
 
 def drafts(configuration: Configuration, queries: int) -> Case:
@@ -138,13 +151,20 @@ UNLIKE: dict[str, Case] = {
     "20-heads": replace(DEEPSEEK, columns=24).case(DEEPSEEK.arguments(heads=20)),
     "9-heads-8-queries": replace(DEEPSEEK, columns=32).case(DEEPSEEK.arguments(queries=8, heads=9)),
     "fixed-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": DEEPSEEK.plan("fixed")}),
+    "fp8-draft-tree": drafts(replace(DEEPSEEK, columns=16, page_size=16, quantised=True), 2),
+    "fp8-16-heads-2-queries": replace(DEEPSEEK, quantised=True).case(
+        replace(DEEPSEEK, quantised=True).arguments(queries=2, heads=16)
+    ),
+    "fp8-20-heads": replace(DEEPSEEK, columns=24, quantised=True).case(
+        replace(DEEPSEEK, quantised=True).arguments(heads=20)
+    ),
     "no-plan": DEEPSEEK.case(DEEPSEEK.arguments() | {"plan": None}),
     "one-sequence": DEEPSEEK.case(DEEPSEEK.arguments(batch=1)),
 }
 
 MLA_SWAP_AB: dict[str, Case] = {
-    **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32))},
-    **{f"mla-swap-ab-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads")},
+    **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32), Configuration(quantised=True))},
+    **{f"mla-swap-ab-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads", "fp8-draft-tree")},
 }
 """Typical configurations and calls."""
 

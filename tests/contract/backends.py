@@ -120,8 +120,12 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
-    r"mosaic-.*, 8 bits\]|latents.*_8_bits.*mosaic": "takes no quantised latents",
-    r"test_(decode|prefill|dtypes)\[mosaic-float32( over .*)?\]": "takes bfloat16 and float16 queries, got float32",
+    r"mosaic-.*, 8 bits\]|latents_in_8_bits\[mosaic-absent pages, many heads": (
+        "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
+    ),
+    r"test_(decode|prefill|dtypes|latents_in_8_bits)\[mosaic-float32( over .*)?\]": (
+        "takes bfloat16 and float16 queries, got float32"
+    ),
     r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
     r"page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
     r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
@@ -340,7 +344,8 @@ BACKENDS = (
         kernels=True,
         interpreter=harness.interpreting,
         plans=True,
-        refuses={pattern.replace("mosaic", "mosaic_sm100"): why for pattern, why in MOSAIC_REFUSALS.items()},
+        refuses={r"latents_in_8_bits\[mosaic_sm100": "takes no quantised latents"}
+        | {pattern.replace("mosaic", "mosaic_sm100"): why for pattern, why in MOSAIC_REFUSALS.items()},
         slow=(rf"^(?!{'|'.join(f'.*({test})' for test in SM100_SAMPLE)})",),
     ),
     # Interpreted wherever there is no GPU (tests/conftest.py).

@@ -61,6 +61,17 @@ SHAPES = {
         pages_per_row=2,
         num_pages=8,
     ),
+    "8 bits, 256 + 64, 20 heads, 2 drafts in blocks, pages of 128": replace(
+        BASE,
+        kv_lens=(130, 129, 250),
+        queries=2,
+        heads=20,
+        latent_dim=256,
+        page_size=128,
+        pages_per_row=2,
+        num_pages=8,
+        cache_dtype="float8_e4m3fn",
+    ),
     "128 + 32, 9 heads, 8 drafts in blocks, pages of 32": replace(
         BASE, kv_lens=(3, 129, 64), q_lens=(8, 3, 2), queries=8, heads=9, rope_dim=32, page_size=32, num_pages=18
     ),

@@ -78,15 +78,15 @@ class Tcgen05Products:
     def values_layout(self, tile: DecodeTile) -> RegisterLayout:
         return layout_of(tile.value_dim)
 
-    def query_row_bytes(self, tile: DecodeTile) -> int:
+    def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
         return NARROW_ROW_BYTES if tile.tokens % 128 else tiles.ROW_BYTES
 
     def probs_type(self, tile: DecodeTile) -> Any:
         dtype = jnp.float16 if _is_8_bit(tile.q_dtype) else tile.q_dtype
         return tiles.operand(tile.shape, dtype, row_bytes=NARROW_ROW_BYTES)
 
-    def probs(self, p: Ref) -> Ref:
-        return p
+    def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
+        return [p]
 
     def scratch_types(self, tile: DecodeTile) -> Any:
         rows, (tokens, width) = self.values_layout(tile).rows, tile.shape
@@ -98,7 +98,14 @@ class Tcgen05Products:
             done=tmem.OrderedBarrier(),
         )
 
-    def scores(self, tile: DecodeTile, own: Tcgen05Scratch, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
+    def scores(
+        self,
+        tile: DecodeTile,
+        own: Tcgen05Scratch,
+        keys: list[Ref],
+        queries: list[list[Ref]],
+        scales: tuple[jax.Array, ...],
+    ) -> jax.Array:
         if own.staged is not None and not _is_8_bit(tile.q_dtype):
             dequantise.dequantise_tile(keys[0], own.staged)
             plgpu.commit_smem()
@@ -107,14 +114,20 @@ class Tcgen05Products:
         _multiply(own, [(own.scores, k, q, i > 0) for i, (k, q) in enumerate(pairs)])
         return _load(own.scores, self.scores_layout(tile))
 
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        to[0][...] = ps[0]
+        plgpu.commit_smem()
+
     def load_values(self, tile: DecodeTile, own: Tcgen05Scratch, v: Ref) -> Any:
         if own.staged is None:
             return v
         dequantise.dequantise_tile(v, own.staged)
         return own.staged
 
-    def add_values(self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
-        layout = self.values_layout(tile)
+    def add_values(
+        self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, ps: list[Ref]
+    ) -> jax.Array:
+        (p,), layout = ps, self.values_layout(tile)
         slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
         channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]
         _multiply(own, [(o, v.transpose((1, 0)), p, False) for (_, o), v in zip(slices, channels, strict=True)])

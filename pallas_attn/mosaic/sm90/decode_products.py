@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import tiles
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.decode import DecodeTile
-from pallas_attn.mosaic.sm90 import dequantise, wgmma
+from pallas_attn.mosaic.sm90 import dequantise, latent_products, wgmma
 from pallas_attn.mosaic.sm90.tiles import add_product, multiply
 from pallas_attn.mosaic.tiles import BY_64, RegisterLayout
 
@@ -27,31 +28,51 @@ class WgmmaProducts:
     def values_layout(self, tile: DecodeTile) -> RegisterLayout:
         return BY_64
 
-    def query_row_bytes(self, tile: DecodeTile) -> int:
-        return tile.row_bytes
+    def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
+        return key_row_bytes
 
     def probs_type(self, tile: DecodeTile) -> Any:
-        return tiles.operand((tile.packing.width, tile.tokens), tile.q_dtype, row_bytes=tile.row_bytes)
+        groups = (tile.latent_groups,) if tile.latent_groups else ()
+        shape = *groups, tile.packing.width, tile.tokens
+        return tiles.operand(shape, tile.q_dtype, row_bytes=tile.row_bytes)
 
-    def probs(self, p: Ref) -> Ref:
-        return p.transpose((1, 0))
+    def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
+        if not tile.latent_groups:
+            return [p.transpose((1, 0))]
+        zero = basics.unknown_zero()
+        return [p.at[zero + i].transpose((1, 0)) for i in range(tile.latent_groups)]
 
     def scratch_types(self, tile: DecodeTile) -> Any:
         return ()
 
-    def scores(self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]]) -> jax.Array:
+    def scores(
+        self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]], scales: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        if scales:
+            (latent, rope), ((q_latent,), (q_rope,)) = keys, queries
+            rotated = wgmma.start_scores(rope, q_rope, None, tile.key_row_bytes[1])
+            return latent_products.add_group_scores(rotated, latent, q_latent, scales)
         if tile.scales is None:
             return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])
         return dequantise.multiply_dequantised(keys[0], queries[0])
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
+        if tile.latent_groups:  # too many for registers
+            return v
         return v.transpose((1, 0)) if tile.scales is None else dequantise.load_transposed(v, tile.value_dim)
 
-    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, p: Ref) -> jax.Array:
-        return add_product(acc, values, p)
+    def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
+        return latent_products.add_groups(acc, values, ps) if tile.latent_groups else add_product(acc, values, ps[0])
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
         return dequantise.restore_channel_order(acc)
+
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        if tile.latent_groups:
+            latent_products.store_probs(ps, to)
+            return
+        to[0][...] = ps[0]
+        plgpu.commit_smem()
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
         return wgmma.capped(s, 1.0, soft_cap)

@@ -156,7 +156,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
         registers = np.empty((tokens // 64, count // 8, 2), dtype=object)
         for block, chunk in itertools.product(range(tokens // 64), range(0, count // 16, 2)):
             pointer = chunks.pointer(64 * block, first // 16 + chunk)
-            for i, word in enumerate(_load_matrices(pointer, nvvm.MMALayout.row)):
+            for i, word in enumerate(load_matrices(pointer, rows=True)):
                 column = 2 * (chunk + i // 2)
                 registers[block, column : column + 2, i % 2] = _dequantised(word, assembly)
         return _fragments(registers)
@@ -179,19 +179,21 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
         chunks = ChunkPointers(tile, channels, lane, warp)
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
-            for i, word in enumerate(_load_matrices(chunks.pointer(32 * rows, 4 * block), nvvm.MMALayout.col)):
+            for i, word in enumerate(load_matrices(chunks.pointer(32 * rows, 4 * block), rows=False)):
                 registers[block, 4 * rows + i] = _dequantised(word, assembly)
         return _fragments(registers)
 
     return load(tile)
 
 
-def _load_matrices(pointer: ir.Value, layout: Any) -> Iterator[ir.Value]:
-    """Load four 8 x 8 matrices with one `ldmatrix`; each lane's pointer is to a row. Return the lane's four words."""
+def load_matrices(pointer: ir.Value, *, rows: bool) -> Iterator[ir.Value]:
+    """Load four 8 x 8 matrices with one `ldmatrix`, transposed unless `rows`; each lane's pointer is to a row. Return
+    the lane's four words.
+    """
     words = nvvm.ldmatrix(
         pointer,
         num=4,
-        layout=layout,
+        layout=nvvm.MMALayout.row if rows else nvvm.MMALayout.col,
         shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
         elt_type=nvvm.LdStMatrixEltType.B16,
     )

@@ -360,12 +360,29 @@ def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
     """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
-    (_, depth), dtype = mma_utils.tiled_memref_shape(q)
-    (keys, _), _ = mma_utils.tiled_memref_shape(k)
-    rights = _right(mgpu.memref_transpose(k, (1, 0, 3, 2)), keys, row_bytes)
-    for a, b in zip(left_steps(q, depth, row_bytes), _steps(*rights, depth, row_bytes), strict=True):
-        total = _instruction(total, [a], b, columns=keys, dtype=dtype, transposed=False)
-    return list(total)
+    (_, depth), _ = mma_utils.tiled_memref_shape(q)
+    return RightOperand(k, row_bytes).add(total, ([a] for a in left_steps(q, depth, row_bytes)))
+
+
+class RightOperand:
+    """Right operand [N, K] in shared memory, K contiguous, of which products take `DEPTH` of K after each other."""
+
+    def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES) -> None:
+        (self._columns, depth), self._dtype = mma_utils.tiled_memref_shape(ref)
+        rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
+        self._steps = _steps(*rights, depth, row_bytes)
+
+    def add(self, total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
+        """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
+
+        Args:
+          total: overwritten if it has no registers.
+          lefts: registers, or one descriptor, of the left operand of each instruction.
+        """
+        for left in lefts:
+            step = next(self._steps)
+            total = _instruction(total, left, step, columns=self._columns, dtype=self._dtype, transposed=False)
+        return list(total)
 
 
 def add_values(

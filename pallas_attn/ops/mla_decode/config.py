@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
+from pallas_attn.types import LATENT_8BIT
 
 if TYPE_CHECKING:
     from pallas_attn.mosaic.decode import DecodeTile
@@ -28,10 +29,12 @@ def xla_config(rows: int, width: int) -> XlaConfig:
 TILE_TOKENS = 64
 
 
-def max_columns(out_dtype: jax.typing.DTypeLike) -> int:
-    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes.
-    With more, query rows are better off as rows of tiles.
+def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
+    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes, or
+    converting quantised latents, and then draft masks. With more, query rows are better off as rows of tiles.
     """
+    if quantised:
+        return 16 if masked else 24
     return 32 if jnp.dtype(out_dtype).itemsize == 2 else 24
 
 
@@ -44,6 +47,7 @@ class SwapAbKey:
       columns: query rows that a program takes at once, padding included.
       out_bytes: bytes of a value of the output.
       page_size: ps.
+      quantised: whether latents have 8 bits.
     """
 
     latent_dim: int
@@ -51,6 +55,7 @@ class SwapAbKey:
     columns: int
     out_bytes: int
     page_size: int
+    quantised: bool = False
 
 
 def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
@@ -66,7 +71,9 @@ def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
     from pallas_attn.mosaic.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
-    most = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1
+    most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
+    if key.quantised:  # threads that convert latents take more registers, and are more in need of company
+        most, least = 3 if values <= 2048 else 2 if values <= 8192 else 1, 1
     tile = swap_ab_tile(
         QueryPacking(group=key.columns, queries=1, limit=key.columns),
         TILE_TOKENS,
@@ -74,22 +81,30 @@ def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
         (key.latent_dim, key.rope_dim),
         dtype=jnp.bfloat16,
         out_dtype=jnp.bfloat16 if key.out_bytes == 2 else jnp.float32,
+        quantised=key.quantised,
     )
     for programs in range(most, 0, -1):
         stages = tile.most_stages(programs, MAX_STAGES)
-        if stages >= 2:
+        if stages >= least:
             return DecodeConfig(TILE_TOKENS, stages, programs)
     raise NotImplementedError(f"two tiles of {key.latent_dim} + {key.rope_dim} columns do not fit shared memory")
 
 
 def swap_ab_tile(
-    packing: QueryPacking, tokens: int, page_size: int, key_dims: tuple[int, int], *, dtype: Any, out_dtype: Any
+    packing: QueryPacking,
+    tokens: int,
+    page_size: int,
+    key_dims: tuple[int, int],
+    *,
+    dtype: Any,
+    out_dtype: Any,
+    quantised: bool = False,
 ) -> DecodeTile:
     """Tile of the kernel for few query rows.
 
     Args:
       key_dims: L and R.
-      dtype: of queries and cache.
+      dtype: of queries and cache; of the rotated columns of latents in 8 bits.
     """
     from pallas_attn.mosaic.decode import DecodeTile
     from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
@@ -103,10 +118,11 @@ def swap_ab_tile(
         terms=1,
         packs_queries=False,
         scales=None,
-        q_dtype=dtype,
-        cache_dtype=dtype,
+        q_dtype=jnp.float16 if quantised else dtype,
+        cache_dtype=LATENT_8BIT if quantised else dtype,
         out_dtype=out_dtype,
         products=WgmmaProducts(),
+        rope_dtype=dtype if quantised else None,
     )
 
 

@@ -24,5 +24,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
-    """Module of the kernel for a number of query rows."""
-    return mosaic_swap_ab if call.query_rows <= config.max_columns(call.output_dtype) else mosaic_seesaw
+    """Module of the kernel for a number of query rows; quantised latents have one for few heads alone."""
+    if call.cache.is_quantised or call.query_rows <= config.max_columns(call.output_dtype):
+        return mosaic_swap_ab
+    return mosaic_seesaw

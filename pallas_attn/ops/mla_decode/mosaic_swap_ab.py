@@ -21,7 +21,9 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.decode import DecodeInputs, DecodeStatic, decode_attention
 from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.mosaic.dequantise import latent_queries
 from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.sm90.dequantise import as_keys
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan
@@ -30,11 +32,16 @@ from pallas_attn.types import DecodePlan
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute `mla_decode`, output and LSE, of few query rows."""
     packing, settings = _sizes(call)
+    cache, queries, query_scale = call.cache, (call.q_latent, call.q_rope), 1.0
+    if cache.scale is not None:
+        q_latent, q_rope, query_scale = latent_queries(*queries)
+        queries = as_keys(q_latent), q_rope
     inputs = DecodeInputs(
-        q=tuple(packing.pack(q).reshape(1, -1, packing.width, q.shape[-1]) for q in (call.q_latent, call.q_rope)),
-        k=call.cache.pages,
+        q=tuple(packing.pack(q).reshape(1, -1, packing.width, q.shape[-1]) for q in queries),
+        k=cache.pages,
         v=None,
-        k_scale=None,
+        rope=cache.rope,
+        k_scale=None if cache.scale is None else cache.scale.reshape(cache.scale.shape[0], -1),
         v_scale=None,
         q_scale=None,
         block_tables=call.block_tables,
@@ -52,12 +59,13 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
         (call.latent_dim, call.rope_dim),
         dtype=call.q_latent.dtype,
         out_dtype=call.output_dtype,
+        quantised=cache.is_quantised,
     )
     static = DecodeStatic(
         tile=tile,
         stages=settings.stages,
         num_kv_heads=1,
-        score_scale=call.sm_scale,
+        score_scale=call.sm_scale / query_scale,
         soft_cap=None,
         window=None,
     )
@@ -76,29 +84,37 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
-    packing = QueryPacking(call.num_heads, call.num_queries, config.max_columns(call.output_dtype))
+    packing = QueryPacking(call.num_heads, call.num_queries, _most_columns(call))
     key = config.SwapAbKey(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,
         columns=packing.width,
         out_bytes=call.output_dtype.itemsize,
         page_size=call.page_size,
+        quantised=call.cache.is_quantised,
     )
     return packing, config.swap_ab_config(key)
+
+
+def _most_columns(call: MlaDecodeCall) -> int:
+    is_masked = call.draft_mask is not None
+    return config.max_columns(call.output_dtype, quantised=call.cache.is_quantised, masked=is_masked)
 
 
 def _refuse(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_capability((9, 0))
-    latent_dim, num_heads, most = call.latent_dim, call.num_heads, config.max_columns(call.output_dtype)
-    refusals.require_16_bit_latents(call.cache)
-    refusals.require_dtypes(call.q_latent, call.cache.pages)
+    latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
+    refusals.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
     refusals.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
     if call.rope_dim not in (32, 64):
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if num_heads > most:
-        raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
+        over = ""
+        if call.cache.is_quantised:
+            over = " over quantised latents" + " with a draft mask" * (call.draft_mask is not None)
+        raise NotImplementedError(f"takes at most {most} query heads{over}, got {num_heads}")
     if call.draft_mask is not None:
         refusals.require_draft_bits(call.num_queries)

@@ -30,6 +30,7 @@ def attend(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
         k=kv.k.reshape(rows),
         v=kv.v.reshape(rows),
+        rope=None,
         k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
         q_scale=None if q_scale is None else packing.pack(q_scale[..., None]).reshape(-1, packing.width),

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import PagedLatent
-from scripts.bench.harness.pools import CACHES, Pools, at_least, calls_of, random_values, tables
+from pallas_attn import PagedLatent, latent_cache_spec
+from scripts.bench.harness.pools import (
+    Pools,
+    at_least,
+    calls_of,
+    latent_dtype,
+    latent_query_dtype,
+    random_values,
+    tables,
+)
 from scripts.bench.shapes import MlaDecode
 
 
@@ -53,7 +61,8 @@ class MlaDecodeCase:
     def num_bytes(self) -> int:
         """Bytes of the latents that queries see."""
         s = self.shape
-        return int(self.lens.sum()) * (s.latent_dim + s.rope_dim) * jnp.dtype(CACHES[self.cache][0]).itemsize
+        spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, **self.pool_sizes)
+        return int(self.lens.sum()) * spec.bytes_per_page // s.page_size
 
     @property
     def flops(self) -> int:
@@ -103,7 +112,8 @@ class MlaDecodeCase:
         cold = tables(rng, cache.pages.shape[0], self.cold_calls, (s.batch, self.table_pages))
         owns = []
         for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(self.cold_calls))):
-            q = random_values(key, (s.batch, s.queries, s.heads, s.latent_dim + s.rope_dim), CACHES[self.cache][0])
+            shape = s.batch, s.queries, s.heads, s.latent_dim + s.rope_dim
+            q = random_values(key, shape, latent_query_dtype(self.cache))
             q_latent, q_rope = jnp.split(q, [s.latent_dim], axis=-1)
             owns.append({"q_latent": q_latent, "q_rope": q_rope, "block_tables": cold[i % len(cold)]})
         return MlaDecodeInputs(cache, jnp.asarray(self.lens), owns)

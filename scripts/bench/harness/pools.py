@@ -46,6 +46,16 @@ CHUNK_BYTES = 64 * 2**20
 """Size of the chunks in which random pages are made."""
 
 
+def latent_dtype(cache: str) -> Any:
+    """Dtype of latents or index keys of this kind, of which "fp8" has 8 bits."""
+    return jnp.float8_e4m3fn if cache == "fp8" else CACHES[cache][0]
+
+
+def latent_query_dtype(cache: str) -> Any:
+    """Dtype of queries over latents or index keys of this kind."""
+    return jnp.bfloat16 if cache == "fp8" else CACHES[cache][0]
+
+
 def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> CacheSpec:
     """Shapes of a pool of this kind."""
     dtype, scales = CACHES[cache]
@@ -148,7 +158,7 @@ class Pools:
         Raises:
           MemoryError: it does not fit.
         """
-        spec = latent_cache_spec(num_pages=num_pages, dtype=CACHES[cache][0], rope_dtype=None, **sizes)
+        spec = latent_cache_spec(num_pages=num_pages, dtype=latent_dtype(cache), rope_dtype=None, **sizes)
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:

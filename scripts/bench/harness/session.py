@@ -32,6 +32,7 @@ OPERATIONS = (
     "gather_latent",
     "mla_sparse",
     "index_top_k",
+    "sparse_layer",
 )
 """Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
 

@@ -14,12 +14,13 @@ from jaxtyping import Array
 from pallas_attn import CacheSpec, index_cache_spec, index_top_k
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import (
-    CACHES,
     Pools,
     at_least,
     calls_of,
     chain_of,
     check_fits,
+    latent_dtype,
+    latent_query_dtype,
     random_index_keys,
     random_values,
     tables,
@@ -58,21 +59,22 @@ class IndexTopKCase:
     def spec(self) -> CacheSpec:
         """The pool that all calls read from: each pages of its own, until the first one's are cold again."""
         pages = calls_of(self.num_bytes) * self.batch * self.table_pages
-        return self._spec(pages)
+        return self.pool_spec(pages)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys."""
-        return self.batch * self.context * self._spec(1).bytes_per_page // self.page_size
+        return self.batch * self.context * self.pool_spec(1).bytes_per_page // self.page_size
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of all products. All new tokens are taken to see all keys."""
         return 2 * self.batch * self.new_tokens * self.context * self.heads * self.index_dim
 
-    def _spec(self, num_pages: int) -> CacheSpec:
-        dtype = jnp.float8_e4m3fn if self.cache == "fp8" else CACHES[self.cache][0]
-        return index_cache_spec(num_pages=num_pages, page_size=self.page_size, index_dim=self.index_dim, dtype=dtype)
+    def pool_spec(self, num_pages: int) -> CacheSpec:
+        """A pool of so many pages."""
+        sizes = {"page_size": self.page_size, "index_dim": self.index_dim}
+        return index_cache_spec(num_pages=num_pages, dtype=latent_dtype(self.cache), **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
     check_fits(case.spec.num_bytes)
     calls, num_tokens = calls_of(case.num_bytes), case.batch * case.new_tokens
     cold = tables(np.random.default_rng(0), case.spec.num_pages, calls, (case.batch, case.table_pages))
-    dtype = jnp.float32 if case.cache == "f32" else jnp.bfloat16
+    dtype = latent_query_dtype(case.cache)
     owns = []
     for i, key in enumerate(jax.random.split(jax.random.key(1), at_least(calls))):
         q = random_values(key, (num_tokens, case.heads, case.index_dim), dtype)

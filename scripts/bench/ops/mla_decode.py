@@ -64,6 +64,14 @@ def _quick() -> list[MlaDecodeCase]:
     return [MlaDecodeCase(MlaDecode(*size)) for size in sizes] + [MlaDecodeCase(MlaDecode(128, 8192, 128), varied=True)]
 
 
+FP8 = (
+    *(MlaDecode(128, context, 16) for context in (1024, 2048, 8192)),
+    *(MlaDecode(128, 8192, heads) for heads in (8, 24)),
+    MlaDecode(128, 8192, 16, 2),
+    *(MlaDecode(batch, 32768, 16) for batch in (1, 8)),
+)
+"""Few heads over latents in 16 and in 8 bits."""
+
 BENCH = Bench(
     grids={
         "mla": _grid(varied=False),
@@ -73,6 +81,7 @@ BENCH = Bench(
         "mla-widths": _widths(64, 8192, (16, 128)),
         "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
         "tune": _widths(128, 2048, (64, 128)),
+        "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },

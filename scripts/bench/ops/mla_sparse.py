@@ -1,4 +1,6 @@
-"""Benchmark of `mla_sparse`: decode rows that attend to chosen latents of a long context each, anew in every call."""
+"""Benchmark of `mla_sparse`: decode rows, or the tokens of a chunk, that attend to chosen latents of a long context,
+others in every call.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from jaxtyping import Array
 from pallas_attn import CacheSpec, PagedLatent, latent_cache_spec, mla_sparse
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import (
-    CACHES,
     Pools,
     at_least,
     calls_of,
     chain_of,
     check_fits,
+    latent_dtype,
+    latent_query_dtype,
     random_latents,
     random_values,
 )
@@ -28,10 +31,11 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseCase:
-    """A decode step of `batch` sequences of `context` tokens, each of which attends to `top_k` of them.
+    """A step of `batch` sequences of `context` tokens, each of whose new tokens attends to `top_k` of them.
 
     Attributes:
       cache: kind of the cache, "fp8" for latents in 8 bits.
+      new_tokens: of each sequence.
     """
 
     batch: int
@@ -42,29 +46,35 @@ class MlaSparseCase:
     latent_dim: int = 512
     rope_dim: int = 64
     page_size: int = 64
+    new_tokens: int = 1
 
     @property
     def name(self) -> str:
         width = f"{self.latent_dim}+{self.rope_dim}"
-        return f"{width} h{self.heads} B{self.batch} {self.top_k} of {self.context} p{self.page_size} {self.cache}"
+        new = f" {self.new_tokens} new" if self.new_tokens > 1 else ""
+        return f"{width} h{self.heads} B{self.batch}{new} {self.top_k} of {self.context} p{self.page_size} {self.cache}"
+
+    @property
+    def num_rows(self) -> int:
+        return self.batch * self.new_tokens
 
     @property
     def spec(self) -> CacheSpec:
         """The pool that all calls read from."""
         pages = self.batch * self.context // self.page_size
         sizes = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
-        dtype = jnp.float8_e4m3fn if self.cache == "fp8" else CACHES[self.cache][0]
-        return latent_cache_spec(num_pages=pages, dtype=dtype, **sizes)
+        return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the latents that are chosen."""
-        return self.batch * self.top_k * self.spec.bytes_per_page // self.page_size
+        """Bytes of the latents that are chosen, each read once."""
+        chosen = self.batch * min(self.context, self.new_tokens * self.top_k)
+        return chosen * self.spec.bytes_per_page // self.page_size
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of both products."""
-        return 2 * self.batch * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
+        return 2 * self.num_rows * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +94,25 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
     pools.release()
     check_fits(case.spec.num_bytes)
     rng, owns = np.random.default_rng(0), []
-    first = case.context * np.arange(case.batch)[:, None]
-    dtype = jnp.float32 if case.cache == "f32" else jnp.bfloat16
+    first = case.context * np.arange(case.batch).repeat(case.new_tokens)[:, None]
+    dtype = latent_query_dtype(case.cache)
     for key in jax.random.split(jax.random.key(1), at_least(calls_of(case.num_bytes))):
-        chosen = [rng.choice(case.context, case.top_k, replace=False) for _ in range(case.batch)]
-        q = random_values(key, (case.batch, case.heads, case.latent_dim + case.rope_dim), dtype)
+        q = random_values(key, (case.num_rows, case.heads, case.latent_dim + case.rope_dim), dtype)
         q_latent, q_rope = jnp.split(q, [case.latent_dim], axis=-1)
-        slots = jnp.asarray(first + np.sort(chosen, axis=1), jnp.int32)
+        slots = jnp.asarray(first + _choose(rng, case), jnp.int32)
         owns.append({"q_latent": q_latent, "q_rope": q_rope, "slots": slots})
     return MlaSparseInputs(random_latents(case.spec), owns)
+
+
+def _choose(rng: np.random.Generator, case: MlaSparseCase) -> np.ndarray:
+    """Draws positions [rows, top_k], in rising order: at random, or for the many rows of chunks, where that takes long,
+    one of each share of the context.
+    """
+    if case.new_tokens == 1:
+        chosen = [rng.choice(case.context, case.top_k, replace=False) for _ in range(case.num_rows)]
+        return np.sort(chosen, axis=1)
+    edges = np.linspace(0, case.context, case.top_k + 1).astype(np.int64)
+    return edges[:-1] + (rng.random((case.num_rows, case.top_k)) * np.diff(edges)).astype(np.int64)
 
 
 def ours(implementation: str, case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
@@ -107,6 +127,10 @@ BENCH = Bench(
         "sparse": [
             MlaSparseCase(batch, 32768, heads, cache)
             for cache, batch, heads in itertools.product(("bf16", "fp8"), (128, 8), (128, 64, 16))
+        ],
+        "sparse-prefill": [
+            MlaSparseCase(1, context, heads, cache, new_tokens=2048)
+            for cache, heads, context in itertools.product(("bf16", "fp8"), (128, 64), (8192, 32768, 131072))
         ],
         "small": [MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")],
     },
