@@ -73,7 +73,7 @@ def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
     values = key.latent_dim * key.columns
     most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
     if key.quantised:  # threads that convert latents take more registers, and are more in need of company
-        most, least = 3 if values <= 2048 else 2 if values <= 8192 else 1, 1
+        most, least = 3 if values <= 2048 else 2, 1
     tile = swap_ab_tile(
         QueryPacking(group=key.columns, queries=1, limit=key.columns),
         TILE_TOKENS,
