@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -17,7 +18,16 @@ import numpy as np
 from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales, StepSizes, device_part
-from models.engine import CachedPages, Decoded, Engine, EngineConfig, RequestOutput, Verification
+from models.engine import (
+    CachedPages,
+    Decoded,
+    Engine,
+    EngineConfig,
+    ProcessError,
+    Processes,
+    RequestOutput,
+    Verification,
+)
 from models.engine.verify import verify
 from scripts.cli.command_line import (
     FAILED,
@@ -34,30 +44,38 @@ from scripts.cli.command_line import (
 from scripts.cli.mesh import mesh_of
 from scripts.cli.model import dtype_of, implementations, load, name_of, read_config
 from scripts.cli.output_files import is_replaced
+from scripts.cli.processes import Joined, writes
 from scripts.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from scripts.cli.speculate import announce_module, make_speculation
 from scripts.decode.options import PROG, parse_options
 from scripts.decode.plot import plot_run
 from scripts.decode.progress import Display
-from scripts.decode.report import Report, device_name, differences, nonfinite
+from scripts.decode.report import Loading, Report, device_name, differences, nonfinite, peak_host_bytes, versions
 
 DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    return exit_status(PROG, lambda: run(parse_options(argv)))
+    joined = Joined(PROG)
+    return joined.end(exit_status(PROG, lambda: _join(parse_options(argv), joined)))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Decodes, verifies and reports what the options ask for; returns the exit status.
+def _join(options: argparse.Namespace, joined: Joined) -> int:
+    with joined.processes(options) as processes:
+        return run(options, processes)
+
+
+def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
+    """Decodes, verifies and reports what the options ask for; returns the exit status. Of several processes, all of
+    which decode and verify, the first one reports.
 
     Raises:
       UsageError: the options, or a file they name, are wrong.
       Failure: decoding fails, results cannot be written or printed, or verifying fails; all other results, and what
         was decoded so far, were written and printed.
     """
-    display = Display(shown=sys.stderr.isatty() and not options.no_progress)
+    display = Display(shown=sys.stderr.isatty() and not options.no_progress and writes(processes))
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
@@ -75,9 +93,11 @@ def run(options: argparse.Namespace) -> int:
             dtype_of(options, config),
         )
         with display.doing("loading the model"):
+            began = time.perf_counter()
             model = load(options, config, _settings(options), mesh)
+            loading = Loading(time.perf_counter() - began, peak_host_bytes())
             sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model))
-    engine = _engine(options, model, sizes, prompts, display)
+    engine = _engine(options, model, sizes, prompts, display, processes)
     run_s, stopped = _drive(options, engine, len(prompts), display)
     outputs = [engine.output(i) for i in range(len(prompts))]
     failures = Failures()
@@ -92,7 +112,14 @@ def run(options: argparse.Namespace) -> int:
         verification=None,
         speculate=None if options.speculate is None else str(options.speculate),
         mesh=options.mesh,
+        loading=loading,
     )
+    if not writes(processes):
+        if stopped is not None:
+            raise stopped
+        if options.verify:
+            report = dataclasses.replace(report, verification=_verify(options, model, engine, prompts, outputs))
+        return _status(report)
     try:  # Printing comes last, since the reader may be gone; failures keep back none of the other results.
         try:
             _write_files(options, report, engine, failures)
@@ -113,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
         with failures.kept():
             report.print(StandardOutput())
     status = _status(report)
+    _print_errors(report)
     if isinstance(stopped, Failure):
         failures.messages.insert(0, str(stopped))
     failures.check()
@@ -139,7 +167,8 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
     """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other. Where bits
     must not depend on the other requests, they suit any prompts."""
-    lengths = sorted(len(prompt) for prompt in prompts)
+    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # requests of each data rank, at most
+    lengths = sorted(len(prompt) for prompt in prompts)[-of_rank:]
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
         num_seqs = options.decode_buckets[-1] if options.decode_buckets else min(4, num_tokens or 4)
@@ -171,10 +200,10 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
         return sizes
     # A step is never larger than the whole batch: larger buckets would only take time to compile.
     if options.decode_buckets is None:
-        num_seqs = min(num_seqs, len(prompts))
+        num_seqs = min(num_seqs, of_rank)
         sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
     if options.prefill_buckets is None:
-        num_tokens = max(sizes.max_num_seqs, min(num_tokens, sum(lengths) + len(prompts) * options.max_tokens))
+        num_tokens = max(sizes.max_num_seqs, min(num_tokens, sum(lengths) + of_rank * options.max_tokens))
         sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=_buckets(num_tokens))
     return sizes
 
@@ -216,14 +245,16 @@ def _engine(
     sizes: EngineConfig,
     prompts: Sequence[Sequence[int]],
     display: Display,
+    processes: Processes | None,
 ) -> Engine:
-    """Makes an engine, warmed up, with the prompts as its requests 0, 1, ...
+    """Makes an engine, warmed up, with the prompts as its requests 0, 1, ...; the same one on all processes.
 
     Raises:
       UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
+      ProcessError: another process has failed, or makes another engine.
     """
     with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
-        engine = Engine(model, sizes, capture_logits=options.dump_logits is not None)
+        engine = Engine(model, sizes, capture_logits=options.dump_logits is not None, processes=processes)
     if options.prefix_cache is not None and os.path.lexists(options.prefix_cache):
         _find_prefixes(engine, options.prefix_cache)
     for i, prompt in enumerate(prompts):
@@ -236,6 +267,10 @@ def _engine(
         as_usage_error(NotImplementedError, ExceptionGroup, jax.errors.JaxRuntimeError),
     ):
         engine.warmup()
+    if processes is not None:
+        settings = (model.config, model.settings, dtype_of(options, model.config), sizes, options.dump_logits is None)
+        told = (repr(settings), repr((prompts, options.params, options.verify)), json.dumps(versions()))
+        processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in told))
     return engine
 
 
@@ -261,7 +296,7 @@ def _drive(
         profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
         with profile, display.tokens(num_requests * options.max_tokens) as advance:
             began = time.perf_counter()
-            with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="decoding: "):
+            with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="decoding: "), as_failure(ProcessError):
                 while engine.has_unfinished:
                     advance(len(engine.step()))
             return time.perf_counter() - began, None
@@ -314,11 +349,14 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
             plot_run(file, report)
 
 
-def _status(report: Report) -> int:
+def _print_errors(report: Report) -> None:
     for sentence in nonfinite(report.outputs):
         print(f"{PROG}: error: {sentence}", file=sys.stderr)
     for sentence in () if report.verification is None else differences(report.verification):
         print(f"{PROG}: not verified: {sentence}", file=sys.stderr)
+
+
+def _status(report: Report) -> int:
     if report.verification is not None and not report.verification.passed:
         return DIFFERENT
     return FAILED if nonfinite(report.outputs) else 0

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
@@ -50,7 +51,7 @@ EXPERTS = (DATA, EXPERT)
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of this process's first devices.
+    """Makes a mesh of the first devices; of several processes, of all of theirs.
 
     Args:
       sizes: number of devices along each axis; an axis left out has one. Devices of `expert` are those of `data` and
@@ -60,8 +61,8 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
         the heads, and `data` and `expert` those that share the experts.
 
     Raises:
-      ValueError: an unknown axis, a size below 1, more devices than there are, or devices of `expert` that are not
-        those of the other axes.
+      ValueError: an unknown axis, a size below 1, more devices than there are, fewer than several processes have, or
+        devices of `expert` that are not those of the other axes.
       NotImplementedError: an axis that no layer is split over yet.
     """
     for axis, size in sizes.items():
@@ -74,6 +75,8 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     count = int(np.prod(shape, dtype=object))
     if count > len(devices):
         raise ValueError(f"mesh: expected at most the {len(devices)} devices that are here, got {count}")
+    if count < len(devices) and jax.process_count() > 1:
+        raise ValueError(f"mesh: expected all {len(devices)} devices of {jax.process_count()} processes, got {count}")
     return normal_mesh(Mesh(np.array(devices[:count]).reshape(shape), AXES))
 
 
@@ -270,16 +273,32 @@ def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: S
       axes: those along which the slices differ.
     """
     if not axes:
-        return jnp.array(values({}), device=NamedSharding(mesh, PartitionSpec()))
+        return replicated(values({}), mesh)
     by_slice = np.moveaxis(mesh.devices, [*map(AXES.index, axes)], range(len(axes)))
     places = by_slice.shape[: len(axes)]
-    arrays = []
+    arrays, here = [], jax.process_index()
     for at in np.ndindex(places):
-        own = values(dict(zip(axes, at, strict=True)))
-        arrays += [jnp.array(own, device=device) for device in by_slice[at].flat]
+        devices = [device for device in np.atleast_1d(by_slice[at]).flat if device.process_index == here]
+        if devices:
+            own = values(dict(zip(axes, at, strict=True)))
+            arrays += [jnp.array(own, device=device) for device in devices]
     rows, *rest = arrays[0].shape
     sharding = NamedSharding(mesh, PartitionSpec(tuple(axes)))
     return jax.make_array_from_single_device_arrays((rows * math.prod(places), *rest), sharding, arrays)
+
+
+def replicated(values: ArrayLike, mesh: Mesh) -> jax.Array:
+    """Puts the same values on all devices, of which a process reaches its own."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if sharding.is_fully_addressable:
+        return jnp.array(values, device=sharding)
+    arrays = [jnp.array(values, device=device) for device in mesh.local_devices]
+    return jax.make_array_from_single_device_arrays(np.shape(values), sharding, arrays)
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether devices of a mesh are of several processes, each of which reaches its own alone."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:

@@ -3,7 +3,7 @@
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
 `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
 and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again),
-`cached_pages` (pages for another engine). Drafts:
+`cached_pages` (pages for another engine), `processes` (several that run one engine). Drafts:
 `proposer` (the interface), `speculative_step` (a step that verifies them), `draft_control` (how many), `ngram`,
 `draft_model` and `mtp` (proposers).
 """
@@ -17,6 +17,8 @@ from models.engine.ngram import NGramProposer as NGramProposer
 from models.engine.outputs import EngineStats as EngineStats
 from models.engine.outputs import RequestOutput as RequestOutput
 from models.engine.outputs import StepRecord as StepRecord
+from models.engine.processes import ProcessError as ProcessError
+from models.engine.processes import Processes as Processes
 from models.engine.proposer import DraftRows as DraftRows
 from models.engine.proposer import ObservedStep as ObservedStep
 from models.engine.proposer import Proposer as Proposer

@@ -23,13 +23,14 @@ from jax.sharding import Mesh
 
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, normal_mesh, split_model
-from models.decoder.mesh import DATA
+from models.decoder.mesh import DATA, spans_processes
 from models.engine.cached_pages import CachedPages, CachedSequence, difference, numbered
 from models.engine.config import EngineConfig
 from models.engine.data_ranks import DataRanks
 from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
+from models.engine.processes import Processes
 from models.engine.request import NONFINITE, FinishReason, Request, SamplingParams, as_integers
 from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
@@ -128,17 +129,26 @@ class Engine:
     queues and caches anew from the requests.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig = EngineConfig(), *, capture_logits: bool = False):
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig = EngineConfig(),
+        *,
+        capture_logits: bool = False,
+        processes: Processes | None = None,
+    ):
         """Allocates the cache.
 
         Args:
           model: its weights stay where they are.
           config: sizes and policies.
           capture_logits: keep the logits of every computed prompt token, for `prompt_logits`.
+          processes: those whose devices the mesh has, each of which makes the same calls; None for this one alone.
 
         Raises:
-          ValueError: max_model_len is more than the model was made for, or less than 2; or the model was loaded for
-            other devices than `config.mesh`.
+          ValueError: max_model_len is more than the model was made for, or less than 2; the model was loaded for
+            other devices than `config.mesh`; or its devices are of several processes and `processes` is None.
+          ProcessError: from here and from every call that steps, if another process has failed.
           NotImplementedError: batch_invariant or speculate, for a model whose settings rule it out.
         """
         if model.mesh != (config.mesh and normal_mesh(config.mesh)):
@@ -146,6 +156,8 @@ class Engine:
                 f"mesh: expected the one that the model was loaded for, {_devices(model.mesh)}; got"
                 f" {_devices(config.mesh)}. load_model and random_model take a mesh"
             )
+        if spans_processes(model.mesh) and processes is None:
+            raise ValueError("processes: expected those of the mesh's devices, which are several; got None")
         limit = model.config.max_position_embeddings
         max_model_len = limit if config.max_model_len is None else config.max_model_len
         if not 2 <= max_model_len <= limit:
@@ -173,7 +185,7 @@ class Engine:
             )
             for _ in range(1 if model.mesh is None else model.mesh.shape[DATA])
         )
-        self._runner = Runner(model, config.runner_config(self._pools[0].table_tokens, self._groups))
+        self._runner = Runner(model, config.runner_config(self._pools[0].table_tokens, self._groups), processes)
         self._prefix_caches = tuple(map(PrefixCache, self._pools)) if config.prefix_caching else ()
         schedulers = (
             Scheduler(
@@ -574,7 +586,7 @@ class Engine:
         plans = step.result.plans
         rows = step.result.sampled()
         if step.result.logits is not None:
-            for plan, logits in zip(plans, np.split(np.asarray(step.result.logits), len(plans)), strict=True):
+            for plan, logits in zip(plans, np.split(step.result.read(step.result.logits), len(plans)), strict=True):
                 self._keep_logits(plan, logits)
         now = self._now()
         progressed: dict[RequestId, None] = {}

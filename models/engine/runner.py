@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -24,6 +25,7 @@ from models.engine.cached_pages import RowFormat, digest_of, read_rows, write_ro
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
+from models.engine.processes import Processes
 from models.engine.sampler import sample
 from models.engine.speculative_step import (
     SpeculativeState,
@@ -66,6 +68,7 @@ class StepResult:
       bucket: the bucket it was padded to.
       logits: float32 [prefill tokens, V] of each rank, of a bucket with all_logits; else None.
       speculates: whether `tokens` are those of a step that may have drafts, see `speculative_step`.
+      read: waits for tokens or logits and copies them to the host.
     """
 
     plans: tuple[StepPlan | None, ...]
@@ -73,10 +76,11 @@ class StepResult:
     bucket: Bucket
     logits: Float[Array, "tokens V"] | None
     speculates: bool = False
+    read: Callable[[Array], np.ndarray] = np.asarray
 
     def sampled(self) -> list[RowTokens]:
         """Reads the tokens of each of the plans' `sampling_rows`, rank by rank, waiting for the device."""
-        of_ranks = np.asarray(self.tokens).reshape(len(self.plans), -1)
+        of_ranks = self.read(self.tokens).reshape(len(self.plans), -1)
         ranks = zip(self.plans, of_ranks, strict=True)
         return [row for plan, tokens in ranks if plan is not None for row in self._sampled_by(plan, tokens)]
 
@@ -95,10 +99,10 @@ class Runner:
     speculation also what the proposer needs. A model on a mesh runs inside one `jax.shard_map` around the step; each
     rank along its data axis has rows, tokens and pages of its own."""
 
-    def __init__(self, model: Decoder, config: RunnerConfig):
+    def __init__(self, model: Decoder, config: RunnerConfig, processes: Processes | None = None):
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
-        self._config, self._mesh = config, model.mesh
+        self._config, self._mesh, self._processes = config, model.mesh, processes
         self._model_config, self._index_topk = model.config, model.settings.index_topk
         self._num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
@@ -119,6 +123,7 @@ class Runner:
             config.speculate.proposer.check(model.config, self._proposer_sizes)
             self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
+        self._num_steps = 0
         self.compile_s = 0.0
         self._caches: Caches = ()
         self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
@@ -225,6 +230,10 @@ class Runner:
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
             return
+        with contextlib.nullcontext() if self._processes is None else self._processes.busy():
+            self._compile(new)
+
+    def _compile(self, new: Sequence[Bucket]) -> None:
         began = time.perf_counter()
         last_tokens = self._allocate()
         on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
@@ -243,7 +252,10 @@ class Runner:
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
             arguments = (specs_of(self._weights), *self._state_specs, of_ranks)
-            function = over_mesh(function, self._mesh, arguments, (of_ranks, of_ranks, *self._state_specs))
+            if self._processes is not None:  # each reads the tokens of all ranks
+                function = _gathering(function)
+            read = of_ranks if self._processes is None else PartitionSpec()
+            function = over_mesh(function, self._mesh, arguments, (read, read, *self._state_specs))
         size = self._num_ranks * PackedStep.size(self._config, bucket)
         packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
@@ -251,7 +263,7 @@ class Runner:
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
-        jax.block_until_ready(self._run(bucket, [None] * self._num_ranks))
+        jax.block_until_ready(self._run(bucket, self._pack(bucket, [None] * self._num_ranks)))
 
     def launch(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
@@ -264,25 +276,50 @@ class Runner:
         """
         bucket = self.bucket_of(plans, all_logits)
         self.compile([bucket])
-        tokens, logits = self._run(bucket, plans)
+        if self._processes is None:
+            tokens, logits = self._run(bucket, self._pack(bucket, plans))
+            read: Callable[[Array], np.ndarray] = np.asarray
+        else:
+            packed = self._pack(bucket, plans)
+            read = self._processes.announce(f"step {self._num_steps}", repr(bucket).encode(), packed.tobytes())
+            with self._processes.blamed():
+                tokens, logits = self._run(bucket, packed)
+        self._num_steps += 1
         tokens.copy_to_host_async()
-        return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None)
+        return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None, read)
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
         speculate = self._config.speculate
         return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
 
-    def _run(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> tuple[Array, Array | None]:
-        """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
+    def _pack(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> Int32[np.ndarray, "n"]:
         idle = StepPlan((), (), self._config.empty_tables)
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
-        packed = jax.device_put(of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks), self._placement)
+        return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
+
+    def _run(self, bucket: Bucket, packed: Int32[np.ndarray, "n"]) -> tuple[Array, Array | None]:
+        """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
+        if self._placement is None or self._placement.is_fully_addressable:
+            on_devices = jax.device_put(packed, self._placement)
+        else:  # `jax.device_put` would compare what processes have, by a collective operation
+            on_devices = jax.make_array_from_callback(packed.shape, self._placement, packed.__getitem__)
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
-            self._all_weights(), self._caches, last_tokens, packed
+            self._all_weights(), self._caches, last_tokens, on_devices
         )
         return tokens, logits
+
+
+def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose tokens and logits are those of all data ranks."""
+
+    def gathered(*arguments: Any) -> tuple[Any, ...]:
+        tokens, logits, *state = function(*arguments)
+        everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
+        return everyone(tokens), None if logits is None else everyone(logits), *state
+
+    return gathered
 
 
 def run_step(

@@ -42,6 +42,7 @@ from models.decoder import (
     split_model,
     with_settings,
 )
+from models.decoder.mesh import replicated, spans_processes
 from models.engine.request import NONFINITE, SamplingParams
 from models.engine.sampler import SamplingRows, sample
 
@@ -193,6 +194,7 @@ class PlainRun:
         self._num_rows = power_of_two(max_output + 1, 32)
         allocate = functools.partial(model.allocate_caches, dtype=cache_dtype, scales=kv_scales)
         choose: Callable[..., Any] = functools.partial(_choose, step, allocate)
+        self._mesh = model.mesh
         if model.mesh is not None:
             everywhere = PartitionSpec()
             arguments = (specs_of(self._weights), *[everywhere] * 6)
@@ -244,9 +246,10 @@ class PlainRun:
             seed=jnp.full(rows.shape, params.seed, jnp.uint32),
             position=jnp.asarray(rows + 1),
         )
-        wanted, margins, tied = self._choose(
-            self._weights, padded, np.int32(len(tokens)), rows, sampling, following, np.float32(tolerance)
-        )
+        arguments = (padded, np.int32(len(tokens)), rows, sampling, following, np.float32(tolerance))
+        if self._mesh is not None and spans_processes(self._mesh):
+            arguments = jax.tree.map(functools.partial(replicated, mesh=self._mesh), arguments)
+        wanted, margins, tied = self._choose(self._weights, *arguments)
         end = len(decoded.output_ids) + 1
         return np.asarray(wanted)[:end], np.asarray(margins)[:end], np.asarray(tied)[:end]
 

@@ -18,6 +18,7 @@ from scripts.cli.model_options import (
     add_prompts,
     check_prompts,
 )
+from scripts.cli.processes import add_processes, check_processes
 from scripts.cli.speculate import add_speculate, parse_speculate
 
 PROG = "run_decode"
@@ -40,6 +41,8 @@ examples:
   run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
   run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary over two devices
   run_decode.py --model DIR --mesh data=2                    requests over two devices, and experts
+  run_decode.py --model DIR --mesh data=2 --coordinator HOST:PORT --num-processes 2 --process-id I
+                                                             the same on two machines, I = 0 and 1; 0 has the results
   run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
 
 Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
@@ -48,8 +51,8 @@ Results replace a file once they are complete; a pipe or device, such as /dev/st
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
   2  wrong input, or more than the device holds: one line on stderr says what, and nothing is decoded
-  3  anything else that fails, such as a device that does, logits that are NaN or infinite, a result that cannot be
-     written or printed, or --verify for want of memory: stderr says what
+  3  anything else that fails, such as a device that does, another process, logits that are NaN or infinite, a result
+     that cannot be written or printed, or --verify for want of memory: stderr says what
 Whatever ends a run early, Ctrl-C too, what was decoded until then is printed and written.
 """
 
@@ -84,6 +87,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options.implementation = _implementation(options.implementation)
     options.speculate = parse_speculate(options.speculate)
     options.mesh = parse_mesh(options.mesh)
+    check_processes(options)
     if options.mesh is not None and options.speculate is not None:
         raise UsageError("--speculate: proposers run on one device, so not with --mesh")
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
@@ -105,6 +109,7 @@ def _parser() -> Parser:
     add_prompts(parser.add_argument_group("prompts", "a request each").add_mutually_exclusive_group())
     _add_sampling(parser.add_argument_group("sampling"))
     _add_engine(parser.add_argument_group("engine"))
+    add_processes(parser.add_argument_group("several processes", "each with the same options but --process-id"))
     _add_attention(parser.add_argument_group("computation"))
     _add_outputs(parser.add_argument_group("results"))
     return parser

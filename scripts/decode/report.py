@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import platform
+import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,24 @@ from rich.text import Text
 
 import pallas_attn
 from models.engine import Difference, EngineStats, RequestOutput, Verification
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """What loading a model took.
+
+    Attributes:
+      seconds: from its first file to the last weight.
+      peak_host_bytes: most memory of this process until then; weights on a CPU's devices are part of it.
+    """
+
+    seconds: float
+    peak_host_bytes: int
+
+
+def peak_host_bytes() -> int:
+    """Most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +54,7 @@ class Report:
       verification: result of verifying; None if it was not requested, or the run was interrupted.
       speculate: what proposed drafts; None for plain decoding.
       mesh: number of devices along each axis that was named; None for one device.
+      loading: what loading the model took; None if that is not known.
     """
 
     model: str
@@ -47,6 +67,7 @@ class Report:
     verification: Verification | None
     speculate: str | None = None
     mesh: Mapping[str, int] | None = None
+    loading: Loading | None = None
 
     @property
     def title(self) -> str:
@@ -94,6 +115,8 @@ class Report:
             run |= {"speculate": self.speculate, "drafted": self.drafted, "accepted": self.accepted}
         if self.mesh is not None:
             run["mesh"] = dict(self.mesh)
+        if self.loading is not None:
+            run |= {"load_s": self.loading.seconds, "load_peak_host_bytes": self.loading.peak_host_bytes}
         return {"requests": requests, "run": run}
 
     @property
@@ -158,6 +181,7 @@ class Report:
             "preemptions": f"{stats.preemptions}",
             "run": f"{self.run_s:.2f} s, {stats.num_steps:,} steps",
             "compilation": f"{stats.compile_s:.1f} s before that, {stats.compilations} shapes of a step",
+            **({} if self.loading is None else {"loading": _loading(self.loading)}),
             "attention": _by_implementation(self.implementation),
             "device": ", ".join([device_name(), *(f"{name} {version}" for name, version in versions().items())]),
         }
@@ -168,6 +192,10 @@ class Report:
         for name, value in rows.items():
             grid.add_row(name, value)
         return grid
+
+
+def _loading(loading: Loading) -> str:
+    return f"{loading.seconds:.1f} s, at most {loading.peak_host_bytes / 2**30:.1f} GiB of host memory"
 
 
 def _by_position(counts: Sequence[Sequence[int]]) -> list[int]:

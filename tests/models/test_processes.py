@@ -1,0 +1,414 @@
+"""Several processes that run one engine: they agree step by step, and end together when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.engine import ProcessError, Processes, processes
+from tests.models.test_parity import GOLDENS, MARGIN, NAMES, golden
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 1.0
+
+
+# --- what they tell each other, on threads of one process
+
+
+@dataclasses.dataclass
+class Store:
+    """The key-value store, and those who use it."""
+
+    entries: dict[str, str] = dataclasses.field(default_factory=dict)
+    reachable: bool = True
+    given_up: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        self._answer()
+        self.entries[key] = value
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        self._answer()
+        return [(key, value) for key, value in self.entries.items() if key.startswith(prefix)]
+
+    def shutdown(self) -> None:
+        pass
+
+    def _answer(self) -> None:
+        if not self.reachable:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    def join(self, count: int) -> list[Processes]:
+        return [
+            Processes(
+                "host:1", count, i, timeout_s=TIMEOUT_S, give_up=lambda verdict, i=i: self.given_up.update({i: verdict})
+            )
+            for i in range(count)
+        ]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    store = Store()
+    monkeypatch.setattr(processes, "_start_service", lambda *args, **kwargs: None)
+    monkeypatch.setattr(processes, "_connect", lambda *args: store)
+    monkeypatch.setattr(processes, "BEAT_S", 0.05)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    yield store
+    for thread in threading.enumerate():
+        assert thread.name != "processes" or store.given_up, "a process still watches the others"
+
+
+def expect_verdict(process: Processes, number: int, message: str) -> None:
+    """Expects a verdict, also for one that waits no longer, and leaves."""
+    for _ in range(2):
+        with pytest.raises(ProcessError, match=f"^{message}$"):
+            process.confirm(number)
+    process.leave(message)
+
+
+def test_processes_agree_and_leave_together(store: Store):
+    first, second = store.join(2)
+    for step in range(20):
+        numbers = [process.publish(f"step {step}", b"plan", bytes([step])) for process in (second, first)]
+        assert numbers == [step, step]
+        first.confirm(step)
+        second.confirm(step)
+    first.publish("step 20")
+    threading.Timer(0.1, second.publish, ["step 20", b"more"]).start()
+    for process in (first, second):
+        expect_verdict(process, 20, "process 1 disagrees with process 0 on step 20")
+
+
+def test_the_end_is_waited_for(store: Store):
+    both = store.join(2)
+    thread = threading.Thread(target=both[0].leave)
+    thread.start()
+    time.sleep(1.5 * TIMEOUT_S)  # longer than anything else may take
+    assert thread.is_alive()
+    both[1].leave()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_all_that_came_before_is_compared(store: Store):
+    first, second = store.join(2)
+    for step in range(3):
+        first.publish(f"step {step}", b"a")
+    second.publish("step 0", b"b")
+    for process in (first, second):
+        expect_verdict(process, 0, "process 1 disagrees with process 0 on step 0")
+
+
+def test_a_process_that_is_gone_is_named_on_all_others(store: Store):
+    gone, *others = store.join(3)[::-1]
+    gone._close()  # no more beats
+    numbers = [process.publish("step 0") for process in others]
+    for process, number in zip(others, numbers, strict=True):
+        expect_verdict(process, number, "process 2 shows no sign of life for 1 s")
+
+
+def test_a_process_that_does_not_get_on_is_named_and_given_up(store: Store):
+    first, second = store.join(2)
+    for process in (first, second):
+        process.publish("step 0")
+    expect_verdict(first, first.publish("step 1"), "process 1 did not get to step 1 within 1 s")
+    while 1 not in store.given_up:
+        time.sleep(0.01)
+    assert store.given_up == {1: "process 1 did not get to step 1 within 1 s"}
+    second._close()
+
+
+def test_those_that_compile_and_what_may_take_long_are_waited_for(store: Store):
+    first, second = store.join(2)
+    waiting = threading.Thread(target=first.agree, args=["the model"])
+    waiting.start()
+    time.sleep(1.5 * TIMEOUT_S)
+    second.agree("the model")
+    waiting.join(5)
+    number = first.publish("step 0")
+    with second.busy():
+        time.sleep(1.5 * TIMEOUT_S)
+    second.publish("step 0")
+    first.confirm(number)
+    for process in (first, second):
+        process.leave("done with it")
+
+
+def test_a_process_that_ends_tells_why(store: Store):
+    first, second = store.join(2)
+    second.leave("its file is gone")
+    expect_verdict(first, first.publish("step 0"), "process 1 ended: its file is gone")
+
+
+def test_process_0_that_cannot_be_reached_is_named(store: Store):
+    first, second = store.join(2)
+    store.reachable = False
+    expect_verdict(second, second.publish("step 0"), "process 0 cannot be reached: no answer at its address for 1 s")
+    first._close()
+
+
+def test_a_computation_that_fails_is_blamed_on_the_process_that_failed(store: Store):
+    first, second = store.join(2)
+    second._close()
+    with pytest.raises(ProcessError, match="process 1 shows no sign of life"), first.blamed():
+        raise jax.errors.JaxRuntimeError("Connection closed by peer")
+    first.leave("failed")
+
+
+def test_a_computation_that_fails_by_itself_is_nobodys_fault(store: Store):
+    (only,) = store.join(1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"), only.blamed():
+        raise jax.errors.JaxRuntimeError("out of memory")
+    np.testing.assert_array_equal(only.announce("step 0", b"plan")(jnp.arange(3)), [0, 1, 2])
+    only.leave()
+
+
+# --- real processes
+
+WORKER = """
+import os, signal, sys, time
+import jax, numpy as np
+from models.decoder import make_mesh, over_mesh
+from models.engine import Processes, ProcessError
+from jax.sharding import PartitionSpec as P
+
+index, port, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3] if sys.argv[1] == "1" else ""
+
+def give_up(verdict):
+    print("given up:", verdict, flush=True)
+    os._exit(4)
+
+processes = Processes(f"127.0.0.1:{port}", 2, index, timeout_s=2, give_up=give_up)
+mesh = make_mesh({"tensor": 4})
+step = jax.jit(over_mesh(lambda x: jax.lax.psum(x, "tensor") / 4, mesh, P(), P()))
+x = step(jax.make_array_from_callback((3,), jax.sharding.NamedSharding(mesh, P()), np.ones(3, np.float32).__getitem__))
+processes.agree("the start")
+try:
+    for number in range(10):
+        if number == 5 and fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 5 and fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if number == 5 and fault == "hanging":
+            time.sleep(1000)
+        read = processes.announce(f"step {number}", b"odd" if number == 5 and fault == "disagreeing" else b"plan")
+        with processes.blamed():
+            x = step(x)
+        assert read(x).tolist() == [1, 1, 1]
+    processes.leave()
+    print("left")
+except ProcessError as error:
+    print(error, flush=True)
+    processes.leave(str(error))
+    os._exit(3)
+"""
+
+
+class Group:
+    """Processes of one command, which are killed at the end."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, commands: list[list[str]], num_devices: int = 2) -> None:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+        for command in commands:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            self._started.append(process)
+
+    def wait(self, index: int) -> tuple[int, list[str], str]:
+        """Exit status, lines of standard output but those of Gloo, and standard error."""
+        process = self._started[index]
+        out, err = process.communicate(timeout=240)
+        return process.returncode, [line for line in out.splitlines() if not line.startswith("[Gloo]")], err
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group()
+    yield group
+    group.end()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("killed", "process 1 shows no sign of life for 2 s"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("stopped", "process 1 shows no sign of life for 2 s"),
+                ("hanging", "process 1 did not get to step 5 within 2 s"),
+                ("disagreeing", "process 1 disagrees with process 0 on step 5"),
+                ("none", "left"),
+            )
+        ),
+    ],
+)
+def test_sums_between_processes_end_with_one_that_fails(group: Group, fault: str, message: str):
+    port = str(free_port())
+    group.start([["-c", WORKER, index, port, fault] for index in "01"])
+    status, out, err = group.wait(0)
+    assert (status, out) == (0 if fault == "none" else 3, [message]), err
+    if fault == "hanging":
+        assert group.wait(1)[:2] == (4, [f"given up: {message}"])
+    if fault in ("disagreeing", "none"):
+        assert group.wait(1)[:2] == (status, [message])
+
+
+# --- run_decode as several processes
+
+FAULTY = """
+import os, signal, sys, time
+from models.engine import Engine
+from scripts.run_decode import main
+
+right, steps = Engine.step, 0
+
+def step(engine):
+    global steps
+    steps += 1
+    if steps == 12:
+        FAULT
+    return right(engine)
+
+Engine.step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: int = 1) -> list[list[str]]:
+    """Command lines of two processes; a fault is a statement in a step of one of them."""
+    options = ["--model", str(GOLDENS / name), "--prompt-ids", str(GOLDENS / name / "prompts.json"), "--ignore-eos"]
+    options += ["--mesh", mesh, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    options += ["--page-size", "4", "--json", str(out), *more]
+    programs = [[str(ROOT / "scripts" / "run_decode.py")] for _ in range(2)]
+    if fault:
+        programs[at] = ["-c", FAULTY.replace("FAULT", fault)]
+    return [[*program, *options, "--process-id", str(index)] for index, program in enumerate(programs)]
+
+
+def expect_golden(name: str, results: dict[str, Any], num_tokens: int) -> None:
+    """Expects the tokens of transformers, as far as they are no near ties."""
+    expected = golden(name)
+    found = [request["output_ids"] for request in results["requests"]]
+    for got, wanted, margins in zip(found, expected["tokens"], expected["margins"], strict=True):
+        sure = min(int(np.argmax(np.append(margins, 0) < MARGIN)), num_tokens)
+        assert len(got) == num_tokens
+        assert got[:sure] == wanted[:sure].tolist()
+
+
+MESHES = {"v2-greedy": "data=2,expert=4", "llama": "data=2,tensor=2", "glm-dsa": "tensor=4", "qwen3-window": "tensor=4"}
+"""Of two processes of two devices; else data=4, which all models take."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "num_devices"),
+    [
+        ("llama", "data=2,tensor=2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((name, MESHES.get(name, "data=4"), 2) for name in NAMES if name != "llama"),
+                ("llama", "tensor=4", 2),
+                ("gpt-oss", "data=2,tensor=2", 2),
+                ("llama", "tensor=8", 4),
+                ("llama", "data=2,tensor=4", 4),
+                ("v2-greedy", "data=4,expert=8", 4),
+                ("v3", "data=8", 4),
+            )
+        ),
+    ],
+)
+def test_tokens_of_two_processes_are_the_goldens(group: Group, tmp_path: Path, name: str, mesh: str, num_devices: int):
+    """Requests, heads and experts on both processes; process 0 alone reports."""
+    out, num_tokens = tmp_path / "out.json", 8 if (name, num_devices) == ("llama", 2) else 24
+    sizes = ["--max-tokens", str(num_tokens), "--max-num-seqs", "2", "--max-batched-tokens", "32"]
+    group.start(commands(name, mesh, out, *sizes, "--implementation", "reference"), num_devices)
+    status, lines, err = group.wait(0)
+    assert status == 0, err
+    assert lines[0].strip() == f"{len(golden(name).prompts)} requests on {name}"
+    assert group.wait(1)[:2] == (0, [])
+    results = json.loads(out.read_text())
+    expect_golden(name, results, num_tokens)
+    assert results["run"]["load_s"] > 0
+    assert results["run"]["load_peak_host_bytes"] > 2**26
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "at", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 shows no sign of life for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "process 0 shows no sign of life for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "process 1 shows no sign of life for 3 s"),
+        ("time.sleep(1000)", 1, "process 1 did not get to step 11 within 3 s"),
+        ("engine.abort(0)", 1, "process 1 disagrees with process 0 on step 11"),
+        ("engine.abort(0)", 0, "process 1 disagrees with process 0 on step 11"),
+        ("raise RuntimeError('its disk is full')", 1, "process 1 ended: RuntimeError: its disk is full"),
+        ("raise KeyboardInterrupt", 0, "process 0 ended: interrupted"),
+    ],
+)
+def test_a_run_ends_everywhere_with_the_process_that_fails(
+    group: Group, tmp_path: Path, fault: str, at: int, message: str
+):
+    """In the twelfth step: one line names the process, and process 0 still writes what was decoded."""
+    out = tmp_path / "out.json"
+    sizes = ["--max-tokens", "40", "--max-num-seqs", "4", "--process-timeout", "3", "--implementation", "reference"]
+    group.start(commands("llama", "tensor=4", out, *sizes, fault=fault, at=at))
+    status, lines, err = group.wait(1 - at)
+    assert status == 3, err
+    assert [line for line in err.splitlines() if line.startswith("run_decode:")] == [f"run_decode: error: {message}"]
+    if at == 1:
+        found = [request["output_ids"] for request in json.loads(out.read_text())["requests"]]
+        wanted = golden("llama")["tokens"]
+        assert all(got and got == all_of_it[: len(got)].tolist() for got, all_of_it in zip(found, wanted, strict=True))
+    else:
+        assert lines == []
+    if "abort" in fault or "sleep" in fault:
+        assert group.wait(at)[0] == 3
+
+
+@pytest.mark.slow
+def test_processes_of_unlike_options_do_not_begin(group: Group, tmp_path: Path):
+    both = commands("llama", "tensor=4", tmp_path / "out.json", "--implementation", "reference")
+    both[1] += ["--max-tokens", "9"]
+    group.start(both)
+    wanted = "process 1 disagrees with process 0 on the model, the sizes of the engine or the requests"
+    for index in range(2):
+        status, lines, err = group.wait(index)
+        assert (status, lines) == (3, [])
+        assert f"run_decode: error: {wanted}" in err
