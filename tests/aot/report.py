@@ -96,7 +96,7 @@ class Report:
             Kernel(**kernel | {name: tuple(kernel[name]) for name in ("remarks", "tensor_cores")})
             for kernel in fields["kernels"]
         )
-        lists = {name: tuple(fields[name]) for name in ("copies", "on_slices", "joins", "launches")}
+        lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("copies", "on_slices", "joins", "launches")}
         return dataclasses.replace(Report(**fields), kernels=kernels, **lists)
 
 
