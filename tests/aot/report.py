@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from tests.aot import device
 from tests.aot.case import Case
