@@ -290,8 +290,8 @@ class DecodeTile:
 
     @property
     def output_bytes(self) -> int:
-        """Shared memory for a row of the output. Beside latents in 8 bits it is as little as works, like that for maxima,
-        so that two tiles fit for each of two programs with 16 query rows.
+        """Shared memory for a row of the output. Beside latents in 8 bits it is as little as works, like that for
+        maxima, so that two tiles fit for each of two programs with 16 query rows.
         """
         return 0 if self.latent_groups else OUTPUT_BYTES
 
