@@ -233,7 +233,10 @@ def test_kernels_refuse_8_bits_in_words_and_the_portable_implementation_runs(
             explain("mla_decode", *many, cache, tables, lens, sm_scale=1.0),
         ]
         plan = plan_decode((q_latent, q_rope), cache, tables, lens)
-    for explanation in explanations:
+    none = "takes no quantised latents, got float8_e4m3fn"
+    pages = f"takes pages of 16, 32, 64 or 128 tokens, got {cache.page_size}"
+    heads = "takes at most 24 query heads over quantised latents, got 64"
+    for explanation, why in zip(explanations, (none, none, pages, heads), strict=True):
         assert explanation.chosen == "xla"
-        assert explanation.refused["mosaic"] == "takes no quantised latents, got float8_e4m3fn"
+        assert explanation.refused["mosaic"] == why
     assert plan.implementation == "xla"

@@ -106,15 +106,15 @@ def _refuse(call: MlaDecodeCall) -> None:
     basics.require_capability((9, 0))
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
     refusals.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
-    refusals.require_page_size(call.page_size)
-    if latent_dim % 64 or not 64 <= latent_dim <= 512:
-        raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
-    if call.rope_dim not in (32, 64):
-        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if num_heads > most:
         over = ""
         if call.cache.is_quantised:
             over = " over quantised latents" + " with a draft mask" * (call.draft_mask is not None)
         raise NotImplementedError(f"takes at most {most} query heads{over}, got {num_heads}")
+    refusals.require_page_size(call.page_size)
+    if latent_dim % 64 or not 64 <= latent_dim <= 512:
+        raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
+    if call.rope_dim not in (32, 64):
+        raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if call.draft_mask is not None:
         refusals.require_draft_bits(call.num_queries)
