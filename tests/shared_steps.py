@@ -36,8 +36,8 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         weights = jax.tree.map(lambda w: (w.shape, str(w.dtype)), verify.split_model(model)[1])
         return repr((model.config, model.settings, model.mesh, weights, rest))
 
-    def runner(self: Runner, model: Any, config: Any) -> None:
-        make_runner(self, model, config)
+    def runner(self: Runner, model: Any, config: Any, processes: Any = None) -> None:
+        make_runner(self, model, config, processes)
         if config.speculate is None:  # a proposer may have weights, and is not described
             ALIKE[self] = description(model, config)
 

@@ -120,7 +120,7 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
-    r"mosaic-.*, 8 bits\]|latents_in_8_bits\[mosaic-absent pages, many heads": (
+    r"latents_in_8_bits\[mosaic-absent pages, many heads": (
         "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
     ),
     r"test_(decode|prefill|dtypes|latents_in_8_bits)\[mosaic-float32( over .*)?\]": (
@@ -344,7 +344,7 @@ BACKENDS = (
         kernels=True,
         interpreter=harness.interpreting,
         plans=True,
-        refuses={r"latents_in_8_bits\[mosaic_sm100": "takes no quantised latents"}
+        refuses={r"latents_in_8_bits\[mosaic_sm100|mosaic_sm100-.*, 8 bits\]": "takes no quantised latents"}
         | {pattern.replace("mosaic", "mosaic_sm100"): why for pattern, why in MOSAIC_REFUSALS.items()},
         slow=(rf"^(?!{'|'.join(f'.*({test})' for test in SM100_SAMPLE)})",),
     ),
