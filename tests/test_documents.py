@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pallas_attn
+from pallas_attn import dispatch
 from scripts.tools import performance
 from scripts.tools.readme_example import python_blocks
 
@@ -181,3 +182,14 @@ def test_the_api_page_lists_the_public_surface():
     source = (ROOT / "pallas_attn" / "parallel.py").read_text()
     exported += re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, flags=re.MULTILINE)
     assert sorted(listed) == sorted(exported)
+
+
+def test_the_matrix_of_the_readme_has_the_implementations_there_are():
+    readme = (ROOT / "README.md").read_text()
+    rows = [line.split("|")[1:-1] for line in readme.splitlines() if re.match(r"\| `.*\| \*\*xla\*\* \|$", line)]
+    shown = {op: cells for ops, *cells in rows for op in CODE.findall(ops)}
+    assert set(dispatch.MODULES) <= set(shown)
+    for op, modules in dispatch.MODULES.items():
+        for cell, architecture in zip(shown[op], [(9, 0), (10, 0), (8, 0)], strict=False):
+            held = [name for name in ("mosaic", "triton") if {(name, architecture), (name, None)} & set(modules)]
+            assert cell.replace("*", "").strip().split(", ") == (held or ["xla"]), (op, architecture)

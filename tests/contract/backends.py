@@ -120,6 +120,7 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
+    r"mosaic-(gather|write of latents), 8 bits\]": "takes no quantised latents",
     r"latents_in_8_bits\[mosaic-absent pages, many heads": (
         "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
     ),
