@@ -93,7 +93,7 @@ class FakeRunner:
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
 
-    def __init__(self, model: object, config: Any):
+    def __init__(self, model: object, config: Any, processes: object = None):
         self.page_size = config.page_size
         self.luck = random.Random(0)
         self.reset()

@@ -121,6 +121,8 @@ class TestResults:
             "preemptions",
             "steps",
             "compilations",
+            "load_s",
+            "load_peak_host_bytes",
             "compile_s",
             "run_s",
             "verified",

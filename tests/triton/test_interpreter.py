@@ -114,7 +114,7 @@ def _flawed(x_ptr, out_ptr, other_ptr, FLAW: tl.constexpr):
     elif FLAW == "none, mask":
         x = tl.load(x_ptr + at - 8, mask=(at >= 0) & (program < 0), other=0.0)
     elif FLAW == "below":
-        x = tl.load(x_ptr + at.to(tl.int64) - 2**40)
+        x = tl.load((4 * at).to(tl.int64).to(tl.pointer_type(tl.float32)))
     elif FLAW == "unwritten":
         x = tl.load(other_ptr + at)
     else:

@@ -84,24 +84,24 @@ from pallas_attn.mosaic.tile_scheduler import (
 from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_visibility import (
+from pallas_attn.ops.mla_decode.mosaic_rows import (
     DEAD,
     FULL,
     INITIAL_MAX,
     NEVER_BIT,
     OLDER_BIT,
     PARTIAL,
-    visible_bits,
+    TOKENS,
+    LatentTiles,
+    RowInputs,
+    in_blocks,
+    out_of_blocks,
 )
 from pallas_attn.portable.schedule import most_splits
-from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
 
 ROWS = 64
 """Query rows of a block: wgmma's M."""
-
-TOKENS = 64
-"""Latents of a tile."""
 
 PARTS = 3
 """Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
@@ -120,44 +120,21 @@ MERGE_COLUMNS = 64
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute `mla_decode`, output and LSE, of many query rows."""
-    q_latent, kv_lens, q_lens, draft_mask = call.q_latent, call.kv_lens, call.q_lens, call.draft_mask
-    batch, num_queries, num_heads, latent_dim = q_latent.shape
-    page_size, rows = call.page_size, call.query_rows
-    settings = config.seesaw_config(latent_dim, call.rope_dim, page_size)
-    blocks = -(-rows // ROWS)
-
-    def as_rows(x: Array) -> Array:
-        x = x.reshape(batch, rows, *x.shape[3:])
-        return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
-
-    given = q_lens is not None or draft_mask is not None
-    seen = visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
-    inputs = SeesawInputs(
-        q_latent=as_rows(q_latent),
-        q_rope=as_rows(call.q_rope),
-        pages=call.cache.pages,
-        block_tables=call.block_tables,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
-        plan=plan,
-        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
-        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
-    )
+    settings = config.seesaw_config(call.latent_dim, call.rope_dim, call.page_size)
+    blocks = -(-call.query_rows // ROWS)
     static = SeesawStatic(
-        latent_dim=latent_dim,
+        latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,
-        queries=num_queries,
-        heads=num_heads,
-        page_size=page_size,
+        queries=call.num_queries,
+        heads=call.num_heads,
+        page_size=call.page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
-        causal=draft_mask is None,
+        causal=call.draft_mask is None,
         sm_scale=call.sm_scale,
     )
-    out, lse, partials = _attend(inputs, static, call.output_dtype)
-    out, lse = _merge_splits(out, lse, partials, plan)
-    lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
-    return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+    out, lse, partials = _attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
+    return out_of_blocks(call, *_merge_splits(out, lse, partials, plan))
 
 
 def num_programs(call: MlaDecodeCall) -> int:
@@ -185,56 +162,22 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class SeesawStatic:
-    """Compile-time facts of the kernel, beside shapes and dtypes of its arrays.
+class SeesawStatic(LatentTiles):
+    """Compile-time facts of the kernel, beside those of its tiles.
 
     Attributes:
-      queries, heads: of which rows are made, query by query.
       pairs: of tiles in shared memory.
       cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
-      causal: a query sees all drafts up to itself; else those of `SeesawInputs.seen`.
-      sm_scale: multiplies the scores.
     """
 
-    latent_dim: int
-    rope_dim: int
-    queries: int
-    heads: int
-    page_size: int
     pairs: int
     cluster: int
-    causal: bool
-    sm_scale: float
 
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of the latent that each warpgroup accumulates."""
         left = -(-self.latent_dim // 128) * 64
         return left, self.latent_dim - left
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a swizzled row."""
-        return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
-
-    @property
-    def pages(self) -> int:
-        """Pages of a tile; 1 if a page is several tiles."""
-        return max(1, TOKENS // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes of a page."""
-        return min(TOKENS, self.page_size)
-
-    @property
-    def tiles_per_page(self) -> int:
-        return max(1, self.page_size // TOKENS)
-
-    @property
-    def draft_bits(self) -> int:
-        """A bit for each draft key."""
-        return (1 << self.queries) - 1
 
     @property
     def has_own_probs(self) -> bool:
@@ -250,12 +193,6 @@ class SeesawStatic:
         """Columns of a part, in what the cache holds for a token."""
         return pl.ds((0, self.widths[0], self.latent_dim)[part], (*self.widths, self.rope_dim)[part])
 
-    def first_page(self, tile: Any) -> tuple[Any, Any]:
-        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
-        if self.tiles_per_page == 1:
-            return tile * self.pages, 0
-        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
-
     def slot(self, pair: Any, tile: int) -> Any:
         """Slot in shared memory of a tile of a pair."""
         return tile if self.pairs == 1 else 2 * lax.rem(pair, self.pairs) + tile
@@ -263,29 +200,6 @@ class SeesawStatic:
     def meta_slot(self, pair: Any) -> Any:
         """Slot for the metadata of a pair: twice as many as pairs, since one warpgroup may be a pair behind."""
         return lax.rem(pair, 2 * self.pairs)
-
-
-class SeesawInputs(NamedTuple):
-    """Arrays, or in the kernel references to them.
-
-    Attributes:
-      q_latent, q_rope: [B, blocks·ROWS, L or R].
-      pages: [N, ps, L + R].
-      q_lens: int32 [B], or None where every sequence has all queries.
-      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
-        where every sequence has all queries, and each query sees what is not newer.
-      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
-    """
-
-    q_latent: Any
-    q_rope: Any
-    pages: Any
-    block_tables: Any
-    kv_lens: Any
-    q_lens: Any
-    plan: DecodePlan
-    seen: Any
-    seen_by_any: Any
 
 
 class LatentParts(NamedTuple):
@@ -364,9 +278,7 @@ class SeesawResults(NamedTuple):
 # --- the kernel
 
 
-def _attend(
-    x: SeesawInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike
-) -> tuple[Array, Array, PartialStates]:
+def _attend(x: RowInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike) -> tuple[Array, Array, PartialStates]:
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
@@ -390,7 +302,7 @@ def _attend(
     )(basics.materialize(x))
 
 
-def _kernel(static: SeesawStatic, x: SeesawInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Ref) -> None:
+def _kernel(static: SeesawStatic, x: RowInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Ref) -> None:
     """Roles of the three warpgroups."""
     results = SeesawResults(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
@@ -428,11 +340,11 @@ class LatentSplit(NamedTuple):
     is_whole_row: Any
     pair: Any
 
-    def queries(self, static: SeesawStatic, x: SeesawInputs) -> Any:
+    def queries(self, static: SeesawStatic, x: RowInputs) -> Any:
         """Number of queries."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
-    def oldest_query(self, static: SeesawStatic, x: SeesawInputs) -> Any:
+    def oldest_query(self, static: SeesawStatic, x: RowInputs) -> Any:
         """Position of the first query."""
         return x.kv_lens[self.row] - self.queries(static, x)
 
@@ -460,7 +372,7 @@ class SeesawProducer:
     """The warpgroup that starts all copies."""
 
     static: SeesawStatic
-    x: SeesawInputs
+    x: RowInputs
     mem: SeesawScratch
     block: Any
 
@@ -600,7 +512,7 @@ class SeesawConsumer:
     """
 
     static: SeesawStatic
-    x: SeesawInputs
+    x: RowInputs
     mem: SeesawScratch
     block: Any
     half: int

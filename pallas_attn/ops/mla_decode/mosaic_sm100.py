@@ -4,47 +4,22 @@ many. Interpreted and compiled so far; there was no card to run it on.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.sm100.tmem import ROWS
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenInputs, TcgenStatic, attend, choose_static
+from pallas_attn.ops.mla_decode.mosaic_rows import NEVER_BIT, in_blocks, out_of_blocks
+from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenStatic, attend, choose_static
 from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
-from pallas_attn.ops.mla_decode.mosaic_visibility import NEVER_BIT, visible_bits
 from pallas_attn.ops.plan_decode import plan_of
-from pallas_attn.portable.visibility import real_queries
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm100", num_programs(call))
-    q_latent, kv_lens, q_lens, draft_mask = call.q_latent, call.kv_lens, call.q_lens, call.draft_mask
-    batch, num_queries, num_heads, _ = q_latent.shape
-    rows, blocks = call.query_rows, -(-call.query_rows // ROWS)
-
-    def as_rows(x: Array) -> Array:
-        x = x.reshape(batch, rows, *x.shape[3:])
-        return jnp.pad(x, ((0, 0), (0, blocks * ROWS - rows), *[(0, 0)] * (x.ndim - 2)))
-
-    given = q_lens is not None or draft_mask is not None
-    seen = visible_bits(real_queries(q_lens, kv_lens, num_queries), num_queries, draft_mask) if given else None
-    inputs = TcgenInputs(
-        q_latent=as_rows(q_latent),
-        q_rope=as_rows(call.q_rope),
-        pages=call.cache.pages,
-        block_tables=call.block_tables,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
-        plan=plan,
-        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], (batch, num_queries, num_heads))),
-        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
-    )
     static = static_of(call)
-    out, lse = merge_splits(attend(inputs, static, call.output_dtype), static, plan)
-    lse = lse.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
-    return out[:, :rows].reshape(q_latent.shape), lse.reshape(q_latent.shape[:-1])
+    results = attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
+    return out_of_blocks(call, *merge_splits(results, static, plan))
 
 
 def num_programs(call: MlaDecodeCall) -> int:

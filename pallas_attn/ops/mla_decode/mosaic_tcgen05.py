@@ -61,12 +61,18 @@ from pallas_attn.mosaic.sm100.native_tiles import (
 )
 from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
 from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
-from pallas_attn.ops.mla_decode.mosaic_visibility import DEAD, FULL, INITIAL_MAX, NEVER_BIT, OLDER_BIT, PARTIAL
+from pallas_attn.ops.mla_decode.mosaic_rows import (
+    DEAD,
+    FULL,
+    INITIAL_MAX,
+    NEVER_BIT,
+    OLDER_BIT,
+    PARTIAL,
+    TOKENS,
+    LatentTiles,
+    RowInputs,
+)
 from pallas_attn.portable.schedule import most_splits
-from pallas_attn.types import DecodePlan
-
-TOKENS = 64
-"""Latents of a tile."""
 
 COLUMNS = 64
 """Columns of the query that are copied at a time."""
@@ -100,26 +106,16 @@ TILE_NOTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class TcgenStatic:
-    """Compile-time facts of the kernel, beside shapes and dtypes of its arrays.
+class TcgenStatic(LatentTiles):
+    """Compile-time facts of the kernel, beside those of its tiles.
 
     Attributes:
-      queries, heads: of which rows are made, query by query.
       columns: query rows as columns of Oᵀ, padding included; 0 where they are rows of O.
       slots: tiles in shared memory.
-      causal: a query sees all drafts up to itself; else those of `TcgenInputs.seen`.
-      sm_scale: multiplies the scores.
     """
 
-    latent_dim: int
-    rope_dim: int
-    queries: int
-    heads: int
     columns: int
-    page_size: int
     slots: int
-    causal: bool
-    sm_scale: float
 
     @property
     def own(self) -> int:
@@ -135,30 +131,6 @@ class TcgenStatic:
     def halves(self) -> int:
         """Programs that share O."""
         return 2 if self.other and not self.columns else 1
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts have the same."""
-        return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
-
-    @property
-    def pages(self) -> int:
-        """Pages of a tile; 1 if a page is several tiles."""
-        return max(1, TOKENS // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes of a page."""
-        return min(TOKENS, self.page_size)
-
-    @property
-    def tiles_per_page(self) -> int:
-        return max(1, self.page_size // TOKENS)
-
-    @property
-    def draft_bits(self) -> int:
-        """A bit for each draft key."""
-        return (1 << self.queries) - 1
 
     @property
     def layout(self) -> Any:
@@ -192,12 +164,6 @@ class TcgenStatic:
     def slice_columns(self) -> int:
         """Columns of O that are in registers at a time."""
         return SLICE if self.columns else COLUMNS
-
-    def first_page(self, tile: Any) -> tuple[Any, Any]:
-        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
-        if self.tiles_per_page == 1:
-            return tile * self.pages, 0
-        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
 
     def programs(self, query_rows: int) -> int:
         """Programs that a split of a sequence takes."""
@@ -236,29 +202,6 @@ def choose_static(
         if shared_memory.fits(TcgenScratch.types(static, dtype), 1, reduction_bytes=REDUCTION_BYTES):
             return static
     raise NotImplementedError(f"two tiles of {latent_dim} + {rope_dim} columns do not fit shared memory")
-
-
-class TcgenInputs(NamedTuple):
-    """Arrays, or in the kernel references to them.
-
-    Attributes:
-      q_latent, q_rope: [B, blocks·ROWS, L or R].
-      pages: [N, ps, L + R].
-      q_lens: int32 [B], or None where every sequence has all queries.
-      seen: int32 [B, blocks·ROWS], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
-        where every sequence has all queries, and each query sees what is not newer.
-      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
-    """
-
-    q_latent: Any
-    q_rope: Any
-    pages: Any
-    block_tables: Any
-    kv_lens: Any
-    q_lens: Any
-    plan: DecodePlan
-    seen: Any
-    seen_by_any: Any
 
 
 class TileParts(NamedTuple):
@@ -379,7 +322,7 @@ class TcgenResults(NamedTuple):
 # --- the kernel
 
 
-def attend(x: TcgenInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -> TcgenResults:
+def attend(x: RowInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -> TcgenResults:
     """Run the kernel: output and LSE of sequences in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
@@ -404,7 +347,7 @@ def attend(x: TcgenInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike)
     )
 
 
-def _kernel(static: TcgenStatic, x: TcgenInputs, out: Ref, lse: Ref, partials: TcgenPartials, *scratch: Ref) -> None:
+def _kernel(static: TcgenStatic, x: RowInputs, out: Ref, lse: Ref, partials: TcgenPartials, *scratch: Ref) -> None:
     """Roles of the two warpgroups, and of the warps of the second."""
     mem = TcgenScratch(*scratch)
 
@@ -439,11 +382,11 @@ class TcgenSplit(NamedTuple):
     index: Any
     tile: Any
 
-    def queries(self, static: TcgenStatic, x: TcgenInputs) -> Any:
+    def queries(self, static: TcgenStatic, x: RowInputs) -> Any:
         """Number of queries."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
-    def oldest_query(self, static: TcgenStatic, x: TcgenInputs) -> Any:
+    def oldest_query(self, static: TcgenStatic, x: RowInputs) -> Any:
         """Position of the first query."""
         return x.kv_lens[self.row] - self.queries(static, x)
 
@@ -456,7 +399,7 @@ class TcgenRole:
     """What each role of a program has at hand."""
 
     static: TcgenStatic
-    x: TcgenInputs
+    x: RowInputs
     mem: TcgenScratch
 
     @property
