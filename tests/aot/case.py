@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -75,16 +76,60 @@ class Case:
         return max((math.prod(a.shape) for a in leaves), default=0)
 
 
-def on_b200(cases: Mapping[str, Case]) -> dict[str, Case]:
+class DeferredCase:
+    """A case that is made when it is asked for: there are thousands, of which a process compiles a few."""
+
+    def __init__(self, make: Callable[[], Case | DeferredCase]):
+        self._make = make
+
+    @functools.cached_property
+    def made(self) -> Case:
+        """The case."""
+        case = self._make()
+        return case if isinstance(case, Case) else case.made
+
+    def replace(self, **changes: Any) -> DeferredCase:
+        """The case with other attributes."""
+        return DeferredCase(lambda: dataclasses.replace(self.made, **changes))
+
+
+def deferred[**P](make: Callable[P, Case | DeferredCase]) -> Callable[P, DeferredCase]:
+    """A function that makes a case, whose calls wait until their cases are asked for."""
+
+    @functools.wraps(make)
+    def call(*args: P.args, **kwargs: P.kwargs) -> DeferredCase:
+        return DeferredCase(functools.partial(make, *args, **kwargs))
+
+    return call
+
+
+class Cases(Mapping[str, Case]):
+    """Cases by name, each made when it is taken."""
+
+    def __init__(self, cases: Mapping[str, Case | DeferredCase]):
+        self._cases = cases
+
+    def __getitem__(self, name: str) -> Case:
+        case = self._cases[name]
+        return case if isinstance(case, Case) else case.made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cases)
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+
+def on_b200(cases: Mapping[str, DeferredCase]) -> dict[str, DeferredCase]:
     """The same calls compiled for a B200, under names that say so."""
-    return {f"sm100-{name}": dataclasses.replace(case, card="B200") for name, case in cases.items()}
+    return {f"sm100-{name}": case.replace(card="B200") for name, case in cases.items()}
 
 
 _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 
 def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:
-    """Shapes of a cache. Every process of the gate makes all cases, so none is traced twice."""
+    """Shapes of a cache; none is traced twice."""
     key = cache, repr(spec)
     if key not in _ALLOCATED:
         _ALLOCATED[key] = jax.eval_shape(lambda: cache.allocate(spec))

@@ -21,8 +21,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.aot import device
-from tests.aot.case import Case
-from tests.aot.cases import CASES
+from tests.aot.case import Case, Cases
+from tests.aot.cases import ALL
 from tests.aot.report import Report, parse_kernels, parse_shared_memory, parse_tmem_columns
 from tests.aot.samples import SAMPLES
 
@@ -109,7 +109,7 @@ def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
 def main(requests: IO[str], card_name: str) -> None:
     gc.set_threshold(50_000, 20, 20)  # as in the tests' own process: most of what is made stays
     answers = os.fdopen(os.dup(1), "w")
-    printed, card, cases = Printed(), device.described(card_name), SAMPLES | CASES
+    printed, card, cases = Printed(), device.described(card_name), Cases(SAMPLES | ALL)
     for line in requests:
         report = compile_case(cases[line.strip()], card, printed)
         answer = json.dumps(dataclasses.asdict(report))

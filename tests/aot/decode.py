@@ -31,7 +31,7 @@ from pallas_attn.ops.paged_decode.config import (
     mosaic_sm100_tile,
     mosaic_tile,
 )
-from tests.aot.case import Case, Tile, allocated, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 from tests.aot.plans import fitted, plan_shapes
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
@@ -149,6 +149,7 @@ class Configuration:
         tile = replace(self.decode_tile(sizes.tile_tokens), packs_queries=False, scales=self.scales)
         return scratch_bytes(tile, sizes.stages)
 
+    @deferred
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
         """Call with the sizes that are packaged for a device, or the heuristic ones."""
 
@@ -254,35 +255,34 @@ def q_scales(configuration: Configuration, queries: int = 1) -> dict[str, Any]:
     return {"q_scale": scales} if CACHES[configuration.cache][0] == jnp.float8_e4m3fn else {}
 
 
-def fp8_queries(**changes: Any) -> Case:
+@deferred
+def fp8_queries(**changes: Any) -> DeferredCase:
     """Call with 8-bit queries, of which only the scales are news to the kernel."""
     fp8 = Configuration("fp8-head", **changes)
     return fp8.case(fp8.arguments() | q_scales(fp8))
 
 
-def sm100_fp8_products() -> dict[str, Case]:
-    """Calls in which fp8 queries are multiplied with keys as cached: their sizes are their own."""
-    cases = {}
-    for c in (Configuration(f"fp8-{scales}", columns=n, card="B200") for scales in ("head", "group") for n in (16, 32)):
-        sizes = mosaic_sm100_config(c.key, fp8_products=True)
-        tile = replace(c.decode_tile(sizes.tile_tokens), q_dtype=jnp.float8_e4m3fn, scales=c.scales)
-        cases[f"sm100-paged-decode-fp8-queries-{c.cache}-n{c.columns}"] = replace(
-            c.case(c.arguments() | q_scales(c)),
-            scratch_bytes=scratch_bytes(tile, sizes.stages),
-            blocks=sizes.programs_per_multiprocessor,
-            tile=Tile(2 * sizes.tile_tokens * c.head_dim, 2 * sizes.tile_tokens * c.head_dim * c.columns),
-        )
-    return cases
+@deferred
+def sm100_fp8_products(c: Configuration) -> DeferredCase:
+    """Call in which fp8 queries are multiplied with keys as cached: their sizes are their own."""
+    sizes = mosaic_sm100_config(c.key, fp8_products=True)
+    tile = replace(c.decode_tile(sizes.tile_tokens), q_dtype=jnp.float8_e4m3fn, scales=c.scales)
+    return c.case(c.arguments() | q_scales(c)).replace(
+        scratch_bytes=scratch_bytes(tile, sizes.stages),
+        blocks=sizes.programs_per_multiprocessor,
+        tile=Tile(2 * sizes.tile_tokens * c.head_dim, 2 * sizes.tile_tokens * c.head_dim * c.columns),
+    )
 
 
-def blocks() -> Case:
+@deferred
+def blocks() -> DeferredCase:
     """Call of 12 heads and 8 queries, which takes two blocks of columns."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
 
 
-def features() -> dict[str, Case]:
+def features() -> dict[str, DeferredCase]:
     """Calls with one feature each."""
     plain, speculative = BF16.arguments(), replace(BF16, columns=32)
     eight = speculative.arguments(queries=8)
@@ -296,20 +296,22 @@ def features() -> dict[str, Case]:
     }
 
 
-def group_of_4(head_dim: int) -> Case:
+@deferred
+def group_of_4(head_dim: int) -> DeferredCase:
     """Call in which half of the columns are padding, and the kernel itself packs the queries."""
     few = replace(BF16, head_dim=head_dim)
     case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
-    return replace(case, scratch_bytes=scratch_bytes(few.decode_tile(few.config.tile_tokens), few.config.stages))
+    return case.replace(scratch_bytes=scratch_bytes(few.decode_tile(few.config.tile_tokens), few.config.stages))
 
 
-def one_sequence() -> Case:
+@deferred
+def one_sequence() -> DeferredCase:
     """Call whose partial states are merged by programs with fewer columns."""
     wide = replace(BF16, columns=32)
     return wide.case(wide.arguments(batch=1) | sinks(32))
 
 
-def unlike() -> dict[str, Case]:
+def unlike() -> dict[str, DeferredCase]:
     """Calls unlike those of the configurations."""
     plain = BF16.arguments()
     return {
@@ -323,12 +325,13 @@ def unlike() -> dict[str, Case]:
     }
 
 
-def all_features(configuration: Configuration) -> Case:
+@deferred
+def all_features(configuration: Configuration) -> DeferredCase:
     """Call that needs the most registers: all features at once, over the smallest pages."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
     arguments |= q_scales(wide, queries=4)
-    return replace(wide.case(arguments, soft_cap=50.0), blocks=1)  # what else takes registers, sizes are not chosen by
+    return wide.case(arguments, soft_cap=50.0).replace(blocks=1)  # what else takes registers, sizes are not chosen by
 
 
 # --- calls
@@ -374,15 +377,15 @@ LARGE = 2**17
 """Pages of a pool of 2**33 elements each of keys and values."""
 
 
-def calls() -> dict[str, Case]:
+def calls() -> dict[str, DeferredCase]:
     plain = BF16.arguments()
     mapped_over = {name: plain[name] for name in ("q", "block_tables", "kv_lens")}
     stacked = {name: shape(3, *a.shape, dtype=a.dtype) for name, a in mapped_over.items()}
     fp8 = Configuration("fp8-token")
     return {
-        "vmap": replace(BF16.case(stacked | {"kv": plain["kv"]}), function=mapped),
-        "layers": replace(BF16.case(plain), function=layers, donated=True),
-        "export": replace(BF16.case(plain), function=exported),
+        "vmap": BF16.case(stacked | {"kv": plain["kv"]}).replace(function=mapped),
+        "layers": BF16.case(plain).replace(function=layers, donated=True),
+        "export": BF16.case(plain).replace(function=exported),
         "large-pool": fp8.case(fp8.arguments(num_pages=LARGE)),
     }
 
@@ -402,11 +405,11 @@ def is_typical(c: Configuration) -> bool:
     return c.columns == 8 and c.head_dim == 128 and c.cache in ("f16", "int8-channel", "fp8-head", "fp8-group")
 
 
-def with_all_features(configurations: Iterable[Configuration]) -> dict[str, Case]:
+def with_all_features(configurations: Iterable[Configuration]) -> dict[str, DeferredCase]:
     return {f"{c}-all-features": all_features(c) for c in configurations if c.page_size == 16}
 
 
-DECODE: dict[str, Case] = {
+DECODE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in filter(is_typical, CONFIGURATIONS)},
     **with_all_features(c for c in CONFIGURATIONS if c.cache in CONTRASTS and c.head_dim == 128 and c.columns > 8),
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned() if is_typical(c)},
@@ -414,7 +417,7 @@ DECODE: dict[str, Case] = {
 }
 """Typical configurations and calls."""
 
-DECODE_MORE: dict[str, Case] = {
+DECODE_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **with_all_features(CONFIGURATIONS),
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned()},
@@ -423,7 +426,7 @@ DECODE_MORE: dict[str, Case] = {
 """All configurations and calls, and each feature by itself."""
 
 
-def sm100() -> dict[str, Case]:
+def sm100() -> dict[str, DeferredCase]:
     """All configurations for a B200, the widest with all features at once, and calls unlike those."""
     plain = Configuration("bf16", columns=16, card="B200")
     arguments = plain.arguments()
@@ -433,12 +436,17 @@ def sm100() -> dict[str, Case]:
         **with_all_features(wide),
         "sm100-paged-decode-group-of-4": plain.case(arguments | {"q": shape(BATCH, 1, 4 * KV_HEADS, 128)}),
         "sm100-paged-decode-blocks": plain.case(arguments | {"q": shape(BATCH, 8, 12 * KV_HEADS, 128)}),
-        **sm100_fp8_products(),
+        **{
+            f"sm100-paged-decode-fp8-queries-{c.cache}-n{c.columns}": sm100_fp8_products(c)
+            for c in (
+                Configuration(f"fp8-{scales}", columns=n, card="B200") for scales in ("head", "group") for n in (16, 32)
+            )
+        },
         "sm100-paged-decode-window": plain.case(window=1024),
         "sm100-paged-decode-fixed-plan": plain.case(arguments | {"plan": plain.plan("fixed")}),
         "sm100-paged-decode-no-plan": plain.case({name: x for name, x in arguments.items() if name != "plan"}),
         "sm100-paged-decode-one-sequence": plain.case(plain.arguments(batch=1)),
-        "sm100-paged-decode-layers": replace(plain.case(), function=layers, donated=True),
+        "sm100-paged-decode-layers": plain.case().replace(function=layers, donated=True),
     }
 
 

@@ -22,7 +22,7 @@ from models.engine.packed_step import PackedStep
 from models.engine.runner import GPU_OPTIONS, run_step
 from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
-from tests.aot.case import Case, on_b200, shape
+from tests.aot.case import Case, deferred, on_b200, shape
 
 V2_LITE = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
 GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-20b"], num_hidden_layers=2, windows=(128, None))
@@ -66,6 +66,7 @@ SIZES = RunnerConfig(
 )
 
 
+@deferred
 def step(
     config: ModelConfig,
     bucket: Bucket,
@@ -147,13 +148,13 @@ BUCKETS = EngineConfig(num_pages=32768, page_size=64, max_num_seqs=64, max_batch
 SMALL_QWEN3 = dataclasses.replace(QWEN3, vocab_size=4096, intermediate_size=4096, num_hidden_layers=1)
 IN_TRITON = AttentionSettings(implementation="triton")
 TRITON_ENGINE = {
-    name: dataclasses.replace(case, kernels=False, tensor_cores=False)
+    name: case.replace(kernels=False, tensor_cores=False)
     for name, case in {
         "engine-triton-decode": step(SMALL_QWEN3, DECODE, IN_TRITON),
         "engine-triton-mixed": step(QWEN3, MIXED, IN_TRITON),
     }.items()
 } | {
-    f"sm89-engine-{name}": dataclasses.replace(case, kernels=False, tensor_cores=False, card="L4")
+    f"sm89-engine-{name}": case.replace(kernels=False, tensor_cores=False, card="L4")
     for name, case in {
         "v2-lite-decode": step(V2_LITE, DECODE, IN_TRITON),
         "v2-lite-mixed": step(V2_LITE, MIXED, IN_TRITON),

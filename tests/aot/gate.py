@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from tests.aot import environment, sources
-from tests.aot.cases import CASES, MODULES
+from tests.aot.case import Cases
+from tests.aot.cases import ALL, MODULES
 from tests.aot.report import Report
 from tests.aot.samples import SAMPLES
 
@@ -49,7 +50,7 @@ class Compiler:
             self._processes.pop(card).communicate()
 
     def _compile(self, name: str) -> Report:
-        card = (SAMPLES | CASES)[name].card
+        card = Cases(SAMPLES | ALL)[name].card
         process = self._processes.get(card)
         if process is None:
             process = self._processes[card] = self._start(card)

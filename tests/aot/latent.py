@@ -12,7 +12,7 @@ from jax import lax
 
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
-from tests.aot.case import Case, allocated, shape
+from tests.aot.case import Case, allocated, deferred, shape
 
 WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
 """L and R."""
@@ -39,12 +39,14 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
+@deferred
 def write(cache: PagedLatent, num_tokens: int = TOKENS) -> Case:
     latent = shape(num_tokens, cache.pages.shape[-1], dtype=cache.pages.dtype)
     arguments = {"cache": cache, "latent": latent, "slots": ints(num_tokens)}
     return MOVES(write_latent, arguments, donated=True)
 
 
+@deferred
 def gather(cache: PagedLatent, num_new: int = TOKENS, sequences: int = SEQUENCES) -> Case:
     arguments = {
         "cache": cache,
@@ -60,6 +62,7 @@ def gather(cache: PagedLatent, num_new: int = TOKENS, sequences: int = SEQUENCES
 DEEPSEEK = paged_latent(512, 64, jnp.bfloat16)
 
 
+@deferred
 def layers_in_scan() -> Case:
     """Write the layers of a step, one after the other, to a cache that a loop carries."""
 
@@ -73,6 +76,7 @@ def layers_in_scan() -> Case:
 HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
 
 
+@deferred
 def prefill(table_pages: int) -> Case:
     """A chunk of DeepSeek-V2-Lite's.
 

@@ -20,7 +20,7 @@ from pallas_attn.mosaic import shared_memory
 from pallas_attn.ops.mla_decode.config import seesaw_config
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
 from tests.aot import mla_swap_ab
-from tests.aot.case import Case, Tile, shape
+from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
 from tests.aot.mla_swap_ab import BATCH, TOKENS, WIDTHS
 from tests.aot.plans import fitted
 
@@ -93,6 +93,7 @@ class Configuration:
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
         return shared_memory.block_bytes(SeesawScratch.types(static, self.dtype), reduction_bytes=reductions)
 
+    @deferred
     def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
         """Call with the sizes that are packaged for a device, or the heuristic ones. Of all temporaries, partial states
         take most: 128 KB for each split of 64 rows.
@@ -138,14 +139,16 @@ def tuned_devices() -> list[str]:
 # --- other calls
 
 
-def drafts(heads: int, queries: int, page_size: int = 64) -> Case:
+@deferred
+def drafts(heads: int, queries: int, page_size: int = 64) -> DeferredCase:
     """Call with draft trees."""
     configuration = Configuration(heads=heads, page_size=page_size)
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
-    return replace(configuration.case(configuration.arguments(queries) | mask), tile=None)
+    return configuration.case(configuration.arguments(queries) | mask).replace(tile=None)
 
 
-def without(configuration: Configuration, *names: str) -> Case:
+@deferred
+def without(configuration: Configuration, *names: str) -> DeferredCase:
     """Call without some arguments, which the operation then makes."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
@@ -170,17 +173,18 @@ def layers(q_latent: Any, q_rope: Any, cache: PagedLatent, block_tables: Any, kv
     return lax.scan(layer, (q_latent, cache), jnp.arange(LAYERS, dtype=jnp.int32))[0]
 
 
-def in_layers() -> Case:
+@deferred
+def in_layers() -> DeferredCase:
     arguments = DEEPSEEK.arguments()
     named = {name: arguments[name] for name in ("q_latent", "q_rope", "cache", "block_tables", "kv_lens", "plan")}
-    return replace(DEEPSEEK.case(named), function=layers, donated=True)
+    return DEEPSEEK.case(named).replace(function=layers, donated=True)
 
 
 DEEPSEEK = Configuration()
 LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
 """A pool of more than 2**32 elements."""
 
-UNLIKE: dict[str, Case] = {
+UNLIKE: dict[str, DeferredCase] = {
     "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows for swap-AB
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),
@@ -193,14 +197,14 @@ UNLIKE: dict[str, Case] = {
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
-MLA_SEESAW: dict[str, Case] = {
+MLA_SEESAW: dict[str, DeferredCase] = {
     str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
     "mla-decode-one-sequence": UNLIKE["one-sequence"],
 }
 """Typical configurations and calls."""
 
-MLA_SEESAW_MORE: dict[str, Case] = {
+MLA_SEESAW_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},

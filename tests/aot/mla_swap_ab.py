@@ -18,7 +18,7 @@ from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_co
 from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
 from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
-from tests.aot.case import Case, Tile, allocated, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 from tests.aot.decode import scratch_bytes
 from tests.aot.plans import fitted, plan_shapes
 
@@ -100,6 +100,7 @@ class Configuration:
         dims, options = (self.latent_dim, self.rope_dim), {"out_dtype": self.out, "quantised": self.quantised}
         return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, **options)
 
+    @deferred
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         def decode_swap_ab(**arguments: Any) -> Any:
             call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
@@ -137,14 +138,15 @@ def configurations() -> Iterator[Configuration]:
     yield Configuration(512, 64, 16, dtype=jnp.float16, out=jnp.float16, quantised=True)
 
 
-def drafts(configuration: Configuration, queries: int) -> Case:
+@deferred
+def drafts(configuration: Configuration, queries: int) -> DeferredCase:
     """Call with draft trees."""
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask)
 
 
 DEEPSEEK = Configuration()
-UNLIKE: dict[str, Case] = {
+UNLIKE: dict[str, DeferredCase] = {
     "drafts": replace(DEEPSEEK, columns=32).case(replace(DEEPSEEK, columns=32).arguments(queries=2)),
     "draft-tree": drafts(replace(DEEPSEEK, columns=32, page_size=16), 4),
     "draft-tree-f32-out": drafts(replace(DEEPSEEK, columns=24, page_size=16, out=jnp.float32), 4),
@@ -162,13 +164,13 @@ UNLIKE: dict[str, Case] = {
     "one-sequence": DEEPSEEK.case(DEEPSEEK.arguments(batch=1)),
 }
 
-MLA_SWAP_AB: dict[str, Case] = {
+MLA_SWAP_AB: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32), Configuration(quantised=True))},
     **{f"mla-swap-ab-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads", "fp8-draft-tree")},
 }
 """Typical configurations and calls."""
 
-MLA_SWAP_AB_MORE: dict[str, Case] = {
+MLA_SWAP_AB_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in configurations()},
     **{f"mla-swap-ab-{name}": case for name, case in UNLIKE.items()},
 }

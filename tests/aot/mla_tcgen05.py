@@ -14,7 +14,7 @@ from pallas_attn import PagedLatent
 from pallas_attn.mosaic import shared_memory
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from tests.aot import mla_swap_ab
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, DeferredCase, deferred, shape
 from tests.aot.mla_swap_ab import BATCH, WIDTHS
 from tests.aot.plans import Mode, fitted, plan_shapes
 
@@ -79,6 +79,7 @@ class Configuration:
         types = TcgenScratch.types(self.static, self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=REDUCTION_BYTES)
 
+    @deferred
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         """Call whose temporaries are mostly partial states: up to 256 KB for each split of 128 rows."""
 
@@ -112,7 +113,8 @@ def configurations() -> Iterator[Configuration]:
             yield from (tree, dataclasses.replace(tree, dtype=jnp.float16, out=jnp.float32))
 
 
-def without(configuration: Configuration, *names: str) -> Case:
+@deferred
+def without(configuration: Configuration, *names: str) -> DeferredCase:
     """Call without some arguments, which the operation then makes."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
@@ -121,7 +123,7 @@ DEEPSEEK, FEW = Configuration(), Configuration(heads=16)
 LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
 """A pool of more than 2**32 elements."""
 
-UNLIKE: dict[str, Case] = {
+UNLIKE: dict[str, DeferredCase] = {
     "20-heads-8-queries": Configuration(heads=20, queries=8, tree=True).case(),
     "128-heads-2-queries": Configuration(queries=2).case(),
     "9-heads-4-queries": Configuration(heads=9, queries=4).case(),
@@ -132,10 +134,10 @@ UNLIKE: dict[str, Case] = {
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
-MLA_TCGEN05: dict[str, Case] = {str(c): c.case() for c in (DEEPSEEK, dataclasses.replace(FEW, heads=64))}
+MLA_TCGEN05: dict[str, DeferredCase] = {str(c): c.case() for c in (DEEPSEEK, dataclasses.replace(FEW, heads=64))}
 """Typical configurations."""
 
-MLA_TCGEN05_MORE: dict[str, Case] = {
+MLA_TCGEN05_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in configurations()},
     **{f"sm100-mla-decode-{name}": case for name, case in UNLIKE.items()},
 }

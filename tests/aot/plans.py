@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pallas_attn
 from pallas_attn import DecodePlan, HeadWindow, PagedKV, PlanKey
 from pallas_attn.ops.plan_decode import sharing_of
-from tests.aot.case import Case, shape
+from tests.aot.case import Case, DeferredCase, deferred, shape
 
 KV_HEADS, PAGE_SIZE, PAGES, PROGRAMS = 8, 64, 256, 396
 type Mode = Literal["balanced", "fixed"]
@@ -32,8 +32,7 @@ def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> di
 def plan_shapes(
     page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int, implementation: str = "mosaic_sm90"
 ) -> DecodePlan:
-    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call. Tracing one takes half a second, and every
-    process of the tests makes the cases of decode."""
+    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call. Tracing one takes half a second."""
     rows, rows_plus_1, programs_plus_1 = (
         shape(n, dtype=jnp.int32) for n in (batch * kv_heads, batch * kv_heads + 1, num_programs + 1)
     )
@@ -68,6 +67,7 @@ def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str,
     return {**arguments, "plan": dataclasses.replace(plan, made_for=made_for)}
 
 
+@deferred
 def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: bool = False) -> Case:
     arguments = step(batch)
     if drafts:
@@ -80,7 +80,7 @@ def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: 
     return Case(call, arguments, tensor_cores=False, temporaries=1024 + lengths)
 
 
-PLANS: dict[str, Case] = {
+PLANS: dict[str, DeferredCase] = {
     "plan-decode-1": plan(1),
     "plan-decode-64-windows": plan(64, windows=True, drafts=True),
     "plan-decode-1024": plan(1024, windows=True),

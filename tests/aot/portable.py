@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pallas_attn
 from models.decoder import moe
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
-from tests.aot.case import Case, allocated, shape
+from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
 MIB = 2**20
 SEQUENCES, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -118,13 +118,13 @@ def ragged_attention() -> Case:
     return XLA(xla(pallas_attn.ragged_attention), arguments, temporaries=256 * MIB)
 
 
-def routed_experts(tokens: int) -> Case:
+def routed_experts(tokens: int) -> DeferredCase:
     """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
     count, width, hidden = 64, 2048, 1408
     return experts_case(tokens, 6, lambda: moe.Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
 
 
-def biased_experts(tokens: int) -> Case:
+def biased_experts(tokens: int) -> DeferredCase:
     """The experts of gpt-oss-20b: 32, of which every token takes 4; their width leaves half a tile."""
     count, width = 32, 2880
 
@@ -139,6 +139,7 @@ def bf16(*dims: int) -> jax.Array:
     return jnp.zeros(dims, jnp.bfloat16)
 
 
+@deferred
 def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Case:
     experts = jax.eval_shape(make)
     _, hidden, width = experts.down.shape

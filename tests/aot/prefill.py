@@ -20,7 +20,7 @@ from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
-from tests.aot.case import Case, Tile, allocated, on_b200, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, on_b200, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
@@ -48,6 +48,7 @@ def looking_up(sizes: FlashConfig | None) -> Any:
     return mock.patch.object(tuning, "lookup", lookup)
 
 
+@deferred
 def ragged(
     key_dim: int,
     value_dim: int,
@@ -93,6 +94,7 @@ def partial_outputs(splits: int, tokens: int, heads: int, width: int) -> int:
     return 4 * splits * tokens * heads * (width + 2)
 
 
+@deferred
 def paged(
     head_dim: int = 128,
     page_size: int = 64,
@@ -158,15 +160,19 @@ def paged(
     return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
 
 
-def mapped(case: Case) -> Case:
+@deferred
+def mapped(plain: DeferredCase) -> Case:
     """A case of two batches, stacked and mapped over."""
+    case = plain.made
     stacked = {name: shape(2, *a.shape, dtype=a.dtype) for name, a in case.arguments.items()}
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
     return replace(case, function=function, arguments=stacked, temporaries=2 * case.temporaries)
 
 
-def exported(case: Case) -> Case:
+@deferred
+def exported(plain: DeferredCase) -> Case:
     """A case after a round trip through jax.export."""
+    case = plain.made
 
     def call(**arguments: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -201,7 +207,7 @@ ALL_FEATURES: dict[str, Any] = {
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
 FEW: dict[str, Any] = {"tokens": 96, "splits": 11}
 """Queries in so few blocks that keys are cut."""
-PREFILL: dict[str, Case] = {
+PREFILL: dict[str, DeferredCase] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
     "ragged-64-64": ragged(64, 64, 14, 1),
@@ -228,14 +234,14 @@ PREFILL: dict[str, Case] = {
 }
 """Every width, and each kind of call."""
 
-TUNING: dict[str, Case] = {
+TUNING: dict[str, DeferredCase] = {
     f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
     for (key_dim, value_dim), tried in SIZES.items()
     for c in tried
 }
 """The sizes that tuning tries on Hopper."""
 
-PREFILL_MORE: dict[str, Case] = {
+PREFILL_MORE: dict[str, DeferredCase] = {
     **TUNING,
     **{
         f"paged-prefill-{cache}-d{head_dim}-p{page_size}": paged(head_dim, page_size, cache=CACHES[cache])
@@ -287,9 +293,16 @@ scales of tokens, or a second term of the queries.
 PARTIALS_ON_B200 = 2 * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
 """Bytes of partial states: two of a block of 256 rows for each multiprocessor, or as many of 128 rows twice as wide."""
 
+
+@deferred
+def with_larger_blocks(plain: DeferredCase) -> Case:
+    """A case for a B200."""
+    return replace(plain.made, tile=None, temporaries=plain.made.temporaries + PARTIALS_ON_B200)
+
+
 SM100_PREFILL = {
     # Tiles are of Hopper's sizes. More multiprocessors and larger blocks have keys cut where Hopper does not.
-    name: replace(case, tile=None, temporaries=case.temporaries + PARTIALS_ON_B200)
+    name: with_larger_blocks(case)
     for name, case in on_b200(PREFILL | PREFILL_MORE).items()
     if name.removeprefix("sm100-") not in TUNING and not REFUSED_ON_B200.search(name)
 }

@@ -11,10 +11,11 @@ import jax
 from pallas_attn import mla_decode, mla_prefill, paged_decode, paged_prefill
 from scripts.bench import shapes
 from tests import real_sizes
-from tests.aot.case import Case
+from tests.aot.case import Case, DeferredCase, deferred
 from tests.real_sizes import MLA_SM_SCALE
 
 
+@deferred
 def real(operation: Callable[..., Any], arrays: Callable[..., Any], case: Any, cache: str, **static: Any) -> Case:
     """A call with these shapes. What queries and plans take beside is up to them."""
     shapes = jax.eval_shape(partial(arrays, case), jax.random.key(0))
@@ -26,7 +27,7 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-REAL: dict[str, Case] = {
+REAL: dict[str, DeferredCase] = {
     **{
         f"real-{slug(name)}": real(
             paged_decode, real_sizes.decode_arrays, case, "kv", return_lse=True, **real_sizes.static(case)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
-from tests.aot.case import Case, allocated, shape
+from tests.aot.case import Case, allocated, deferred, shape
 
 MIB = 2**20
 SEQUENCES, TOKENS, PAGES, PAGE_SIZE, NUM_PAGES = 64, 1024, 64, 64, 8192
@@ -34,6 +34,7 @@ def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
     return allocated(PagedKV, kv_cache_spec(**sizes, head_dim=HEAD_DIM, dtype=dtype, scales=scales))
 
 
+@deferred
 def ragged(kv: PagedKV, dtype: Any = jnp.bfloat16, **static: Any) -> Case:
     new = shape(TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
     arguments = {"q": shape(TOKENS, HEADS, HEAD_DIM), "k": new, "v": new, "kv": kv, **LENGTHS}
@@ -41,6 +42,7 @@ def ragged(kv: PagedKV, dtype: Any = jnp.bfloat16, **static: Any) -> Case:
     return Case(call, arguments, cache="kv", donated=True, temporaries=128 * MIB)
 
 
+@deferred
 def latents(heads: int) -> Case:
     sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
     arguments = {
@@ -55,6 +57,7 @@ def latents(heads: int) -> Case:
     return Case(call, arguments, cache="cache", donated=True, temporaries=512 * MIB)
 
 
+@deferred
 def cascade() -> Case:
     arguments = {
         "q": shape(SEQUENCES, 1, HEADS, HEAD_DIM),

@@ -21,7 +21,7 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
 from pallas_attn.ops.write_kv.config import WriteKVKey
-from tests.aot.case import Case, allocated, shape
+from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -59,6 +59,7 @@ def rope(num_tokens: int, head_dim: int, half: int | None = None, norms: bool = 
     }
 
 
+@deferred
 def write(
     cache: str,
     num_tokens: int,
@@ -86,8 +87,10 @@ def write(
     return Case(call, arguments, cache="kv", donated=True, tensor_cores=False, temporaries=temporaries)
 
 
-def in_scan(case: Case) -> Case:
+@deferred
+def in_scan(plain: DeferredCase) -> Case:
     """A case in a loop that carries the cache."""
+    case = plain.made
 
     def steps(kv: PagedKV, **arguments: Any) -> Any:
         return lax.scan(lambda kv, step: (case.function(kv=kv, **step), None), kv, arguments)[0]
@@ -96,8 +99,10 @@ def in_scan(case: Case) -> Case:
     return replace(case, function=steps, arguments=arguments, temporaries=case.temporaries + 2**20)
 
 
-def exported(case: Case) -> Case:
+@deferred
+def exported(plain: DeferredCase) -> Case:
     """A case after a round trip through jax.export."""
+    case = plain.made
 
     def call(kv: PagedKV, **arguments: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (kv, arguments))
@@ -108,14 +113,16 @@ def exported(case: Case) -> Case:
     return replace(case, function=call)
 
 
-def mapped(case: Case) -> Case:
+@deferred
+def mapped(plain: DeferredCase) -> Case:
     """A case of two caches, stacked and mapped over."""
+    case = plain.made
     arguments = jax.tree.map(lambda a: shape(2, *a.shape, dtype=a.dtype), dict(case.arguments))
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
     return replace(case, function=function, arguments=arguments, temporaries=2 * case.temporaries)
 
 
-def tuned() -> Iterator[tuple[str, Case]]:
+def tuned() -> Iterator[tuple[str, DeferredCase]]:
     """Keys for which devices have layouts of their own."""
     by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
     folder = resources.files(pallas_attn) / "tuned"
