@@ -20,7 +20,9 @@ create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv
 COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
-PYTEST := $(COMPILE_QUICKLY) $(BIN)/python -m pytest $(MEASURED)
+# Hundreds of processes import the same modules, also where the environment wants no bytecode beside their sources.
+KEEP_BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/.pytest_cache/bytecode
+PYTEST := $(KEEP_BYTECODE) $(COMPILE_QUICKLY) $(BIN)/python -m pytest $(MEASURED)
 
 # What compiles kernels without a GPU is there for Linux on x86-64; elsewhere those tests are skipped.
 ifeq ($(shell uname -s -m),Linux x86_64)
@@ -55,7 +57,7 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax that pyproject.tom
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	@echo "left out: tests/aot, whose compilers are pinned to the jax of constraints.txt, and what is marked slow or gpu"
-	$(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore=tests/aot
+	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore=tests/aot
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
 	rm -rf .aot/listings
