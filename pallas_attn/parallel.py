@@ -288,11 +288,55 @@ def decode_over_contexts(
     if q_lens is not None:
         options["q_lens"] = q_lens
     out, lse = decode(*queries, cache, part.block_tables, part.kv_lens, return_lse=True, **options)
-    out, lse = (x.reshape(batch, num_queries, *x.shape[2:]) for x in (out, lse))
-    own_sinks = None
+    out, lse = merge_over_contexts(out, lse, axis=axis, sinks=sinks)
+    return out.reshape(batch, num_queries, *out.shape[2:]), lse.reshape(batch, num_queries, -1)
+
+
+def merge_over_contexts(
+    out: Float[Array, "*rows Hq D"],
+    lse: Float[Array, "*rows Hq"],
+    *,
+    axis: str,
+    own: tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]] | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+) -> tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]]:
+    """Merges attention of n devices over disjoint sets of keys, each for its share of the heads: those that follow its
+    number. One exchange carries outputs and LSEs. Inside `jax.shard_map`.
+
+    Args:
+      out: what this device found for all heads, computed without sinks.
+      lse: float32, natural; -inf where it saw no key.
+      axis: the mesh axis of the devices.
+      own: attention to more keys, which this device has computed for its share of the heads alone.
+      sinks: learned sinks of all heads; they enter once.
+
+    Returns:
+      Output and LSE of the device's heads.
+
+    Raises:
+      ValueError: the devices do not divide the heads, or shapes and dtypes that do not fit each other.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def merge(out, lse):
+      ...     return pallas_attn.parallel.merge_over_contexts(out, lse, axis="context")
+      >>> P = jax.sharding.PartitionSpec
+      >>> split = jax.shard_map(merge, mesh=mesh, in_specs=P(), out_specs=P(None, "context"))
+      >>> out, lse = split(jnp.ones((3, 4, 8)), jnp.zeros((3, 4)))
+      >>> out.shape, lse.shape
+      ((3, 4, 8), (3, 4))
+    """
+    devices, (*rows, num_heads, width) = lax.axis_size(axis), out.shape
+    if num_heads % devices:
+        raise ValueError(f"out: expected heads that the {devices} devices of {axis!r} divide, got {num_heads}")
+    outs, lses = _exchange_heads(out.reshape(-1, 1, num_heads, width), lse.reshape(-1, 1, num_heads), axis)
+    outs, lses = outs.reshape(devices, *rows, -1, width), lses.reshape(devices, *rows, -1)
+    if own is not None:
+        outs, lses = jnp.concatenate([outs, own[0][None]]), jnp.concatenate([lses, own[1][None]])
     if sinks is not None:
-        own_sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (num_heads // devices), num_heads // devices)
-    return merge_states(*_exchange_heads(out, lse, axis), own_sinks)
+        each = num_heads // devices
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * each, each)
+    return merge_states(outs, lses, sinks)
 
 
 def _lens_of_queries(

@@ -214,7 +214,9 @@ def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: Mode
     if options.speculate is not None:
         largest = dataclasses.replace(largest, decode_queries=1 + options.speculate.num_drafts)
     part = device_part(config, sizes.mesh)
-    return dataclasses.replace(largest, kv_scales=largest.kv_scales and largest.kv_scales.of_part(part))
+    contexts = 1 if sizes.mesh is None else sizes.mesh.shape["context"]
+    kv_scales = largest.kv_scales and largest.kv_scales.of_part(part)
+    return dataclasses.replace(largest, kv_scales=kv_scales, page_size=max(largest.page_size // contexts, 1))
 
 
 def _kv_scales(path: Path) -> KVScales:

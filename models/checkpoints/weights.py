@@ -36,11 +36,11 @@ from models.config import (
 )
 from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
 from models.decoder.mesh import (
-    DATA,
-    EXPERT,
+    COLUMNS,
+    CONTEXT,
+    EXPERT_COLUMNS,
     EXPERTS,
     HEADS,
-    TENSOR,
     ExpertSplit,
     num_devices,
     number_along,
@@ -67,6 +67,7 @@ class Source:
       tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
       pack: makes the parameter of them.
       in_f32: whether it stays in float32 whatever the model's dtype.
+      of_heads: whether it is of heads, which devices along `context` share.
       added_once: whether it is added to what devices add up, so that on a mesh all but the first have zeros.
       of_experts: whether it is of whole experts. It may be made of fewer than a device has; the others are zeros.
       experts: those of them that are taken from tensors of all experts, if there are such.
@@ -75,13 +76,17 @@ class Source:
     tensors: Mapping[str, Shape]
     pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
     in_f32: bool = False
+    of_heads: bool = False
     added_once: bool = False
     of_experts: bool = False
     experts: range | None = None
 
 
-def weight_sources(config: ModelConfig, split: ExpertSplit = ExpertSplit(), device: int = 0) -> dict[str, Source]:
-    """The source of every parameter, by its dotted path in `Decoder`: on one of the devices that share the experts."""
+def weight_sources(
+    config: ModelConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+) -> dict[str, Source]:
+    """The source of every parameter, by its dotted path in `Decoder`: on one of the devices that share the experts, and
+    of so many that share contexts."""
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
@@ -90,7 +95,7 @@ def weight_sources(config: ModelConfig, split: ExpertSplit = ExpertSplit(), devi
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = _linear("lm_head", *embedding)
     for i in range(config.num_hidden_layers):
-        sources |= _under(f"layers.{i}", _layer(config, i, split, device))
+        sources |= _under(f"layers.{i}", _layer(config, i, split, device, contexts))
     return sources
 
 
@@ -128,12 +133,14 @@ def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
     return {f"{prefix}.{path}": source for path, source in sources.items()}
 
 
-def _layer(config: ModelConfig, index: int, split: ExpertSplit = ExpertSplit(), device: int = 0) -> dict[str, Source]:
+def _layer(
+    config: ModelConfig, index: int, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+) -> dict[str, Source]:
     name = f"model.layers.{index}"
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
-        **_under("self_attn", _attention(config, f"{name}.self_attn")),
+        **_under("self_attn", _attention(config, f"{name}.self_attn", contexts)),
         **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
     }
 
@@ -155,11 +162,15 @@ def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
     return tensor if order is None else tensor[order()]
 
 
-def _attention(config: ModelConfig, name: str) -> dict[str, Source]:
-    return _mla(config, name) if isinstance(config, DeepSeekConfig) else _gqa(config, name)
+def _attention(config: ModelConfig, name: str, contexts: int) -> dict[str, Source]:
+    """Sources of a layer's attention; the output's projection takes the heads that a device along `context` merges."""
+    is_mla = isinstance(config, DeepSeekConfig)
+    sources = _mla(config, name, contexts) if is_mla else _gqa(config, name, contexts)
+    of_heads = ("q_proj.weight", "q_b_proj.weight", "w_uk", "w_uv", "qkv_proj.weight", "qkv_proj.bias", "sinks")
+    return {path: dataclasses.replace(source, of_heads=path in of_heads) for path, source in sources.items()}
 
 
-def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
+def _mla(config: DeepSeekConfig, name: str, contexts: int) -> dict[str, Source]:
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
 
@@ -180,7 +191,7 @@ def _mla(config: DeepSeekConfig, name: str) -> dict[str, Source]:
         "kv_a_layernorm.weight": _norm(f"{name}.kv_a_layernorm", rank),
         "w_uk": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, :nope]),
         "w_uv": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, nope:]),
-        "o_proj.weight": _linear(f"{name}.o_proj", width, heads * value),
+        "o_proj.weight": _linear(f"{name}.o_proj", width, heads // contexts * value),
     }
     query_width = heads * config.qk_head_dim
     if config.q_lora_rank is None:
@@ -221,13 +232,13 @@ def _indexer(config: DeepSeekConfig, name: str) -> dict[str, Source]:
     }
 
 
-def _gqa(config: GQAConfig, name: str) -> dict[str, Source]:
+def _gqa(config: GQAConfig, name: str, contexts: int) -> dict[str, Source]:
     query_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     widths = {f"{name}.q_proj": query_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
     joined = {f"{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
     sources = {
         "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1)),
-        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, query_width),
+        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, query_width // contexts),
     }
     if config.attention_bias:
         biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
@@ -378,8 +389,8 @@ def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelCo
 
 def _sources_on(mesh: Mesh | None, part: ModelConfig) -> list[dict[str, Source]]:
     """Sources on each of the devices that share the experts."""
-    split = ExpertSplit.over(mesh)
-    return [weight_sources(part, split, device) for device in range(split.devices)]
+    split, contexts = ExpertSplit.over(mesh), 1 if mesh is None else mesh.shape[CONTEXT]
+    return [weight_sources(part, split, device, contexts) for device in range(split.devices)]
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:
@@ -472,7 +483,8 @@ def _assemble[Module: nnx.Module](
         name = ".".join(map(str, path))
         first = sources[0][name]
         kind = np.float32 if first.in_f32 else jnp.dtype(dtype)
-        shared_by = (TENSOR,) if first.of_experts else HEADS  # devices that have slices of the same tensors
+        # Devices that have slices of the same tensors.
+        shared_by = EXPERT_COLUMNS if first.of_experts else HEADS if first.of_heads else COLUMNS
 
         def values(at: Mapping[str, int]) -> np.ndarray:
             source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
@@ -486,7 +498,7 @@ def _assemble[Module: nnx.Module](
         if mesh is None:
             return parameter.replace(jnp.array(values({})))
         differs = first.added_once or any(shapes[tensor] != own for tensor, own in first.tensors.items())
-        axes = (DATA, TENSOR, EXPERT) if first.of_experts else HEADS if differs else ()
+        axes = (*EXPERTS, *EXPERT_COLUMNS) if first.of_experts else shared_by if differs else ()
         return parameter.replace(place(values, mesh, axes))
 
     return nnx.merge(graph, nnx.map_state(fill, state))

@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
+from models.decoder import contexts as split_contexts
 from models.decoder.layers import Linear, RMSNorm
-from models.decoder.rope import CosSin
+from models.decoder.mesh import CONTEXT
+from models.decoder.rope import CosSin, rotate
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import (
@@ -27,7 +29,9 @@ from pallas_attn import (
     Rope,
     paged_decode,
     paged_prefill,
+    parallel,
     plan_decode,
+    ragged_attention,
     write_kv,
 )
 
@@ -41,12 +45,14 @@ class GQAStep:
       metadata: places of its tokens.
       tables: tables and slots of the group.
       plan: division of the decode rows' pages among programs; None without decode rows.
+      decode_kv_lens: [Bd], tokens that each decode row sees on this device.
       window: window of the group's heads.
     """
 
     metadata: StepMetadata
     tables: GroupTables
     plan: DecodePlan | None
+    decode_kv_lens: Int32[Array, "Bd"]
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
     def window_argument(self) -> int | HeadWindow | None:
@@ -60,6 +66,7 @@ def plan_step(
     metadata: StepMetadata,
     cache: PagedKV,
     dtype: DTypeLike,
+    contexts: int = 1,
 ) -> tuple[GQAStep, ...]:
     """Plans the decode rows of a step, once for each cache group.
 
@@ -68,6 +75,7 @@ def plan_step(
       metadata: the step.
       cache: any layer's; only its shapes and dtypes matter.
       dtype: of the queries.
+      contexts: number of devices that contexts are split over.
 
     Returns:
       A step for each of the model's `cache_groups`.
@@ -75,7 +83,10 @@ def plan_step(
     rows = (metadata.decode_kv_lens.shape[0], metadata.decode_queries)
     q = jax.ShapeDtypeStruct((*rows, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
     windows = [group.window for group in cache_groups(config)]
-    steps = [GQAStep(metadata, metadata.of_group(i), None, window) for i, window in enumerate(windows)]
+    kv_lens = metadata.decode_kv_lens
+    if contexts > 1:
+        kv_lens = split_contexts.own_lens(kv_lens, cache.page_size)
+    steps = [GQAStep(metadata, metadata.of_group(i), None, kv_lens, window) for i, window in enumerate(windows)]
     if not metadata.num_decode:
         return tuple(steps)
     plans = (
@@ -83,7 +94,7 @@ def plan_step(
             q,
             cache,
             step.tables.decode_block_tables,
-            metadata.decode_kv_lens,
+            kv_lens,
             q_lens=metadata.decode_q_lens,
             window=step.window_argument(),
             mode="fixed" if settings.batch_invariant else "balanced",
@@ -95,19 +106,20 @@ def plan_step(
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention of one layer; q, k and v are projected as one."""
+    """Grouped-query attention of one layer; q, k and v are projected as one. Where contexts are split, each device has
+    the output's projection of its share of the heads."""
 
-    def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1):
         if settings.mla != "auto":
             raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
-        self.config, self.settings = config, settings
+        self.config, self.settings, self.contexts = config, settings, contexts
         width, heads = config.head_dim, config.num_attention_heads
         joined = (heads + 2 * config.num_key_value_heads) * width
         self.qkv_proj = Linear(config.hidden_size, joined, dtype, config.attention_bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if config.learned_sinks else None
-        self.o_proj = Linear(heads * width, config.hidden_size, dtype, config.attention_bias)
+        self.o_proj = Linear(heads // contexts * width, config.hidden_size, dtype, config.attention_bias)
 
     def __call__(
         self,
@@ -121,10 +133,16 @@ class GQA(nnx.Module):
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         joined = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = jnp.split(joined, [heads, heads + kv_heads], axis=1)
-        cache, q = write_kv(
-            cache, k, v, slots, rope=self._rope(*rope), q=q, implementation=self.settings.implementation
-        )
-        out = self._attend(q, cache, step)
+        if self.contexts > 1:
+            q, k = self._rotated(q, self.q_norm, *rope), self._rotated(k, self.k_norm, *rope)
+            slots = split_contexts.own_slots(slots, cache.page_size)
+            cache = write_kv(cache, k, v, slots, implementation=self.settings.implementation)
+            out = self._attend_over_contexts(q, k, v, cache, step)
+        else:
+            cache, q = write_kv(
+                cache, k, v, slots, rope=self._rope(*rope), q=q, implementation=self.settings.implementation
+            )
+            out = self._attend(q, cache, step)
         return self.o_proj(out.reshape(x.shape[0], -1)), cache
 
     def _rope(self, cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]) -> Rope:
@@ -158,7 +176,7 @@ class GQA(nnx.Module):
                 q[:num_decode].reshape(-1, metadata.decode_queries, *q.shape[1:]),
                 cache,
                 step.tables.decode_block_tables,
-                metadata.decode_kv_lens,
+                step.decode_kv_lens,
                 q_lens=metadata.decode_q_lens,
                 sm_scale=self.config.sm_scale,
                 window=window,
@@ -168,3 +186,68 @@ class GQA(nnx.Module):
                 implementation=self.settings.implementation,
             )
         return out.reshape(q.shape)
+
+    def _rotated(
+        self,
+        x: Float[Array, "T heads D"],
+        norm: RMSNorm | None,
+        cos: Float32[Array, "T half"],
+        sin: Float32[Array, "T half"],
+    ) -> Float[Array, "T heads D"]:
+        """Queries or keys as `write_kv` leaves them."""
+        if norm is not None:
+            x = norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
+        return rotate(x, cos, sin)
+
+    def _attend_over_contexts(
+        self,
+        q: Float[Array, "T Hq D"],
+        k: Float[Array, "T Hkv D"],
+        v: Float[Array, "T Hkv D"],
+        cache: PagedKV,
+        step: GQAStep,
+    ) -> Float[Array, "T own D"]:
+        """Attention of this device's share of the heads, to all tokens, of which it has a part."""
+        metadata, num_decode = step.metadata, step.metadata.num_decode
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = {"sm_scale": self.config.sm_scale, "implementation": self.settings.implementation}
+        outputs = []
+        if num_decode:
+            out, lse = paged_decode(
+                q[:num_decode, None],
+                cache,
+                step.tables.decode_block_tables,
+                step.decode_kv_lens,
+                plan=step.plan,
+                return_lse=True,
+                **options,
+            )
+            out, _ = parallel.merge_over_contexts(out, lse, axis=CONTEXT, sinks=sinks)
+            outputs.append(out[:, 0])
+        if num_decode < metadata.num_tokens:
+            # The prefix for all heads, of the tokens that are here; the chunk, which is here as a whole, for its own.
+            q, k, v = (x[num_decode:] for x in (q, k, v))
+            cu_q_lens = metadata.cu_q_lens
+            prefix = jnp.maximum(metadata.prefill_kv_lens - jnp.diff(cu_q_lens), 0)
+            found = paged_prefill(
+                q,
+                cache,
+                step.tables.prefill_block_tables,
+                cu_q_lens,
+                split_contexts.own_lens(prefix, cache.page_size),
+                causal=False,
+                return_lse=True,
+                **options,
+            )
+            k, v = (split_contexts.own_kv_heads(x, q.shape[1]) for x in (k, v))
+            own: Any = ragged_attention(
+                split_contexts.own_heads(q, q.shape[1] // self.contexts),
+                k,
+                v,
+                cu_q_lens,
+                cu_q_lens,
+                return_lse=True,
+                **options,
+            )
+            outputs.append(parallel.merge_over_contexts(*found, axis=CONTEXT, own=own, sinks=sinks)[0])
+        return jnp.concatenate(outputs)

@@ -12,6 +12,8 @@ attention and once after the feed-forward layer; all else is the code of one dev
 - Experts are split by their hidden columns over `tensor`, and whole over `expert`, whose devices share heads and all
   else as those of `tensor` do. Such devices have the same tokens, so each applies its own experts to those that chose
   them, and the sum after the layer, which there is anyway, brings the results together: nothing else is exchanged.
+- Over `context`, each device has a share of the tokens of every page (`contexts`), computes queries and what is cached
+  for all heads of its place along the other axes, and has a share of all other columns.
 - Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they send one
   another tokens (`expert_exchange`).
 - An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
@@ -44,7 +46,13 @@ AXES = (DATA, TENSOR, CONTEXT, EXPERT)
 """Names of a mesh's axes, in their order."""
 
 HEADS = (TENSOR, EXPERT)
-"""Axes over which heads, hidden columns of dense layers and the vocabulary are split."""
+"""Axes over which heads are split."""
+
+COLUMNS = (*HEADS, CONTEXT)
+"""Axes over which outputs of heads, hidden columns of dense layers and the vocabulary are split."""
+
+EXPERT_COLUMNS = (TENSOR, CONTEXT)
+"""Axes over which the hidden columns of each expert are split."""
 
 EXPERTS = (DATA, EXPERT)
 """Axes over which whole experts are split."""
@@ -63,7 +71,6 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     Raises:
       ValueError: an unknown axis, a size below 1, more devices than there are, fewer than several processes have, or
         devices of `expert` that are not those of the other axes.
-      NotImplementedError: an axis that no layer is split over yet.
     """
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -96,14 +103,11 @@ def normal_mesh(mesh: Mesh) -> Mesh:
 
     Raises:
       ValueError: it has other axes, or is no mesh.
-      NotImplementedError: several devices along an axis that no layer is split over yet.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r}")
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise ValueError(f"mesh: expected axes among {', '.join(AXES)}, got {unknown[0]!r}")
-    if mesh.shape.get(CONTEXT, 1) > 1:
-        raise NotImplementedError(f"mesh: the engine splits nothing over {CONTEXT} yet")
     given = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
     devices = np.transpose(mesh.devices, given).reshape([mesh.shape.get(axis, 1) for axis in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -191,12 +195,15 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
     Raises:
       ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width; or
         the mesh splits experts and the model has none.
+      NotImplementedError: the mesh splits contexts, of a model that has windows or chooses what it attends to.
     """
     if mesh is None:
         return config
-    devices, columns = num_devices(mesh, HEADS), mesh.shape[TENSOR]
+    devices, columns = num_devices(mesh, COLUMNS), num_devices(mesh, EXPERT_COLUMNS)
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
-    heads = _split_heads(config, devices)
+    heads = _split_heads(config, num_devices(mesh, HEADS))
+    if mesh.shape[CONTEXT] > 1:
+        _check_contexts(config, heads, mesh.shape[CONTEXT])
     is_dense = [*map(config.is_dense, range(config.num_hidden_layers))]
     if all(is_dense) and mesh.shape[EXPERT] > 1:
         raise ValueError(f"mesh: {EXPERT}: expected 1, a {config.model_type} without experts has none to split")
@@ -217,11 +224,11 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
     for name, over in widths.items():
         if getattr(config, name) % over:
             raise ValueError(
-                f"mesh: {TENSOR}: expected a divisor of {name}={getattr(config, name)}, got {over} devices"
+                f"mesh: {_among(mesh)}: expected a divisor of {name}={getattr(config, name)}, got {over} devices"
             )
         changes[name] = getattr(config, name) // over
     if shared % devices:
-        raise ValueError(f"mesh: {TENSOR}: expected a divisor of {shared} shared columns, got {devices} devices")
+        raise ValueError(f"mesh: {_among(mesh)}: expected a divisor of {shared} shared columns, got {devices} devices")
     return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
 
 
@@ -231,6 +238,23 @@ def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
         return parallel.head_split(config.num_attention_heads, kv_heads, devices)
     except ValueError as error:
         raise ValueError(f"mesh: {TENSOR}: {error}") from error
+
+
+def _among(mesh: Mesh) -> str:
+    """Axes that an error about columns is about."""
+    return TENSOR if mesh.shape[CONTEXT] == 1 else f"{TENSOR} x {CONTEXT}"
+
+
+def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: int) -> None:
+    """Raises as `device_part` unless heads can be split once more, and all tokens are attended to."""
+    try:
+        parallel.head_split(heads.q_heads, heads.kv_heads, contexts)
+    except ValueError as error:
+        raise ValueError(f"mesh: {CONTEXT}: {error}") from error
+    if isinstance(config, DeepSeekConfig) and config.is_sparse:
+        raise NotImplementedError(f"mesh: {CONTEXT}: tokens of a {config.model_type} choose among all keys")
+    if isinstance(config, GQAConfig) and any(window is not None for window in config.windows or ()):
+        raise NotImplementedError(f"mesh: {CONTEXT}: windows hide different numbers of tokens on each device")
 
 
 def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow:
@@ -313,9 +337,9 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[An
     """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
-        return tuple(jax.tree.map(lambda _: PartitionSpec(DATA), latent) for latent in latents)
+        return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
-    return tuple(parallel.kv_partition(kv, pages=DATA, heads=HEADS) for kv in caches)
+    return tuple(parallel.kv_partition(kv, pages=(DATA, CONTEXT), heads=HEADS) for kv in caches)
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:

@@ -11,7 +11,9 @@ those are cached. There are two ways to attend, and a step uses both:
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig
+from models.decoder import contexts as split_contexts
 from models.decoder.caches import IndexedLatent, LatentCache
 from models.decoder.indexer import Indexer
 from models.decoder.layers import Linear, RMSNorm
+from models.decoder.mesh import CONTEXT
 from models.decoder.rope import CosSin, rotate
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
@@ -34,6 +38,7 @@ from pallas_attn import (
     mla_decode,
     mla_prefill,
     mla_sparse,
+    parallel,
     plan_decode,
     token_slots,
     write_index_keys,
@@ -151,7 +156,12 @@ def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], I
 
 
 def plan_rows(
-    parts: list[Part], config: DeepSeekConfig, settings: AttentionSettings, cache: LatentCache, dtype: DTypeLike
+    parts: list[Part],
+    config: DeepSeekConfig,
+    settings: AttentionSettings,
+    cache: LatentCache,
+    dtype: DTypeLike,
+    contexts: int = 1,
 ) -> list[Part]:
     """Plans the absorbed parts that attend to all their keys, once for all layers.
 
@@ -160,11 +170,14 @@ def plan_rows(
       config, settings: of the model.
       cache: any layer's; only its shapes and dtypes matter.
       dtype: of the queries.
+      contexts: number of devices that contexts are split over; rows then see those of this device.
     """
 
     latents = latents_of(cache)
 
     def planned(part: Part) -> Part:
+        if contexts > 1 and isinstance(part, Rows):
+            part = dataclasses.replace(part, kv_lens=split_contexts.own_lens(part.kv_lens, latents.page_size))
         if isinstance(part, Chunks) or is_sparse(config, settings, part.block_tables.shape[1] * latents.page_size):
             return part
         rows, heads = part.kv_lens.shape[0], config.num_attention_heads
@@ -192,10 +205,11 @@ def latents_of(cache: LatentCache) -> PagedLatent:
 
 
 class MLA(nnx.Module):
-    """Latent attention of one layer, with an indexer where it is sparse."""
+    """Latent attention of one layer, with an indexer where it is sparse. Where contexts are split, each device has the
+    output's projection of its share of the heads."""
 
-    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike):
-        self.config, self.settings = config, settings
+    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1):
+        self.config, self.settings, self.contexts = config, settings, contexts
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         query_width = heads * config.qk_head_dim
         if config.q_lora_rank is None:
@@ -208,7 +222,7 @@ class MLA(nnx.Module):
         self.kv_a_layernorm = RMSNorm(rank, INNER_NORM_EPS, dtype)
         self.w_uk = nnx.Param(jnp.zeros((heads, config.qk_nope_head_dim, rank), dtype))
         self.w_uv = nnx.Param(jnp.zeros((heads, config.v_head_dim, rank), dtype))
-        self.o_proj = Linear(heads * config.v_head_dim, config.hidden_size, dtype, config.attention_bias)
+        self.o_proj = Linear(heads // contexts * config.v_head_dim, config.hidden_size, dtype, config.attention_bias)
         if config.is_sparse and settings.mla == "expand":
             raise NotImplementedError(
                 f"mla: a {config.model_type} attends to the latents that tokens choose; mla auto or absorb does"
@@ -229,6 +243,8 @@ class MLA(nnx.Module):
         latent, latents = self._latent(x, rope), latents_of(cache)
         if not latents.is_quantised:
             latent = latent.astype(latents.pages.dtype)
+        if self.contexts > 1:
+            slots = split_contexts.own_slots(slots, latents.page_size)
         latents = write_latent(latents, latent, slots, implementation=self.settings.implementation)
         chosen = [None] * len(parts)
         if isinstance(cache, IndexedLatent) and self.indexer is not None and residual is not None:
@@ -281,11 +297,11 @@ class MLA(nnx.Module):
 
     def _absorbed(
         self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Rows
-    ) -> Float[Array, "T Hq v"]:
+    ) -> Float[Array, "T own v"]:
         q_latent, q_rope = (
             q.reshape(-1, part.queries, *q.shape[1:]) for q in (_per_head(q_nope, self.w_uk[...]), q_rope)
         )
-        out = mla_decode(
+        found = mla_decode(
             q_latent,
             q_rope,
             cache,
@@ -294,10 +310,15 @@ class MLA(nnx.Module):
             q_lens=part.q_lens,
             sm_scale=self.config.sm_scale,
             plan=part.plan,
+            return_lse=self.contexts > 1,
             implementation=self.settings.implementation,
         )
-        out = out.reshape(-1, *out.shape[2:])  # pyrefly: ignore[missing-attribute]
-        return _per_head(out, self.w_uv[...].swapaxes(1, 2))
+        w_uv = self.w_uv[...].swapaxes(1, 2)
+        if isinstance(found, tuple):
+            found, _ = parallel.merge_over_contexts(*found, axis=CONTEXT)
+            first = jax.lax.axis_index(CONTEXT) * found.shape[2]
+            w_uv = jax.lax.dynamic_slice_in_dim(w_uv, first, found.shape[2])
+        return _per_head(found.reshape(-1, *found.shape[2:]), w_uv)
 
     def _sparse(
         self,
@@ -323,21 +344,28 @@ class MLA(nnx.Module):
         latent: Float[Array, "T LR"],
         cache: PagedLatent,
         part: Chunks,
-    ) -> Float[Array, "T Hq v"]:
-        return mla_prefill(
-            q_nope,
-            q_rope,
-            latent,
-            cache,
-            self.w_uk[...],
-            self.w_uv[...],
-            part.block_tables,
-            part.cu_q_lens,
-            part.kv_lens,
+    ) -> Float[Array, "T own v"]:
+        weights = [self.w_uk[...], self.w_uv[...]]
+        attend: Callable[..., Any] = functools.partial(
+            mla_prefill,
             sm_scale=self.config.sm_scale,
             piece_tokens=self.settings.piece_tokens,
             implementation=self.settings.implementation,
         )
+        if self.contexts == 1:
+            places = (part.block_tables, part.cu_q_lens, part.kv_lens)
+            return attend(q_nope, q_rope, latent, cache, *weights, *places)
+        # The prefix for all heads, of the tokens that are here; the chunk, which is here as a whole, for its own heads.
+        q_lens = jnp.diff(part.cu_q_lens)
+        prefix = split_contexts.own_lens(jnp.maximum(part.kv_lens - q_lens, 0), cache.page_size)
+        places = (part.block_tables, part.cu_q_lens)
+        found = attend(q_nope, q_rope, None, cache, *weights, *places, prefix, return_lse=True)
+        count = q_nope.shape[1] // self.contexts
+        queries = [split_contexts.own_heads(q, count) for q in (q_nope, q_rope)]
+        first = jax.lax.axis_index(CONTEXT) * count
+        weights = [jax.lax.dynamic_slice_in_dim(w, first, count) for w in weights]
+        own = attend(*queries, latent, cache, *weights, *places, q_lens, return_lse=True)
+        return parallel.merge_over_contexts(*found, axis=CONTEXT, own=own)[0]
 
 
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:

@@ -17,10 +17,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
-from models.decoder.caches import Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
+from models.decoder.caches import QUANTISED, Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
-from models.decoder.mesh import HEADS, ExpertSplit, device_part, normal_mesh, num_devices, own_kv_heads
+from models.decoder.mesh import (
+    COLUMNS,
+    CONTEXT,
+    HEADS,
+    ExpertSplit,
+    device_part,
+    normal_mesh,
+    num_devices,
+    own_kv_heads,
+)
 from models.decoder.mla import MLA, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
@@ -57,9 +66,10 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike,
         axes: tuple[str, ...] = (),
         split: ExpertSplit = ExpertSplit(),
+        contexts: int = 1,
     ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = _attention(config, settings, dtype)
+        self.self_attn = _attention(config, settings, dtype, contexts)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = _feed_forward(config, index, dtype, split)
         self.axes = axes
@@ -74,7 +84,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
         x = x + self._added_up(attended)
-        return x + self._added_up(self.mlp(self.post_attention_layernorm(x))), cache
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE | BiasedMoE):
+            is_live = slots >= 0 if slots.ndim == 1 else jnp.any(slots >= 0, axis=1)
+            return x + self._added_up(self.mlp(normed, is_live)), cache
+        return x + self._added_up(self.mlp(normed)), cache
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return jax.lax.psum(x, self.axes) if self.axes else x
@@ -88,16 +102,18 @@ class Decoder(nnx.Module):
       settings: settings of attention.
       mesh: devices that it is split over (see `mesh`), inside `jax.shard_map` over which it runs; None for one device.
       part: configuration of what one device has; `config` without a mesh.
+      contexts: number of devices that contexts are split over.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None):
         self.config, self.settings = config, settings
         self.mesh = None if mesh is None else normal_mesh(mesh)
         self.part = part = device_part(config, self.mesh)
-        axes, split = () if mesh is None else HEADS, ExpertSplit.over(self.mesh)
+        axes, split = () if mesh is None else COLUMNS, ExpertSplit.over(self.mesh)
+        self.contexts = 1 if self.mesh is None else self.mesh.shape[CONTEXT]
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
         layers = range(part.num_hidden_layers)
-        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axes, split) for i in layers])
+        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axes, split, self.contexts) for i in layers])
         self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
@@ -135,7 +151,7 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
         """Embeds the tokens and applies all layers; the final norm is left to do."""
-        if self.mesh is not None and not {*HEADS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
+        if self.mesh is not None and not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
             raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
@@ -164,23 +180,23 @@ class Decoder(nnx.Module):
         """Looks tokens up in the embedding; those of another device's rows are zero here, and so the sum is exact."""
         if not self._vocabulary_is_split:
             return self.embed_tokens[...][tokens]
-        rows = tokens - jax.lax.axis_index(HEADS) * self.part.vocab_size
+        rows = tokens - jax.lax.axis_index(COLUMNS) * self.part.vocab_size
         is_own = (rows >= 0) & (rows < self.part.vocab_size)
         own = self.embed_tokens[...][jnp.where(is_own, rows, 0)]
-        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), HEADS)
+        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
 
     def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         logits = vocabulary_logits(x, self.embed_tokens, self.lm_head)
-        return jax.lax.all_gather(logits, HEADS, axis=1, tiled=True) if self._vocabulary_is_split else logits
+        return jax.lax.all_gather(logits, COLUMNS, axis=1, tiled=True) if self._vocabulary_is_split else logits
 
     def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
         match self.part, caches[0]:
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
-                return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype)]
+                return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype, self.contexts)]
             case GQAConfig() as config, PagedKV() as cache:
-                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype)
+                return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype, self.contexts)
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
 
@@ -188,8 +204,18 @@ class Decoder(nnx.Module):
         self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
     ) -> CacheSpec:
         """Shapes of one layer's cache on a device, in the model's dtype unless told otherwise; see
-        `caches.cache_spec`."""
+        `caches.cache_spec`. Where contexts are split, a device has a part of each page's tokens.
+
+        Raises:
+          ValueError: as `caches.cache_spec`; or the devices that contexts are split over do not divide page_size.
+          NotImplementedError: quantised keys and values of split contexts.
+        """
         dtype = dtype or self.embed_tokens.dtype
+        if page_size % self.contexts:
+            raise ValueError(f"page_size: expected a multiple of {CONTEXT}={self.contexts}, got {page_size}")
+        if self.contexts > 1 and jnp.dtype(dtype) in QUANTISED and isinstance(self.config, GQAConfig):
+            raise NotImplementedError(f"cache_dtype: a chunk is not attended to as it is stored, over {CONTEXT}")
+        page_size //= self.contexts
         spec = cache_spec(self.config, num_pages, page_size, dtype, scales)
         if self.mesh is None:
             return spec
@@ -220,15 +246,15 @@ def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
 
 
 def _attention(
-    config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike
+    config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int
 ) -> Callable[..., tuple[Array, LayerCache]]:
     """Makes the attention module of the family: (x, rope, cache, slots, step) -> (output, cache)."""
     if isinstance(config, DeepSeekConfig):
-        return MLA(config, settings, dtype)
-    return GQA(config, settings, dtype)
+        return MLA(config, settings, dtype, contexts)
+    return GQA(config, settings, dtype, contexts)
 
 
-def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> Callable[[Array], Array]:
+def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> MLP | MoE | BiasedMoE:
     """Makes the feed-forward module of a layer."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)

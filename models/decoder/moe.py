@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.expert_exchange import ExpertExchange
@@ -83,9 +83,10 @@ class MoE(nnx.Module):
         shared = hidden * config.n_shared_experts // split.expert
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        experts, weights = self.gate(x)
-        y = routed_experts(x, experts, weights, Experts(self.gate_up_proj[...], self.down_proj[...]), self.split)
+    def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
+        chosen, weights = self.gate(x)
+        experts = Experts(self.gate_up_proj[...], self.down_proj[...])
+        y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
@@ -103,7 +104,7 @@ class BiasedMoE(nnx.Module):
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
         self.down_proj_bias = nnx.Param(jnp.zeros((count, width), dtype))
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         chosen, weights = self._route(x)
         experts = Experts(
             self.gate_up_proj[...],
@@ -112,7 +113,7 @@ class BiasedMoE(nnx.Module):
             self.down_proj_bias[...],
             ClampedSwiglu(self.config.swiglu_alpha, self.config.swiglu_limit),
         )
-        return routed_experts(x, chosen, weights, experts, self.split)
+        return routed_experts(x, chosen, weights, experts, self.split, is_live)
 
     def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
@@ -164,18 +165,22 @@ def routed_experts(
     weights: Float32[Array, "T k"],
     experts: Experts,
     split: ExpertSplit = ExpertSplit(),
+    is_live: Bool[Array, "T"] | None = None,
 ) -> Float[Array, "T D"]:
     """Sum over each token's chosen experts of weight · expert(x).
 
     Over several devices, inside `jax.shard_map`, `experts` are the device's own, and the sum is one of its parts: those
     of the devices along `expert`, which have the same tokens, are to be added up. Tokens go to the experts of other
-    devices along `data`, and their results come back.
+    devices along `data`, and their results come back. Where `is_live` is False, for padding and idle rows, nothing is
+    sent or multiplied, and the sum is 0; one device alone multiplies them, too.
     """
     num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
     if split.devices == 1:
         return _weighted_sum(apply_experts(x, expert, experts), weights, x.dtype)
     device, own = expert // num_own, expert % num_own
     is_own = device % split.expert == jax.lax.axis_index(EXPERT)
+    if is_live is not None:
+        is_own &= jnp.repeat(is_live, chosen.shape[1])
     # Experts of all devices along `data` that have this device's number along `expert`.
     own += device // split.expert * num_own
     own = jnp.where(is_own, own, split.data * num_own)

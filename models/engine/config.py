@@ -41,13 +41,14 @@ class EngineConfig:
         and are not counted in max_batched_tokens.
       history: finished requests, and steps, whose records are kept: the newest; None for all of them.
       mesh: devices that run each step together, those that the model was loaded for: heads, hidden widths and
-        vocabulary are split over its axes tensor and expert, experts over data and expert. Sizes here are those of each
-        rank along data, which has requests of its own; pages are those of each device. None for one device.
+        vocabulary are split over its axes tensor and expert, experts over data and expert, the tokens of each page over
+        context. Sizes here are those of each rank along data, which has requests of its own; pages are those of each
+        device. None for one device.
 
     Raises:
       ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
         steps are batch-invariant, or the mesh has an unknown axis.
-      NotImplementedError: several devices along the mesh's axis context, or a mesh with `speculate`.
+      NotImplementedError: a mesh with `speculate`.
     """
 
     num_pages: int = 512

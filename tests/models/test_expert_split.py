@@ -61,17 +61,28 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
     padded = jax.tree.map(lambda w: jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1)), experts)
     x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
 
-    def part(*given: Any) -> jax.Array:
-        return lax.psum(moe.routed_experts(*given, split=split), EXPERT)
+    sent, make_exchange = [], expert_exchange.ExpertExchange.of
+
+    def recording(rows: Any, axis: str) -> expert_exchange.ExpertExchange:
+        jax.debug.callback(lambda rows: sent.append(int(rows.sum())), rows)
+        return make_exchange(rows, axis)
+
+    monkeypatch.setattr(expert_exchange.ExpertExchange, "of", recording)
+
+    def part(x: Any, chosen: Any, weights: Any, is_live: Any, experts: Any) -> jax.Array:
+        return lax.psum(moe.routed_experts(x, chosen, weights, experts, split, is_live), EXPERT)
 
     mesh = jax.make_mesh((split.data, split.expert), EXPERTS, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    run = jax.jit(over_mesh(part, mesh, (P(DATA), P(DATA), P(DATA), P(EXPERTS)), P(DATA)))
+    run = jax.jit(over_mesh(part, mesh, (*[P(DATA)] * 4, P(EXPERTS)), P(DATA)))
     for kind in ("spread", "all alike"):
         chosen = jnp.asarray(choose(kind, rng), jnp.int32)
         weights = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
-        np.testing.assert_allclose(
-            run(x, chosen, weights, padded), moe.routed_experts(x, chosen, weights, experts), atol=1e-5
-        )
+        is_live = jnp.asarray(rng.random(NUM_TOKENS) < (0.5 if kind == "spread" else 2))
+        wanted = jnp.where(is_live[:, None], moe.routed_experts(x, chosen, weights, experts), 0.0)
+        np.testing.assert_allclose(run(x, chosen, weights, is_live, padded), wanted, atol=1e-5)
+        jax.effects_barrier()
+        assert sum(sent) == (0 if split.data == 1 else is_live.sum() * chosen.shape[1])
+        sent.clear()
 
 
 @pytest.mark.parametrize(

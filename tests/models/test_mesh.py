@@ -80,6 +80,8 @@ SPLITTABLE = {
             "v2-greedy",
             "data=2,expert=4",
         ),  # tokens go to experts of the other rank
+        ("v2-greedy", "context=2,tensor=2"),  # tokens of each page on two devices
+        ("llama", "context=2"),
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
@@ -92,6 +94,15 @@ SPLITTABLE = {
                 ("gpt-oss-mxfp4", "expert=2"),
                 ("qwen3-window", "data=2,tensor=2"),
                 ("llama", "data=4"),
+                ("v2-greedy", "context=2"),
+                ("v2-greedy", "context=4"),
+                ("v2-greedy", "data=2,context=2"),
+                ("v2-greedy", "expert=2,context=2"),
+                ("v2-group", "context=3"),
+                ("qwen3", "context=2"),
+                ("llama", "context=2,tensor=2"),
+                ("llama", "context=4"),  # more devices than KV heads
+                ("llama", "data=2,context=2"),
             )
         ),
         *(
@@ -107,7 +118,7 @@ def test_goldens(name: str, devices: Sizes):
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
         num_pages=160,
-        page_size=4,
+        page_size=12 if "context=3" in str(devices) else 4,
         max_batched_tokens=32,
         max_num_seqs=4,
         max_model_len=min(320, split.config.max_position_embeddings),
@@ -153,7 +164,7 @@ def latent_engine(devices: Sizes = 2) -> Engine:
     return make(LATENT, SHORT, devices)
 
 
-@pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4"])
+@pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4", "context=2", "context=2,data=2"])
 def test_traffic_of_a_latent_model(devices: Sizes):
     """Chunks, prefixes, preemptions, greedy and drawn, with experts, low-rank queries and a dense layer."""
     engine = latent_engine(devices)
@@ -163,10 +174,42 @@ def test_traffic_of_a_latent_model(devices: Sizes):
     again = engine.generate(PROMPTS, PARAMS)
     assert [o.output_ids for o in again] == [o.output_ids for o in outputs]
     assert sum(o.cached_tokens for o in again) > 0
-    pages, ranks = engine._runner._caches[0], devices_of(devices).shape["data"]
+    pages, sizes = engine._runner._caches[0], devices_of(devices).shape
     assert isinstance(pages, PagedLatent)
-    assert {shard.data.shape[0] for shard in pages.pages.addressable_shards} == {SHORT.num_pages}
-    assert engine.stats().num_pages == pages.pages.shape[0] == ranks * SHORT.num_pages
+    of_device = (SHORT.num_pages, SHORT.page_size // sizes["context"])
+    assert {shard.data.shape[:2] for shard in pages.pages.addressable_shards} == {of_device}
+    assert engine.stats().num_pages == sizes["data"] * SHORT.num_pages
+
+
+FULL_HEADS = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_traffic_over_split_contexts(batch_invariant: bool):
+    """Keys and values of chunks, prefixes and preempted requests; two devices share a head's tokens, and heads."""
+    sizes = EngineConfig(
+        num_pages=24, page_size=4, max_batched_tokens=16, max_num_seqs=4, batch_invariant=batch_invariant
+    )
+    engine = make(FULL_HEADS, sizes, "context=2,tensor=2")
+    outputs = engine.generate(PROMPTS, PARAMS)
+    expect_plain(FULL_HEADS, outputs)
+    assert engine.stats().preemptions > 0
+
+
+def test_contexts_that_cannot_be_split():
+    for name, message in (("glm-dsa", "choose among all keys"), ("qwen3-window", "windows hide different numbers")):
+        with pytest.raises(NotImplementedError, match=f"mesh: context: .*{message}"):
+            load_model(GOLDENS / name, mesh=devices_of("context=2"))
+    with pytest.raises(ValueError, match="mesh: context: devices: expected a divisor of 3 query heads, got 2"):
+        load_model(GOLDENS / "v3", mesh=devices_of("context=2"))
+    with pytest.raises(ValueError, match="mesh: tensor x context: expected a divisor of moe_inter.*=32, got 3"):
+        load_model(GOLDENS / "v3", mesh=devices_of("context=3"))
+    llama = load_model(GOLDENS / "llama", mesh=devices_of("context=2"))
+    with pytest.raises(ValueError, match="page_size: expected a multiple of context=2, got 5"):
+        Engine(llama, EngineConfig(page_size=5, mesh=llama.mesh))
+    with pytest.raises(NotImplementedError, match="cache_dtype: a chunk is not attended to as it is stored"):
+        Engine(llama, EngineConfig(cache_dtype=jnp.int8, mesh=llama.mesh))
 
 
 @pytest.mark.slow
@@ -251,6 +294,7 @@ def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Siz
     [
         (2, {}),
         pytest.param("data=2,expert=4", {"all-to-all": 3}, marks=pytest.mark.slow),  # numbers of rows, rows, results
+        pytest.param("context=2", {"all-to-all": LATENT.num_hidden_layers}, marks=pytest.mark.slow),  # outputs of heads
     ],
 )
 def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
@@ -330,7 +374,6 @@ def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
         ({"heads": 2}, ValueError, "mesh: expected axes among data, tensor, context, expert, got 'heads'"),
         ({"tensor": 0}, ValueError, "mesh: expected at least 1 device along tensor, got 0"),
         ({"tensor": 10**6}, ValueError, r"mesh: expected at most the \d+ devices that are here, got 1000000"),
-        ({"context": 2}, NotImplementedError, "mesh: the engine splits nothing over context yet"),
         ({"expert": 2, "tensor": 3}, ValueError, "mesh: expert: expected a divisor of data x tensor = 3, got 2"),
         (
             {"data": 2, "expert": 1},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -219,6 +220,9 @@ except ProcessError as error:
 """
 
 
+GLOO = re.compile(r"\[Gloo\] Rank| is connected to | peer ranks\. |Expected number of connected peer ranks is : \d*")
+
+
 class Group:
     """Processes of one command, which are killed at the end."""
 
@@ -239,10 +243,11 @@ class Group:
             self._started.append(process)
 
     def wait(self, index: int) -> tuple[int, list[str], str]:
-        """Exit status, lines of standard output but those of Gloo, and standard error."""
+        """Exit status, lines of standard output but those of Gloo, which threads mix up, and standard error."""
         process = self._started[index]
         out, err = process.communicate(timeout=240)
-        return process.returncode, [line for line in out.splitlines() if not line.startswith("[Gloo]")], err
+        lines = [GLOO.sub("", line).strip() for line in out.splitlines()]
+        return process.returncode, [line for line in lines if line and not line.replace(" ", "").isdecimal()], err
 
     def end(self) -> None:
         for process in self._started:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, dispatch, mla_decode, mla_prefill, write_latent
+from pallas_attn import PagedLatent, dispatch, merge_states, mla_decode, mla_prefill, write_latent
 from tests.contract import naive, transformations
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -220,6 +220,23 @@ def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
     got = prefill(variant, PS)(**(arguments | {"cache": written}))
     harness.assert_same_bits(got, prefill(variant, PS)(**arguments))
     assert_close(variant, inputs.case, got, inputs.expected())
+
+
+@every_variant
+def test_the_prefix_and_the_chunk_merge_to_the_whole(variant: Variant) -> None:
+    """Queries that see the prefix alone, of which one is empty, and the chunk alone."""
+    case = PrefillCase(cached=(0, 13, 28), new=(3, 1, 6))
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    arguments = inputs.arguments()
+    attend = harness.compiled(mla_prefill, variant, sm_scale=SM_SCALE, piece_tokens=8, return_lse=True)
+    whole, lse = attend(**arguments)
+    prefix = attend(**arguments | {"latent_new": None, "kv_lens": np.array(case.cached, np.int32)})
+    chunk = attend(**arguments | {"kv_lens": np.array(case.new, np.int32)})
+    merged, merged_lse = merge_states(*(jnp.stack(both) for both in zip(prefix, chunk, strict=True)))
+    assert_close(variant, case, merged, whole)
+    np.testing.assert_allclose(merged_lse, lse, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(np.asarray(prefix[1])[:3]).all()
+    assert np.isneginf(np.asarray(lse)[10:]).all()
 
 
 @every_variant

@@ -28,7 +28,7 @@ from pallas_attn.types import Implementation, PagedLatent
 def mla_prefill(
     q_nope: Float[Array, "T Hq nope"],
     q_rope: Float[Array, "T Hq R"],
-    latent_new: Float[Array, "T LR"],
+    latent_new: Float[Array, "T LR"] | None,
     cache: PagedLatent,
     w_uk: Float[Array, "Hq nope L"],
     w_uv: Float[Array, "Hq v L"],
@@ -38,8 +38,9 @@ def mla_prefill(
     *,
     sm_scale: float,
     piece_tokens: int | None = None,
+    return_lse: bool = False,
     implementation: Implementation = None,
-) -> Float[Array, "T Hq v"]:
+) -> Float[Array, "T Hq v"] | tuple[Float[Array, "T Hq v"], Float[Array, "T Hq"]]:
     """Causal attention of each sequence's new tokens over its cached prefix and themselves.
 
     Args:
@@ -47,18 +48,21 @@ def mla_prefill(
       latent_new: normed latents and rotated keys of the same tokens, in the cache's dtype, or in any 16-bit or 32-bit
         dtype for a quantised one.
       cache: of any dtype, holding the prefix. Nothing is written, and whether the new tokens are in there already makes
-        no difference: over a quantised cache they count as they would be read back.
+        no difference: over a quantised cache they count as they would be read back. None for queries that attend to the
+        cached prefix alone, all of it.
       w_uk, w_uv: up-projections of the latent to keys and values, per head.
       block_tables: page ids, of all cached tokens; entries past them may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      kv_lens: tokens each sequence holds, cached and new.
+      kv_lens: tokens each sequence holds, cached and new; without `latent_new` those that are cached.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`.
+      return_lse: also return the LSE.
       implementation: of `gather_latent` and `ragged_attention`.
 
     Returns:
-      The output in q's dtype, exactly 0 for padding rows.
+      The output in q's dtype, exactly 0 for padding rows and queries that see no key; with `return_lse` also the
+      float32 natural-log LSE of the scaled, masked scores, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -80,15 +84,20 @@ def mla_prefill(
     sm_scale = checks.required_number("sm_scale", sm_scale)
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
     if not (q_nope.shape[0] and kv_lens.shape[0]):
-        return jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
+        empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
+        return (empty, jnp.full(q_nope.shape[:2], -jnp.inf, jnp.float32)) if return_lse else empty
     q_nope, q_rope, latent_new, cache, w_uk, w_uv = refuse_gradients(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
     cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
-    latent_new = as_read_back(latent_new, cache)
+    if latent_new is not None:
+        latent_new = as_read_back(latent_new, cache)
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
+    dtype = (
+        (jnp.dtype(q.dtype) if cache.is_quantised else cache.pages.dtype) if latent_new is None else latent_new.dtype
+    )
 
     def attend(latent: Float[Array, "U LR"], cu_kv_lens: Int32[Array, "S_plus_1"], causal: bool) -> Any:
         k, v = _expand(latent.astype(q.dtype), w_uk, w_uv)
@@ -106,11 +115,15 @@ def mla_prefill(
         )
 
     with jax.named_scope("mla_prefill"):
-        state = attend(latent_new, cu_q_lens, True)
         capacity = block_tables.shape[1] * cache.page_size
-        num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
+        if latent_new is None:
+            state = jnp.zeros((*q.shape[:2], w_uv.shape[1]), jnp.float32), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+            num_cached = checks.bound_lens(kv_lens, capacity)
+        else:
+            state = attend(latent_new, cu_q_lens, True)
+            num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
-        pieces = _PrefixPieces(cache, latent_new.dtype, block_tables, num_cached, piece_tokens)
+        pieces = _PrefixPieces(cache, dtype, block_tables, num_cached, piece_tokens)
 
         def absorb(carry):
             i, state = carry
@@ -118,7 +131,8 @@ def mla_prefill(
             return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
 
         _, state = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, (jnp.zeros((), jnp.int32), state))
-    return state[0].astype(q.dtype)
+    out = state[0].astype(q.dtype)
+    return (out, state[1]) if return_lse else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +184,8 @@ def _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_len
     dims.check("w_uk", w_uk, "Hq nope L", (q_nope.dtype,))
     dims.check("w_uv", w_uv, "Hq v L", (q_nope.dtype,))
     checks.check_latent(cache, dims)
-    checks.check_new_latents("latent_new", latent_new, cache, dims)
+    if latent_new is not None:
+        checks.check_new_latents("latent_new", latent_new, cache, dims)
     dims.check("block_tables", block_tables, "S P", checks.INT)
     dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
     dims.check("kv_lens", kv_lens, "S", checks.INT)
