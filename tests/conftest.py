@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if any_of.search(name):
             item.add_marker(pytest.mark.slow)
             slow.add(name)
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("ignore")
+    ignored = config.getoption("ignore") or config.getoption("ignore_glob")
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not ignored
     if everything and (unused := [p for p in SLOW if not any(re.search(p, name) for name in slow)]):
         raise pytest.UsageError(f"tests/slow.py: no test has the name {unused}")
     if jax.default_backend() == "gpu":

@@ -21,7 +21,7 @@ from scripts.tools.charts import Line, Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("benchmarks/README.md", "docs/performance.md")
+DOCUMENTS = ("benchmarks/README.md", "docs/performance.md", "docs/kernels/triton.md")
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
@@ -263,6 +263,29 @@ def head_windows(*stems: str) -> Callable[[str], str]:
     return write
 
 
+def resources(stem: str) -> Callable[[str], str]:
+    """Registers of a thread and shared memory of a block, of each case's kernel that takes most, by card."""
+
+    def write(document: str) -> str:
+        cards = list(read(stem)["cards"])
+        rows = []
+        for case in read(stem)["cases"]:
+            kernels = [
+                max(case["kernels"][card], key=lambda k: (bool(k["tensor_cores"]), k["registers"])) for card in cards
+            ]
+            spills = [f" ({k['spills']} bytes spilled)" if k["spills"] else "" for k in kernels]
+            cells = [
+                f"{k['registers']}, {k['shared_bytes'] / 1024:g}" + s for k, s in zip(kernels, spills, strict=True)
+            ]
+            rows.append([f"`{case['case']}`", *cells])
+        versions, commit = read(stem)["versions"], read(stem)["commit"][:7]
+        file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
+        note = f"- Registers, KiB; triton {versions['triton']}, commit `{commit}`; [{stem}.json]({file}).\n"
+        return table(["call", *cards], rows) + "\n" + note
+
+    return write
+
+
 GRID, VARIED = Cases("mla_decode_grid_later_nvidia_h200"), "mla_decode_varied"
 TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode": operation(Cases("paged_decode_nvidia_h200")),
@@ -298,6 +321,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
+    "triton-resources": resources("triton_resources"),
     "engine-head-windows": head_windows(
         "engine_head_windows_nvidia_h200", "engine_head_windows_1_of_8_nvidia_h200", "engine_head_windows_cpu"
     ),

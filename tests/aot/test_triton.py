@@ -10,6 +10,7 @@ import pytest
 
 from tests.aot.triton_cases import CARDS, ORDINARY, SPILLS, TRITON_CASES
 from tests.aot.triton_compile import TritonCompiler, TritonKernelReport, complaints
+from tests.aot.triton_resources import SHOWN
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,7 @@ def test_compiles(triton_compiler: TritonCompiler, case: str, card: str) -> None
 
 def test_the_ordinary_run_has_what_there_is() -> None:
     assert {(case, card) for case in TRITON_CASES for card in CARDS} >= ORDINARY | SPILLS.keys()
+    assert set(TRITON_CASES) >= set(SHOWN)
 
 
 def test_what_is_wrong_is_seen() -> None:
