@@ -275,7 +275,8 @@ def resources(stem: str) -> Callable[[str], str]:
             ]
             spills = [f" ({k['spills']} bytes spilled)" if k["spills"] else "" for k in kernels]
             cells = [
-                f"{k['registers']}, {k['shared_bytes'] / 1024:g}" + s for k, s in zip(kernels, spills, strict=True)
+                f"{k['registers']}, {round(k['shared_bytes'] / 1024, 1):g}" + s
+                for k, s in zip(kernels, spills, strict=True)
             ]
             rows.append([f"`{case['case']}`", *cells])
         versions, commit = read(stem)["versions"], read(stem)["commit"][:7]
