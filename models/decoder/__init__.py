@@ -9,7 +9,9 @@ run on) and `whole_sequence` (a sequence in one forward).
 
 from models.decoder.caches import Caches as Caches
 from models.decoder.caches import KVScales as KVScales
+from models.decoder.caches import LayerCache as LayerCache
 from models.decoder.caches import cache_arrays as cache_arrays
+from models.decoder.caches import move_tokens as move_tokens
 from models.decoder.caches import with_arrays as with_arrays
 from models.decoder.explain import StepSizes as StepSizes
 from models.decoder.explain import explain_attention as explain_attention

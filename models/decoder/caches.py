@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig
 from pallas_attn import (
@@ -156,6 +156,27 @@ def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCach
     index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
     latent = {name: array for name, array in arrays.items() if not name.startswith(INDEX)}
     return IndexedLatent(dataclasses.replace(cache.latent, **latent), dataclasses.replace(cache.index, **index))
+
+
+def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"]) -> LayerCache:
+    """Copies what a layer's cache holds in some slots to others, in place; nothing where the target is -1.
+
+    Raises:
+      NotImplementedError: tokens of a page share a scale.
+    """
+    page_size = (cache.latent if isinstance(cache, IndexedLatent) else cache).page_size
+    of_heads = isinstance(cache, PagedKV)  # [N, Hkv, ps, ...], else [N, ps, ...]
+    (source, at), (target, to) = (jnp.divmod(jnp.maximum(slots, 0), page_size) for slots in (sources, targets))
+
+    def moved(name: str, array: jax.Array) -> jax.Array:
+        if array.ndim < 3:  # static scales
+            return array
+        if array.shape[1 + of_heads] != page_size:
+            raise NotImplementedError(f"{name}: tokens that share a scale are not moved, got {list(array.shape)}")
+        where = (jnp.where(targets < 0, array.shape[0], target), *[slice(None)] * of_heads, to)
+        return array.at[where].set(array[(source, *[slice(None)] * of_heads, at)], mode="drop")
+
+    return with_arrays(cache, {name: moved(name, array) for name, array in cache_arrays(cache).items()})
 
 
 def allocate_latents(spec: CacheSpec) -> LatentCache:

@@ -178,6 +178,7 @@ class GQA(nnx.Module):
                 step.tables.decode_block_tables,
                 step.decode_kv_lens,
                 q_lens=metadata.decode_q_lens,
+                draft_mask=metadata.decode_draft_mask,
                 sm_scale=self.config.sm_scale,
                 window=window,
                 sinks=sinks,

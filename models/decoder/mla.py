@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models.config import DeepSeekConfig
 from models.decoder import contexts as split_contexts
@@ -60,6 +60,7 @@ class Rows:
       kv_lens: [B], number of tokens that each row's last one sees, itself included; 0 for an idle row.
       q_lens: [B], tokens of each row that are no padding; None for all.
       queries: Q.
+      draft_mask: [B, Q, Q], as `StepMetadata.decode_draft_mask`.
       plan: division of their pages among programs; None until it is made.
     """
 
@@ -68,6 +69,7 @@ class Rows:
     kv_lens: Int32[Array, "B"]
     q_lens: Int32[Array, "B"] | None = None
     queries: int = dataclasses.field(default=1, metadata={"static": True})
+    draft_mask: Bool[Array, "B Q Q"] | None = None
     plan: DecodePlan | None = None
 
 
@@ -106,7 +108,8 @@ def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"])
 def _decode_rows(metadata: StepMetadata) -> Rows:
     tokens = slice(0, metadata.num_decode)
     tables = metadata.of_group(0).decode_block_tables
-    return Rows(tokens, tables, metadata.decode_kv_lens, metadata.decode_q_lens, metadata.decode_queries)
+    q_lens, queries, mask = metadata.decode_q_lens, metadata.decode_queries, metadata.decode_draft_mask
+    return Rows(tokens, tables, metadata.decode_kv_lens, q_lens, queries, mask)
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
@@ -128,7 +131,7 @@ def _prefill_chunks(metadata: StepMetadata) -> Chunks:
 def _prefill_rows(metadata: StepMetadata) -> Rows:
     """Every prefill token as a decode row of its own, which sees its sequence up to itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
-    rows = metadata.as_decode_rows()
+    rows = dataclasses.replace(metadata, decode_draft_mask=None).as_decode_rows()
     return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
@@ -308,6 +311,7 @@ class MLA(nnx.Module):
             part.block_tables,
             part.kv_lens,
             q_lens=part.q_lens,
+            draft_mask=part.draft_mask,
             sm_scale=self.config.sm_scale,
             plan=part.plan,
             return_lse=self.contexts > 1,

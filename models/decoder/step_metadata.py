@@ -7,7 +7,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 
 @typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
@@ -45,6 +45,8 @@ class StepMetadata:
       decode_kv_lens: [Bd], tokens of each sequence, this step's included; 0 for an idle row.
       decode_q_lens: [Bd], tokens of each decode row that are no padding, at most Q; None for all.
       decode_queries: Q.
+      decode_draft_mask: bool [Bd, Q, Q], which of a row's tokens each of them sees, as those of a tree do; None where
+        that is every one up to itself. Token j lies in the j-th slot of the row's, whatever its position.
       cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, from 0 (not from Bd). Prefill tokens at or
         past its last entry are padding.
       prefill_kv_lens: [S], tokens of each sequence, this step's included; 0 for an idle row.
@@ -59,6 +61,7 @@ class StepMetadata:
     logit_rows: Int32[Array, "n"]
     decode_q_lens: Int32[Array, "Bd"] | None = None
     decode_queries: int = dataclasses.field(default=1, metadata={"static": True})
+    decode_draft_mask: Bool[Array, "Bd Q Q"] | None = None
 
     def of_group(self, group: int) -> GroupTables:
         """Tables and slots of a cache group."""
@@ -93,6 +96,8 @@ class StepMetadata:
         queries = self.decode_queries
         if queries == 1:
             return self
+        if self.decode_draft_mask is not None:
+            raise NotImplementedError("draft_mask: tokens of a tree are computed as one row, not as rows of one token")
         query = jnp.arange(self.num_decode, dtype=jnp.int32) % queries
         q_lens = jnp.full_like(self.decode_kv_lens, queries) if self.decode_q_lens is None else self.decode_q_lens
         q_lens, kv_lens = jnp.repeat(q_lens, queries), jnp.repeat(self.decode_kv_lens, queries)
@@ -105,6 +110,7 @@ class StepMetadata:
             decode_kv_lens=jnp.where((query < q_lens) & (kv_lens > 0), kv_lens - q_lens + query + 1, 0),
             decode_q_lens=None,
             decode_queries=1,
+            decode_draft_mask=None,
         )
 
     def check(self) -> None:

@@ -20,6 +20,7 @@ from models.engine.outputs import StepRecord as StepRecord
 from models.engine.processes import ProcessError as ProcessError
 from models.engine.processes import Processes as Processes
 from models.engine.proposer import DraftRows as DraftRows
+from models.engine.proposer import DraftTree as DraftTree
 from models.engine.proposer import ObservedStep as ObservedStep
 from models.engine.proposer import Proposer as Proposer
 from models.engine.proposer import ProposerSizes as ProposerSizes

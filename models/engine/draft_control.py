@@ -43,25 +43,32 @@ def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, item
 class DraftControl:
     """Chooses the number of drafts that promises the most tokens in a step's time.
 
-    With acceptance rate p, a row with n drafts gets 1 + p + ... + p^n tokens. Each request has its own p, measured in
-    its newest steps, and begins with that of the engine's newest requests. As nothing else enters, the same traffic
-    gives the same choices.
+    With acceptance rate p, a row with drafts for n places gets 1 + p + ... + p^n tokens. Each request has its own p,
+    measured in its newest steps, and begins with that of the engine's newest requests. As nothing else enters, the same
+    traffic gives the same choices.
     """
 
-    def __init__(self, widths: Sequence[int], cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        widths: Sequence[int],
+        cost: Callable[[int], float],
+        draft_cost: float = 0.0,
+        depth: Callable[[int], int] = lambda num_drafts: num_drafts,
+    ) -> None:
         """Starts from even odds.
 
         Args:
             widths: Numbers of drafts to choose from, ascending.
             cost: Time of a step by its number of tokens, in any unit.
-            draft_cost: Time that the proposer takes for a draft of every row, in the same unit.
+            draft_cost: Time that the proposer takes for a place of every row, in the same unit.
+            depth: Places in a sequence that a number of drafts is for.
 
         Raises:
             ValueError: no widths, or not ascending from 0 or more.
         """
         if not widths or list(widths) != sorted(set(widths)) or widths[0] < 0:
             raise ValueError(f"widths must be ascending numbers from 0 or more, got {list(widths)}")
-        self._widths, self._cost, self._draft_cost = tuple(widths), cost, draft_cost
+        self._widths, self._cost, self._draft_cost, self.depth = tuple(widths), cost, draft_cost, depth
         self._hits, self._trials = 0.5, 1.0
         self._steps_without, self._probe_after = 0, PROBE_STEPS
 
@@ -72,8 +79,9 @@ class DraftControl:
         rates = [self.rate(request) for request in requests]
 
         def tokens_a_time(num_drafts: int) -> float:
-            tokens = sum(sum(rate**i for i in range(num_drafts + 1)) for rate in rates)
-            cost = self._cost(len(rates) * (1 + num_drafts)) + num_drafts * self._draft_cost
+            places = self.depth(num_drafts)
+            tokens = sum(sum(rate**i for i in range(places + 1)) for rate in rates)
+            cost = self._cost(len(rates) * (1 + num_drafts)) + places * self._draft_cost
             return tokens / (cost + (DRAFTING_COST * self._cost(len(rates)) if num_drafts else 0.0))
 
         best = max(self._widths, key=tokens_a_time)  # of equals the smallest
@@ -91,7 +99,7 @@ class DraftControl:
 
     def record(self, request: Request, num_drafts: int, accepted: int) -> None:
         """Takes note of a row with room for `num_drafts`; drafts that the proposer did not give count as rejected."""
-        trials = min(accepted + 1, num_drafts)
+        trials = min(accepted + 1, self.depth(num_drafts))
         hits, before = request.draft_trials
         if accepted:
             self._probe_after = PROBE_STEPS

@@ -658,4 +658,5 @@ def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
     dense = sum(weight.nbytes for weight in weights) - embedding - routed
     share = sizes.num_experts_per_tok / experts if experts else 0.0
     cost = step_cost(dense, routed, share, itemsize)
-    return DraftControl(config.speculate.draft_buckets, cost, config.speculate.proposer.draft_bytes)
+    proposer = config.speculate.proposer
+    return DraftControl(config.speculate.draft_buckets, cost, proposer.draft_bytes, proposer.depth)

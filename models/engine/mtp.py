@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int32
 from models.config import ModelConfig
 from models.decoder import MTP, StepMetadata, split_module
 from models.decoder.mtp import MTPCaches
-from models.engine.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
-from models.engine.sampler import sample
+from models.engine.proposer import DraftRows, DraftTree, ObservedStep, Proposer, ProposerSizes
+from models.engine.sampler import best
 from pallas_attn import PAGE_NONE
 
 
@@ -39,24 +39,35 @@ class MTPProposer(Proposer):
     first. They are chosen as the request's tokens are: the likeliest, or drawn, with the same noise that the model's
     draw in that place has, which makes the two agree the more often the more alike their distributions are.
 
+    With several alternatives drafts are a tree: at each place that many of the likeliest, after the likeliest at the
+    place before. So n drafts are n / alternatives places deep, and the module runs once a place.
+
     The module's cache is filled as the target's is, by every step and for every token that counts, so pages of a prefix
     that is found have it, too. A page's last entry knows the token that came next where the page was filled; where
     another comes next, the drafts after it may be a little worse.
 
     Raises:
       NotImplementedError: several modules.
+      ValueError: alternatives out of range.
     """
 
     needs_hidden = True
 
-    def __init__(self, mtp: MTP):
-        """Uses the module's weights where they are."""
+    def __init__(self, mtp: MTP, alternatives: int = 1):
+        """Uses the module's weights where they are.
+
+        Args:
+          mtp: of the engine's model.
+          alternatives: drafts for each place, from 1 to 8.
+        """
+        if isinstance(alternatives, bool) or not isinstance(alternatives, int) or not 1 <= alternatives <= 8:
+            raise ValueError(f"alternatives: expected an integer from 1 to 8, got {alternatives!r}")
         if len(mtp.depths) > 1:
             raise NotImplementedError(
                 f"mtp: expected one module, as published checkpoints have, got {len(mtp.depths)}: the second would need"
                 " the first one's hidden states of steps past"
             )
-        self._mtp = mtp
+        self._mtp, self._alternatives, self.makes_trees = mtp, alternatives, alternatives > 1
         self._rebuild, self.weights = split_module(mtp)
         self.draft_bytes = _draft_bytes(mtp)
 
@@ -71,17 +82,26 @@ class MTPProposer(Proposer):
         embedding = self._mtp.embed_tokens[...]
         return MTPState(caches, jnp.zeros((sizes.max_num_seqs, embedding.shape[1]), embedding.dtype))
 
+    def depth(self, num_drafts: int) -> int:
+        """Places that so many drafts are for."""
+        return -(-num_drafts // self._alternatives)
+
     def propose(
         self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int
-    ) -> tuple[Int32[Array, "B num_drafts"], MTPState]:
+    ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, MTPState]:
         """Chains the module; entries of drafts that are not accepted are overwritten once the truth is known."""
         hidden, caches = state.hidden[jnp.maximum(rows.slots, 0)], state.caches
         drafts = [self._choose(weights, hidden, rows, 0)]
         link = jax.jit(self._link)  # so that all links are lowered once
-        for ahead in range(1, num_drafts):
-            hidden, caches = link(weights, drafts[-1], hidden, caches, rows.decode_step(ahead - 1))
+        for ahead in range(1, self.depth(num_drafts)):
+            hidden, caches = link(weights, drafts[-1][:, 0], hidden, caches, rows.decode_step(ahead - 1))
             drafts.append(self._choose(weights, hidden, rows, ahead))
-        return jnp.stack(drafts, axis=1), MTPState(caches, state.hidden)
+        tokens, state = jnp.concatenate(drafts, axis=1)[:, :num_drafts], MTPState(caches, state.hidden)
+        if not self.makes_trees:
+            return tokens, state
+        place = jnp.arange(num_drafts, dtype=jnp.int32) // self._alternatives
+        parents = jnp.where(place > 0, (place - 1) * self._alternatives, -1)
+        return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
 
     def observe(self, weights: Any, state: MTPState, step: ObservedStep) -> MTPState:
         """Computes the entries of a step's tokens, from the target's hidden states and the tokens that follow."""
@@ -91,6 +111,7 @@ class MTPProposer(Proposer):
         slots = jnp.where(step.next_tokens >= 0, tables.slots, PAGE_NONE)
         metadata = dataclasses.replace(step.metadata, groups=(dataclasses.replace(tables, slots=slots),))
         hidden, caches = self._link(weights, step.next_tokens, step.hidden, state.caches, metadata)
+        caches = cast(MTPCaches, step.moved(caches))
         row_slots = jnp.where(step.row_slots < 0, state.hidden.shape[0], step.row_slots)
         return MTPState(caches, state.hidden.at[row_slots].set(hidden[step.last], mode="drop"))
 
@@ -100,9 +121,11 @@ class MTPProposer(Proposer):
         """Runs the module; padding, and what was no number, has negative tokens."""
         return self._rebuild(weights)(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
 
-    def _choose(self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int) -> Int32[Array, "B"]:
+    def _choose(
+        self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int
+    ) -> Int32[Array, "B alternatives"]:
         sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
-        return sample(self._rebuild(weights).logits(hidden), sampling)[0]
+        return best(self._rebuild(weights).logits(hidden), sampling, self._alternatives)
 
 
 def _draft_bytes(mtp: MTP) -> int:

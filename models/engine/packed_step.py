@@ -171,6 +171,7 @@ class PackedStep:
             logit_rows=logit_rows,
             decode_q_lens=None if drafting is None else drafting.decode_q_lens,
             decode_queries=1 if drafting is None else drafting.decode_queries,
+            decode_draft_mask=None if drafting is None else drafting.decode_draft_mask,
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:

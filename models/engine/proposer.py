@@ -7,6 +7,9 @@ accepted draft is a token, too. So the output is that of plain decoding, whateve
 rejection sampling (Leviathan et al., arXiv:2211.17192) for a proposal that is a single token: the draft x is accepted
 with its probability p(x) under the model, and otherwise the token comes from p without x, renormalised.
 
+Drafts may also be a tree: several guesses at a place, and at those that follow each. All are computed side by side,
+each seeing those before it on its own branch, and the branch is accepted whose tokens are sampled.
+
 All of it runs on the device, within the step, so that the next step can be launched before a step's tokens are read.
 """
 
@@ -22,13 +25,40 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from models.config import ModelConfig
-from models.decoder import GroupTables, StepMetadata
+from models.decoder import GroupTables, LayerCache, StepMetadata, move_tokens
 from models.engine.group_sizes import GroupSizes
 from models.engine.sampler import SamplingRows
 from pallas_attn import PAGE_NONE, slot_mapping
 
 NO_DRAFT = -1
 """In place of a draft, from the first one on that a proposer does not give."""
+
+
+@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftTree:
+    """Drafts of which several may follow the same token.
+
+    Attributes:
+      tokens: int32 [B, d]; NO_DRAFT from the first one on that is not given.
+      parents: int32 [B, d], which draft each one follows, one of those before it in the row; -1 for the newest token.
+    """
+
+    tokens: Int32[Array, "B d"]
+    parents: Int32[Array, "B d"]
+
+    def reach(self) -> Bool[Array, "B Q Q"]:
+        """Whether input j is on the way to input i, or i itself: the newest token is input 0, draft j input j + 1."""
+        batch, count = self.parents.shape
+        parents = jnp.clip(self.parents, -1, jnp.arange(count, dtype=jnp.int32)[None] - 1) + 1
+        inputs = jnp.arange(count + 1, dtype=jnp.int32)
+        of_newest = jnp.zeros((batch, 1), jnp.int32)
+        step = jnp.concatenate([of_newest, parents], axis=1)[:, :, None] == inputs[None, None]
+        reach = step | (inputs[:, None] == inputs[None])[None]
+        for _ in range(count.bit_length()):  # ways twice as long each time
+            reach = jnp.any(reach[:, :, :, None] & reach[:, None], axis=2)
+        return reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +156,7 @@ def decode_metadata(
     *,
     page_size: int,
     logit_rows: Int32[Array, "n"],
+    reach: Bool[Array, "B Q Q"] | None = None,
 ) -> StepMetadata:
     """Metadata of a step of decode rows alone.
 
@@ -136,8 +167,10 @@ def decode_metadata(
       queries: tokens that every row is padded to.
       page_size: tokens of a page.
       logit_rows: as `StepMetadata` has them.
+      reach: as `DraftTree.reach`, of rows whose drafts are trees: they lie in the slots that drafts in a line would.
     """
     ends = query_lens(kv_lens, q_lens, queries)
+    depths = None if reach is None else tree_lens(kv_lens, q_lens, reach)
     each = jnp.arange(ends.shape[0] + 1, dtype=jnp.int32)
     groups = []
     for table in tables:
@@ -145,7 +178,7 @@ def decode_metadata(
         slots = slot_mapping(of_tokens, each, ends, page_size=page_size, length=ends.shape[0])
         groups.append(GroupTables(slots, table, table[:0]))
     return StepMetadata(
-        positions=jnp.maximum(ends - 1, 0),
+        positions=jnp.maximum((ends if depths is None else depths) - 1, 0),
         groups=tuple(groups),
         decode_kv_lens=kv_lens,
         cu_q_lens=jnp.zeros(1, jnp.int32),
@@ -153,7 +186,14 @@ def decode_metadata(
         logit_rows=logit_rows,
         decode_q_lens=None if queries == 1 else q_lens,
         decode_queries=queries,
+        decode_draft_mask=reach,
     )
+
+
+def tree_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], reach: Bool[Array, "B Q Q"]) -> Int32[Array, "BQ"]:
+    """As `query_lens`, of the tokens that each query sees in a tree."""
+    seen = (kv_lens - q_lens)[:, None] + jnp.sum(reach, axis=2, dtype=jnp.int32)
+    return jnp.where(jnp.arange(reach.shape[1], dtype=jnp.int32)[None] < q_lens[:, None], seen, 0).reshape(-1)
 
 
 def query_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], queries: int) -> Int32[Array, "BQ"]:
@@ -182,6 +222,8 @@ class ObservedStep:
       rows: the decode rows as `propose` gets them, before the step ran.
       num_drafts: drafts that rows are padded to.
       lane: that of `ProposerSizes`.
+      places: of a step whose drafts are trees, slots [T] where what the step wrote for each token belongs in each cache
+        group, -1 for what does not count; else None, and it belongs where it was written.
     """
 
     metadata: StepMetadata
@@ -195,6 +237,16 @@ class ObservedStep:
     rows: DraftRows
     num_drafts: int = dataclasses.field(metadata={"static": True})
     lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    places: tuple[Int32[Array, "T"], ...] | None = None
+
+    def moved(self, caches: tuple[LayerCache, ...], group: int = 0) -> tuple[LayerCache, ...]:
+        """Caches of layers of one cache group in whose slots of `metadata` a tree's tokens were written, with accepted
+        ones where those of plain decoding are."""
+        if self.places is None:
+            return caches
+        written, places = self.metadata.of_group(group).slots, self.places[group]
+        places = jnp.where(places == written, PAGE_NONE, places)
+        return tuple(move_tokens(cache, written, places) for cache in caches)
 
     def kept(self, slots: Array) -> Array:
         """Slots in a cache group, -1 where a token does not count: for a cache that only holds accepted tokens."""
@@ -210,12 +262,14 @@ class Proposer:
 
     Attributes:
       needs_hidden: whether `observe` wants the target's hidden states.
+      makes_trees: whether `propose` returns a `DraftTree`.
       weights: pytree of arrays that every call gets, and that no step changes; the proposer may exchange them between
         steps for others of the same shapes.
       draft_bytes: bytes of them that are read for each draft, from which its cost is estimated.
     """
 
     needs_hidden: bool = False
+    makes_trees: bool = False
     weights: Any = ()
     draft_bytes: int = 0
 
@@ -228,7 +282,7 @@ class Proposer:
 
     def propose(
         self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
-    ) -> tuple[Int32[Array, "B num_drafts"], Any]:
+    ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, Any]:
         """Proposes the tokens after each row's newest one, at the start of a step that verifies them.
 
         Args:
@@ -238,9 +292,13 @@ class Proposer:
           num_drafts: drafts of each row, at least 1.
 
         Returns:
-          Drafts, NO_DRAFT from the first one on that it does not give; and the state.
+          Drafts in a line, NO_DRAFT from the first one on that it does not give, or a tree of them; and the state.
         """
         raise NotImplementedError(f"{type(self).__name__}.propose: a proposer has to define it")
+
+    def depth(self, num_drafts: int) -> int:
+        """Drafts of the longest branch of so many: all of them in a line."""
+        return num_drafts
 
     def observe(self, weights: Any, state: Any, step: ObservedStep) -> Any:
         """Takes note of a step after it ran, also of steps without drafts or without decode rows; returns the state."""

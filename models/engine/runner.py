@@ -30,6 +30,7 @@ from models.engine.sampler import sample
 from models.engine.speculative_step import (
     SpeculativeState,
     allocate_state,
+    check_trees,
     proposer_sizes,
     read_tokens,
     run_speculative_step,
@@ -121,6 +122,8 @@ class Runner:
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
+            if config.speculate.proposer.makes_trees:
+                check_trees(model.config, model.settings)
             self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
         self._num_steps = 0

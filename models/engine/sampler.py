@@ -45,10 +45,22 @@ def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array
       second-best perturbed logits (plain ones at temperature 0): how much rounding a choice withstands, in the logits'
       unit.
     """
+    values, tokens = _highest(logits, rows, 2)
+    return tokens[:, 0], values[:, 0] - values[:, 1]
+
+
+def best(logits: Float[Array, "n V"], rows: SamplingRows, count: int) -> Int32[Array, "n count"]:
+    """The tokens that `sample` would choose first, second, ...; NONFINITE for rows with a logit that is not finite."""
+    return _highest(logits, rows, count)[1]
+
+
+def _highest(
+    logits: Float[Array, "n V"], rows: SamplingRows, count: int
+) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
     drawn = lax.cond(jnp.any(rows.temperature > 0), _perturbed, lambda logits, _: logits, logits, rows)
-    best, tokens = lax.top_k(drawn, 2)
+    values, tokens = lax.top_k(drawn, count)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)  # of NaN the likeliest would be token 0, without a word
-    return jnp.where(finite, tokens[:, 0].astype(jnp.int32), NONFINITE), best[:, 0] - best[:, 1]
+    return values, jnp.where(finite[:, None], tokens.astype(jnp.int32), NONFINITE)
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:

@@ -394,11 +394,12 @@ class Scheduler:
 
     def _count_drafts(self, row: ScheduledRow, got: RowTokens, accepted: int) -> None:
         """Counts a row's drafts, the first `accepted` of which became tokens."""
-        request = row.request
-        request.drafted = counted(request.drafted, got.drafted, row.num_drafts)
-        request.accepted = counted(request.accepted, accepted, row.num_drafts)
+        request, places = row.request, row.num_drafts
         if self._draft_control is not None:
             self._draft_control.record(request, row.num_drafts, accepted)
+            places = self._draft_control.depth(row.num_drafts)
+        request.drafted = counted(request.drafted, got.drafted, places)
+        request.accepted = counted(request.accepted, accepted, places)
 
     def _limit(self, request: Request) -> int:
         """Tokens at which a request ends."""

@@ -15,15 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.config import HeadWindows
-from models.decoder import Caches, StepMetadata
+from models.config import HeadWindows, ModelConfig, cache_groups
+from models.decoder import AttentionSettings, Caches, StepMetadata
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
-from models.engine.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes, decode_metadata, query_lens
+from models.engine.proposer import (
+    DraftRows,
+    DraftTree,
+    ObservedStep,
+    Proposer,
+    ProposerSizes,
+    decode_metadata,
+    query_lens,
+    tree_lens,
+)
 from models.engine.sampler import SamplingRows, sample
 from models.engine.step_plan import RowTokens
-from pallas_attn import FULL
+from pallas_attn import FULL, slot_mapping
 
 _NOTHING = -2
 """In place of a token, after the last one that a row got."""
@@ -70,19 +79,38 @@ def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState
     return SpeculativeState(slots, jnp.zeros_like(slots), written, proposer.allocate(sizes))
 
 
+def check_trees(config: ModelConfig, settings: AttentionSettings) -> None:
+    """Raises NotImplementedError for a model whose attention goes by slots, which in a tree are not positions."""
+    reason = None
+    if config.is_sparse:
+        reason = f"tokens of a {config.model_type} choose among the keys in all slots before theirs"
+    elif any(group.window is not None for group in cache_groups(config)):
+        reason = "windows count slots"
+    elif settings.batch_invariant:
+        reason = "batch_invariant computes each token as a row of its own"
+    elif settings.mla == "expand":
+        reason = "expanded decode rows take one token each"
+    if reason is not None:
+        raise NotImplementedError(f"speculate: drafts that are a tree lie side by side; {reason}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Verified:
     """Result of a step for its decode rows.
 
     Attributes:
-      tokens: int32 [Bd, 1 + d], sampled after each query, as far as it is accepted, then _NOTHING.
+      tokens: int32 [Bd, 1 + d], sampled along the accepted branch, then _NOTHING.
       accepted: int32 [Bd], drafts that are accepted.
       lens: int32 [Bd], tokens of each row now; 0 for an idle one.
+      last: int32 [Bd], the input that is the last accepted draft; 0, the newest token, if none is.
+      next_tokens: int32 [Bd, 1 + d], sampled after each input on the accepted branch; _NOTHING after the others.
     """
 
     tokens: Int32[Array, "Bd Q"]
     accepted: Int32[Array, "Bd"]
     lens: Int32[Array, "Bd"]
+    last: Int32[Array, "Bd"]
+    next_tokens: Int32[Array, "Bd Q"]
 
 
 def accept(
@@ -96,6 +124,39 @@ def accept(
       num_drafts: how many of them each row has.
     """
     return jnp.minimum(_leading(chosen[:, :-1] == drafts), num_drafts)
+
+
+def accept_branch(
+    chosen: Int32[Array, "B Q"],
+    drafts: Int32[Array, "B d"],
+    parents: Int32[Array, "B d"],
+    num_drafts: Int32[Array, "B"],
+    depth: int,
+) -> tuple[Int32[Array, "B Q"], Int32[Array, "B"]]:
+    """The branch of a tree whose drafts are the tokens sampled in their places.
+
+    Args:
+      chosen: tokens sampled after the newest token, which is input 0, and after draft j, which is input j + 1.
+      drafts: proposed tokens.
+      parents: the input that each of them follows.
+      num_drafts: how many of them each row has.
+      depth: of the longest branch.
+
+    Returns:
+      Inputs along the branch, from 0 on, the last one repeated to the end; and the number of drafts among them.
+    """
+    rows, index = jnp.arange(chosen.shape[0], dtype=jnp.int32), jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
+    given = index < num_drafts[:, None]
+    branch = [jnp.zeros_like(num_drafts)]
+    accepted = jnp.zeros_like(num_drafts)
+    for _ in range(depth):
+        at = branch[-1]
+        follows = given & (parents == at[:, None]) & (drafts == chosen[rows, at][:, None])
+        found = jnp.any(follows, axis=1)
+        branch.append(jnp.where(found, jnp.argmax(follows, axis=1).astype(jnp.int32) + 1, at))
+        accepted += found.astype(jnp.int32)
+    branch += [branch[-1]] * (drafts.shape[1] - depth)
+    return jnp.stack(branch, axis=1), accepted
 
 
 def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
@@ -125,8 +186,13 @@ def run_speculative_step(
     group, head = lane = proposer_sizes(config, 0).lane
     rows = _draft_rows(config, step, state, lane)
     memory, drafts = state.proposer, jnp.zeros((num_rows, 0), jnp.int32)
+    tree: DraftTree | None = None
     if num_rows and bucket.num_drafts:
         drafts, memory = proposer.propose(of_proposer, memory, rows, bucket.num_drafts)
+        if isinstance(drafts, DraftTree) != proposer.makes_trees:
+            raise ValueError(f"propose: expected a DraftTree or not as makes_trees says, {proposer.makes_trees}")
+        if isinstance(drafts, DraftTree):
+            tree, drafts = drafts, drafts.tokens
         if drafts.shape != (num_rows, bucket.num_drafts) or drafts.dtype != jnp.int32:
             wanted = f"int32 {[num_rows, bucket.num_drafts]}"
             raise ValueError(f"propose: expected {wanted}, got {drafts.dtype.name} {list(drafts.shape)}")
@@ -141,16 +207,26 @@ def run_speculative_step(
     logit_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if bucket.all_logits else sampling
     q_lens = jnp.where(rows.lens > 0, 1 + num_drafts, 0)
     kv_lens = jnp.where(rows.lens > 0, rows.lens + num_drafts, 0)
-    metadata = _metadata(config, step, kv_lens, q_lens, queries, logit_rows)
+    reach = None if tree is None else tree.reach()
+    metadata = _metadata(config, step, kv_lens, q_lens, queries, logit_rows, reach)
     extra = {"return_hidden": True} if proposer.needs_hidden else {}
     logits, caches, *hidden = model_step(of_target, tokens, caches, metadata, **extra)
 
-    places = jnp.maximum(query_lens(kv_lens, q_lens, queries), 0)
+    places = query_lens(kv_lens, q_lens, queries) if reach is None else tree_lens(kv_lens, q_lens, reach)
     chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
-    verified = _verify(chosen[: num_rows * queries].reshape(num_rows, queries), drafts, num_drafts, rows.lens)
+    of_rows = chosen[: num_rows * queries].reshape(num_rows, queries)
+    if tree is None or reach is None:
+        verified, depth = _verify(of_rows, drafts, num_drafts, rows.lens), num_drafts
+    else:
+        tree, longest = dataclasses.replace(tree, tokens=drafts), proposer.depth(bucket.num_drafts)
+        verified = _verify_tree(of_rows, tree, num_drafts, rows.lens, longest)
+        depth = (
+            jnp.max(jnp.where(_first(reach, 1 + num_drafts), jnp.sum(reach, axis=2, dtype=jnp.int32), 1), axis=1) - 1
+        )
     of_prefill = chosen[num_rows * queries :]
     observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, rows)
     memory = proposer.observe(of_proposer, memory, observed)
+    caches = observed.moved(caches)
 
     newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
     newest = jnp.maximum(jnp.concatenate([newest, of_prefill]), 0)  # where logits are not finite, some token
@@ -158,10 +234,10 @@ def run_speculative_step(
     state = SpeculativeState(
         newest=state.newest.at[slots].set(newest, mode="drop"),
         lens=state.lens.at[slots].set(observed.lens, mode="drop"),
-        written=_write(state.written, metadata.groups[group].slots, head, tokens),
+        written=_write(state.written, (observed.places or [g.slots for g in metadata.groups])[group], head, tokens),
         proposer=memory,
     )
-    result = jnp.concatenate([verified.tokens, num_drafts[:, None]], axis=1).reshape(-1)
+    result = jnp.concatenate([verified.tokens, depth[:, None]], axis=1).reshape(-1)
     result = jnp.concatenate([result, of_prefill])
     return result, logits[num_rows * queries :] if bucket.all_logits else None, caches, state
 
@@ -207,12 +283,13 @@ def _metadata(
     q_lens: Int32[Array, "Bd"],
     queries: int,
     logit_rows: Int32[Array, "n"],
+    reach: Bool[Array, "Bd Q Q"] | None = None,
 ) -> StepMetadata:
     """Joins the metadata of the decode rows with that of the prefill rows."""
     if not step.decode_slots.shape[0]:
         return step.metadata(config.page_size, logit_rows)
     decode = decode_metadata(
-        step.decode_tables, kv_lens, q_lens, queries, page_size=config.page_size, logit_rows=logit_rows
+        step.decode_tables, kv_lens, q_lens, queries, page_size=config.page_size, logit_rows=logit_rows, reach=reach
     )
     return decode if not step.prefill_ids.shape[0] else step.metadata(config.page_size, logit_rows, decode)
 
@@ -236,7 +313,34 @@ def _verify(
     accepted = accept(chosen, drafts, num_drafts)
     query = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None]
     is_got = (query <= accepted[:, None]) & (lens > 0)[:, None]
-    return _Verified(jnp.where(is_got, chosen, _NOTHING), accepted, jnp.where(lens > 0, lens + accepted + 1, 0))
+    tokens = jnp.where(is_got, chosen, _NOTHING)
+    return _Verified(tokens, accepted, jnp.where(lens > 0, lens + accepted + 1, 0), accepted, tokens)
+
+
+def _verify_tree(
+    chosen: Int32[Array, "Bd Q"],
+    tree: DraftTree,
+    num_drafts: Int32[Array, "Bd"],
+    lens: Int32[Array, "Bd"],
+    depth: int,
+) -> _Verified:
+    branch, accepted = accept_branch(chosen, tree.tokens, tree.parents + 1, num_drafts, depth)
+    got = _first(chosen, jnp.where(lens > 0, accepted + 1, 0))
+    tokens = jnp.where(got, jnp.take_along_axis(chosen, branch, axis=1), _NOTHING)
+    query = jnp.arange(chosen.shape[1], dtype=jnp.int32)
+    on_branch = jnp.any(got[:, :, None] & (branch[:, :, None] == query[None, None]), axis=1)
+    return _Verified(
+        tokens,
+        accepted,
+        lens=jnp.where(lens > 0, lens + accepted + 1, 0),
+        last=branch[:, -1],
+        next_tokens=jnp.where(on_branch, chosen, _NOTHING),
+    )
+
+
+def _first(x: Array, counts: Int32[Array, "B"]) -> Bool[Array, "B n"]:
+    """Whether each entry of an array's second axis is among the first so many."""
+    return jnp.arange(x.shape[1], dtype=jnp.int32)[None] < counts[:, None]
 
 
 def _observe(
@@ -256,22 +360,40 @@ def _observe(
     last = jnp.where(starts < ends, ends - 1, num_prefill)
     following = jnp.roll(step.prefill_ids, -1).at[last].set(after_end, mode="drop")
     is_prompt = index < step.cu_q_lens[-1]
-    got = jnp.where(verified.tokens == _NOTHING, -1, jnp.maximum(verified.tokens, 0)).reshape(-1)
+    counts = verified.next_tokens != _NOTHING
+    got = jnp.where(counts, jnp.maximum(verified.next_tokens, 0), -1).reshape(-1)
     firsts = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
     decode_slots = jnp.where(verified.lens > 0, step.decode_slots, -1)
     return ObservedStep(
         metadata=metadata,
         tokens=tokens,
         next_tokens=jnp.concatenate([got, jnp.where(is_prompt, following, -1)]),
-        counts=jnp.concatenate([(verified.tokens != _NOTHING).reshape(-1), is_prompt]),
+        counts=jnp.concatenate([counts.reshape(-1), is_prompt]),
         hidden=hidden,
         row_slots=jnp.concatenate([decode_slots, step.prefill_slots]),
-        last=jnp.concatenate([firsts + verified.accepted, num_decode + jnp.maximum(ends - 1, 0)]),
+        last=jnp.concatenate([firsts + verified.last, num_decode + jnp.maximum(ends - 1, 0)]),
         lens=jnp.concatenate([verified.lens, step.prefill_kv_lens + 1]),
         rows=rows,
         num_drafts=max(verified.tokens.shape[1] - 1, 0),
         lane=rows.lane,
+        places=None if metadata.decode_draft_mask is None else _places(step, metadata, counts, rows.page_size),
     )
+
+
+def _places(
+    step: PackedStep, metadata: StepMetadata, counts: Bool[Array, "Bd Q"], page_size: int
+) -> tuple[Int32[Array, "T"], ...]:
+    """Slots by position of the tokens that count, those of drafts that are a tree included, in each cache group."""
+    num_rows, queries = counts.shape
+    num_decode = num_rows * queries
+    ends = jnp.where(counts.reshape(-1), metadata.positions[:num_decode] + 1, 0)
+    each = jnp.arange(num_decode + 1, dtype=jnp.int32)
+    places = []
+    for group, table in zip(metadata.groups, step.decode_tables, strict=True):
+        tables = jnp.repeat(table, queries, axis=0)
+        of_decode = slot_mapping(tables, each, ends, page_size=page_size, length=num_decode)
+        places.append(jnp.concatenate([of_decode, group.slots[num_decode:]]))
+    return tuple(places)
 
 
 def _write(written: Int32[Array, "rows ps"], slots: Array, head: int, tokens: Int32[Array, "T"]) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from models.engine import DraftRows, Engine, Proposer
+from models.engine import DraftRows, DraftTree, Engine, Proposer
 
 LONGEST = 128
 
@@ -25,19 +25,46 @@ class KnowingProposer(Proposer):
         self.vocab_size = vocab_size
         self.weights = _weights(sequences, share)
 
-    def propose(
-        self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
-    ) -> tuple[Int32[Array, "B num_drafts"], Any]:
+    def propose(self, weights: Any, state: Any, rows: DraftRows, num_drafts: int) -> tuple[Any, Any]:
+        return self.drafts(weights, rows, range(1, num_drafts + 1)), state
+
+    def drafts(self, weights: Any, rows: DraftRows, depths: Sequence[int]) -> Int32[Array, "B d"]:
+        """Drafts for places so far after the newest token, each right or not by a draw of its own."""
         known, share = weights
         history = rows.history()[:, :LONGEST]
         history = jnp.pad(history, ((0, 0), (0, LONGEST - history.shape[1])), constant_values=-1)
         differs = (history[:, None] != known[None]) & (history >= 0)[:, None]
         which = jnp.argmin(jnp.sum(differs, axis=2, dtype=jnp.int32), axis=1)
-        at = jnp.minimum(rows.lens[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None], LONGEST - 1)
+        at = jnp.minimum(rows.lens[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1, LONGEST - 1)
         right = jnp.take_along_axis(known[which], at, axis=1)
-        draw = ((at * 7919 + (rows.slots * 31 + jnp.sum(history, axis=1))[:, None]) % 1000).astype(jnp.float32) / 1000
+        of_row = (rows.slots * 31 + jnp.sum(history, axis=1))[:, None]
+        each = at + 577 * jnp.arange(len(depths), dtype=jnp.int32)[None]
+        draw = ((each * 7919 + of_row) % 1000).astype(jnp.float32) / 1000
         wrong = (right + 1) % self.vocab_size
-        return jnp.where(right < 0, -1, jnp.where(draw < share, right, wrong)), state
+        return jnp.where(right < 0, -1, jnp.where(draw < share, right, wrong))
+
+
+class KnowingTreeProposer(KnowingProposer):
+    """Proposes trees of the same kind of drafts, whose branches are mixed up."""
+
+    makes_trees = True
+    PARENTS = (-1, -1, 1, 0, 1, 4, 2, 5)
+
+    def depths(self, num_drafts: int) -> list[int]:
+        """How far after the newest token each draft is."""
+        depths: list[int] = []
+        for parent in self.PARENTS[:num_drafts]:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return depths
+
+    def depth(self, num_drafts: int) -> int:
+        return max(self.depths(num_drafts), default=0)
+
+    def propose(self, weights: Any, state: Any, rows: DraftRows, num_drafts: int) -> tuple[DraftTree, Any]:
+        drafts = self.drafts(weights, rows, self.depths(num_drafts))
+        return DraftTree(
+            drafts, jnp.broadcast_to(jnp.asarray(self.PARENTS[:num_drafts], jnp.int32), drafts.shape)
+        ), state
 
 
 def tell(engine: Engine, sequences: Sequence[Sequence[int]], share: float) -> None:

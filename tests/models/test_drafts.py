@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from models.engine.draft_control import PROBE_STEPS, RAREST_PROBE_STEPS, DraftControl, counted, step_cost
 from models.engine.ngram import continue_ngrams
+from models.engine.proposer import DraftTree
 from models.engine.request import Request
 from models.engine.sampler import SamplingRows, sample
-from models.engine.speculative_step import accept
+from models.engine.speculative_step import accept, accept_branch
 
 find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
 
@@ -54,6 +55,38 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(pairs: list[tuple[int,
         jnp.asarray([chosen], jnp.int32), jnp.asarray([drafts], jnp.int32), jnp.asarray([num_drafts], jnp.int32)
     )
     assert got.tolist() == [wanted]
+
+
+def branches(parents: list[int]) -> list[list[int]]:
+    """Inputs from 0 to each one, by the definition; input i follows input parents[i - 1]."""
+    ways = [[0]]
+    for i, parent in enumerate(parents, 1):
+        ways.append([*ways[parent], i])
+    return ways
+
+
+trees = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=7).map(
+    lambda drafts: [(min(parent, i), token) for i, (parent, token) in enumerate(drafts)]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees, st.lists(st.integers(0, 2), min_size=8, max_size=8), st.integers(0, 7))
+def test_of_a_tree_a_branch_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
+    """Drafts after one token that are alike count as the first of them."""
+    parents, tokens = [parent for parent, _ in drafts], [token for _, token in drafts]
+    ways, at = branches(parents), 0
+    num_drafts = min(num_drafts, len(drafts))
+    while following := [i + 1 for i in range(num_drafts) if parents[i] == at and tokens[i] == chosen[at]]:
+        at = following[0]
+    padded = [np.pad(np.asarray(x, np.int32), (0, 7 - len(x)))[None] for x in (tokens, parents)]
+    branch, accepted = accept_branch(*(jnp.asarray(x, jnp.int32) for x in ([chosen], *padded, [num_drafts])), depth=7)
+    assert branch[0, : len(ways[at])].tolist() == ways[at]
+    assert set(branch[0, len(ways[at]) - 1 :].tolist()) == {at}
+    assert accepted.tolist() == [len(ways[at]) - 1]
+    reach = DraftTree(jnp.asarray(padded[0]), jnp.asarray(padded[1] - 1)).reach()[0]
+    for i, way in enumerate(ways):
+        assert np.flatnonzero(reach[i]).tolist() == way
 
 
 N, V = 3000, 6

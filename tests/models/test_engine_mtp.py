@@ -77,7 +77,7 @@ class Recorded(MTPProposer):
         super().__init__(mtp)
         self.proposed: list[Proposed] = []
 
-    def propose(self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int) -> tuple[jax.Array, MTPState]:
+    def propose(self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int) -> Any:
         drafts, after = super().propose(weights, state, rows, num_drafts)
         jax.debug.callback(self._keep, rows.lens, rows.history(), state.hidden[rows.slots], rows.max_drafts, drafts)
         return drafts, after
@@ -178,6 +178,26 @@ def test_drafts_follow_from_the_tokens_alone():
         expected.check(row)
 
 
+def test_alternatives_are_accepted_where_the_likeliest_is_not():
+    """Three drafts for a place are accepted more often than one, and are a tree of the same first ones."""
+    model, mtp = modules()
+    sizes = dataclasses.replace(padded(SIZES), batch_invariant=False)
+    shares = []
+    for alternatives, num_drafts in ((1, 2), (3, 6)):
+        speculation = Speculation(MTPProposer(mtp, alternatives), num_drafts, adaptive=False)
+        engine = Engine(model, dataclasses.replace(sizes, speculate=speculation))
+        of_params = []
+        for params in (GREEDY, DRAWN):
+            outputs = engine.generate(PROMPTS, params)
+            runs = [Decoded(prompt, output.output_ids, params) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+            assert verify(model, runs, max_len=engine.max_sequence_len).passed
+            drafted, accepted = (np.sum([getattr(o, of) for o in outputs], axis=0) for of in ("drafted", "accepted"))
+            assert len(drafted) == 2
+            of_params.append(accepted / drafted)
+        shares.append(np.stack(of_params))
+    assert np.all(shares[1] > shares[0])
+
+
 def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
     """Two of four experts are chosen; the embedding is no product."""
     routed = dataclasses.replace(LAYER, first_k_dense_replace=0)
@@ -203,6 +223,9 @@ def test_what_cannot_be_is_refused():
     two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))
     with pytest.raises(NotImplementedError, match="mtp: expected one module, as published checkpoints have, got 2"):
         MTPProposer(random_mtp(two))
+    for wrong in (0, 9, True, 1.5):
+        with pytest.raises(ValueError, match="alternatives: expected an integer from 1 to 8"):
+            MTPProposer(mtp, wrong)  # pyrefly: ignore[bad-argument-type]
     speculation = Speculation(MTPProposer(mtp), NUM_DRAFTS)
     with pytest.raises(ValueError, match="mtp: expected the module of the engine's model"):
         Engine(two, dataclasses.replace(SIZES, speculate=speculation))

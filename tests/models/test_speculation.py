@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from models.checkpoints import random_model
-from models.config import HeadWindows
+from models.config import PRESETS, HeadWindows
 from models.decoder import AttentionSettings, Decoder
 from models.engine import (
     DraftModelProposer,
@@ -28,7 +28,7 @@ from models.engine.runner import Runner, StepResult
 from pallas_attn import FULL
 from tests.models import engine_case, test_engine_windows
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
-from tests.models.proposer_case import KnowingProposer, tell
+from tests.models.proposer_case import KnowingProposer, KnowingTreeProposer, tell
 
 LATENTS = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
 NUM_DRAFTS = 3
@@ -51,6 +51,11 @@ WIDE = HeadWindows((FULL, 100), (0, 0))
 FAMILIES = {
     "latents": (LATENTS, SHORT),
     "windows": (test_engine_windows.CONFIG, dataclasses.replace(SHORT, num_pages=12, page_size=4, cache_dtype="int8")),
+    "keys and values": (dataclasses.replace(test_engine_windows.CONFIG, windows=None), SHORT),
+    "quantised": (
+        dataclasses.replace(test_engine_windows.CONFIG, windows=None),
+        dataclasses.replace(SHORT, cache_dtype="int8"),
+    ),
     "wide windows": (dataclasses.replace(test_engine_windows.CONFIG, windows=(WIDE, 200)), SHORT),
 }
 
@@ -131,6 +136,36 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
         assert after.accepted_tokens - before.accepted_tokens >= accepted
         assert after.preemptions > before.preemptions
     assert engine.stats().prefix_hit_rate > 0
+
+
+@pytest.mark.parametrize(
+    "family", ["latents", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))]
+)
+def test_trees_of_drafts_change_no_token(family: str):
+    """Accepted tokens lie scattered among those that are not, until they are moved to their places."""
+    engine = make(family, speculate=Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8, adaptive=False))
+    for params, share in itertools.product((GREEDY, DRAWN), (1.0, 0.6, 0.0)):
+        outputs = run(engine, params, share, family)
+        drafted, accepted = totals(outputs)
+        assert (accepted > 0.3 * drafted) == (share > 0)
+        assert {len(o.drafted) for o in outputs} == {4}
+        assert accepted > 0 or share == 0
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_rate > 0
+
+
+def test_trees_are_refused_where_attention_goes_by_slots():
+    trees = Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8)
+    with pytest.raises(NotImplementedError, match="drafts that are a tree lie side by side; windows count slots"):
+        make("windows", speculate=trees)
+    with pytest.raises(NotImplementedError, match="batch_invariant computes each token as a row of its own"):
+        make(speculate=trees, batch_invariant=True)
+    expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
+    with pytest.raises(NotImplementedError, match="expanded decode rows take one token each"):
+        Engine(expanding, dataclasses.replace(SHORT, speculate=trees))
+    sparse = random_model(PRESETS["v32-tiny"], seed=3)
+    with pytest.raises(NotImplementedError, match="tokens of a deepseek_v32 choose among the keys"):
+        Engine(sparse, dataclasses.replace(SHORT, speculate=trees))
 
 
 def test_windows_of_heads_and_quantised_caches_lose_nothing_to_rejected_drafts():
