@@ -174,7 +174,9 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
         if array.shape[1 + of_heads] != page_size:
             raise NotImplementedError(f"{name}: tokens that share a scale are not moved, got {list(array.shape)}")
         where = (jnp.where(targets < 0, array.shape[0], target), *[slice(None)] * of_heads, to)
-        return array.at[where].set(array[(source, *[slice(None)] * of_heads, at)], mode="drop")
+        # Fused with what overwrites them, XLA would copy the cache to read them.
+        taken = jax.lax.optimization_barrier(array[(source, *[slice(None)] * of_heads, at)])
+        return array.at[where].set(taken, mode="drop")
 
     return with_arrays(cache, {name: moved(name, array) for name, array in cache_arrays(cache).items()})
 

@@ -26,14 +26,17 @@ class SpeculateOption:
       kind: one of `KINDS`.
       source: what the proposer is made of, such as a directory; empty for kinds that need none.
       num_drafts: drafts of a request in one step, at most.
+      alternatives: drafts for each place, of `mtp`.
     """
 
     kind: str
     source: str
     num_drafts: int
+    alternatives: int = 1
 
     def __str__(self) -> str:
-        return ":".join([self.kind, *([self.source] if self.source else []), str(self.num_drafts)])
+        alternatives = [str(self.alternatives)] if self.alternatives > 1 else []
+        return ":".join([self.kind, *([self.source] if self.source else []), str(self.num_drafts), *alternatives])
 
 
 type _Maker = Callable[[SpeculateOption, argparse.Namespace, Decoder], Proposer]
@@ -44,7 +47,8 @@ def _ngram(option: SpeculateOption, options: argparse.Namespace, model: Decoder)
 
 
 def _mtp(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
-    return MTPProposer(random_mtp(model) if options.model is None else load_mtp(options.model, model))
+    mtp = random_mtp(model) if options.model is None else load_mtp(options.model, model)
+    return MTPProposer(mtp, option.alternatives)
 
 
 def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
@@ -62,8 +66,9 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
         default="none",
         metavar="KIND[:DIR][:N]",
         help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, draft:DIR:N a smaller"
-        f" model of the same vocabulary (default: none; N: {NUM_DRAFTS})",
+        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, mtp:N:M for M"
+        " alternatives at each place, draft:DIR:N a smaller model of the same vocabulary"
+        f" (default: none; N: {NUM_DRAFTS})",
     )
 
 
@@ -79,6 +84,11 @@ def parse_speculate(given: str) -> SpeculateOption | None:
     if kind not in KINDS:
         raise UsageError(f"--speculate: expected none, {', '.join(KINDS)}, got {given!r}")
     has_source, _ = KINDS[kind]
+    alternatives = "1"
+    if kind == "mtp" and ":" in rest:
+        rest, _, alternatives = rest.partition(":")
+        if not (alternatives.isdecimal() and 1 <= int(alternatives) <= 8):
+            raise UsageError(f"--speculate: expected mtp:N:M with 1 to 8 alternatives, got {given!r}")
     source, _, number = rest.rpartition(":")
     if has_source and not number.isdecimal():  # a directory may have colons in its name, and need no number after it
         source, number = rest, ""
@@ -87,7 +97,7 @@ def parse_speculate(given: str) -> SpeculateOption | None:
         raise UsageError(f"--speculate: expected {wanted}, got {given!r}")
     if number and not (number.isdecimal() and 1 <= int(number) <= 64):
         raise UsageError(f"--speculate: expected 1 to 64 drafts, got {number!r}")
-    return SpeculateOption(kind, source, int(number or NUM_DRAFTS))
+    return SpeculateOption(kind, source, int(number or NUM_DRAFTS), int(alternatives))
 
 
 def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
 from models.decoder import AttentionSettings, Decoder, split_model
-from models.engine import NGramProposer, Speculation
+from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
@@ -129,8 +129,19 @@ def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
     return jax.eval_shape(lambda: allocate_state(proposer, proposer_sizes(sizes, config.num_hidden_layers)))
 
 
+class Forking(Proposer):
+    """Proposes the newest token at every place, twice at the first."""
+
+    makes_trees = True
+
+    def propose(self, weights: Any, state: Any, rows: DraftRows, num_drafts: int) -> tuple[DraftTree, Any]:
+        tokens = jnp.repeat(rows.tokens[:, None], num_drafts, axis=1)
+        parents = jnp.maximum(jnp.arange(num_drafts, dtype=jnp.int32) - 2, -1)
+        return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
+
+
 DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
-DRAFTS, NGRAM = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4)
+DRAFTS, NGRAM, TREE = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4), Speculation(Forking(), 4)
 ENGINE = {
     "engine-decode": step(V2_LITE, DECODE),
     "engine-mixed": step(V2_LITE, MIXED),
@@ -138,6 +149,8 @@ ENGINE = {
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
     "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
+    "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE),
+    "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
     # Logits of 320 rows in float32 are 257 MB, of which verifying drafts holds four arrays.
     "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
