@@ -9,6 +9,7 @@ run on) and `whole_sequence` (a sequence in one forward).
 
 from models.decoder.caches import Caches as Caches
 from models.decoder.caches import KVScales as KVScales
+from models.decoder.caches import LayerCache as LayerCache
 from models.decoder.caches import cache_arrays as cache_arrays
 from models.decoder.caches import with_arrays as with_arrays
 from models.decoder.explain import StepSizes as StepSizes
@@ -20,6 +21,7 @@ from models.decoder.mesh import over_mesh as over_mesh
 from models.decoder.mesh import specs_of as specs_of
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
+from models.decoder.model import split_layers as split_layers
 from models.decoder.model import split_model as split_model
 from models.decoder.model import split_module as split_module
 from models.decoder.model import with_settings as with_settings

@@ -12,6 +12,10 @@ from models.engine.cached_pages import CachedPages as CachedPages
 from models.engine.config import EngineConfig as EngineConfig
 from models.engine.draft_model import DraftModelProposer as DraftModelProposer
 from models.engine.engine import Engine as Engine
+from models.engine.handover import HandOverError as HandOverError
+from models.engine.handover import RemotePrefill as RemotePrefill
+from models.engine.handover import serve_prefill as serve_prefill
+from models.engine.incoming_pages import IncomingPages as IncomingPages
 from models.engine.mtp import MTPProposer as MTPProposer
 from models.engine.ngram import NGramProposer as NGramProposer
 from models.engine.outputs import EngineStats as EngineStats
@@ -25,8 +29,15 @@ from models.engine.proposer import Proposer as Proposer
 from models.engine.proposer import ProposerSizes as ProposerSizes
 from models.engine.proposer import Speculation as Speculation
 from models.engine.request import SamplingParams as SamplingParams
+from models.engine.transport import SocketTransport as SocketTransport
+from models.engine.transport import Transport as Transport
+from models.engine.transport import TransportError as TransportError
 from models.engine.verify import Decoded as Decoded
 from models.engine.verify import Difference as Difference
 from models.engine.verify import PlainRun as PlainRun
 from models.engine.verify import RequestCheck as RequestCheck
 from models.engine.verify import Verification as Verification
+from models.engine.written_pages import ConsumerError as ConsumerError
+from models.engine.written_pages import WrittenChunk as WrittenChunk
+from models.engine.written_pages import WrittenFeed as WrittenFeed
+from models.engine.written_pages import WrittenLayer as WrittenLayer
