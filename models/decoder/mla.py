@@ -11,6 +11,7 @@ those are cached. There are two ways to attend, and a step uses both:
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Literal
 
 import jax
@@ -44,6 +45,7 @@ INNER_NORM_EPS = 1e-6
 """Epsilon of the norms inside attention, whatever the model's rms_norm_eps."""
 
 
+@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -66,6 +68,7 @@ class Rows:
     plan: DecodePlan | None = None
 
 
+@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:

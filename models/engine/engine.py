@@ -398,7 +398,7 @@ class Engine:
         # Without a token after them, the tokens would be looked up but for the last.
         return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
 
-    def watch_written(self, consumer: Callable[[WrittenLayer], None], *, max_bytes: int = 2**30) -> WrittenFeed:
+    def watch_written(self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30) -> WrittenFeed:
         """Tells a consumer, layer by layer, of the pages that steps with prompts complete, from the next step on.
 
         A step that completes pages is then launched layer by layer, and the copy of a layer's pages goes to the host

@@ -37,8 +37,9 @@ class IncomingPages:
     """Leading pages of a prompt on their way into an engine's cache; `Engine.receive_pages` makes one.
 
     Rows are taken as pages arrive, and held until `close` or until no later token sees them: no request is given them,
-    and none finds them before all their layers are written. If no request could move otherwise, or the engine starts over, all of them are given up:
-    then `is_lost`, and what still arrives is ignored. A request computes whatever is not there.
+    and none finds them before all their layers are written. If no request could move otherwise, or the engine starts
+    over, all of them are given up: then `is_lost`, and what still arrives is ignored. A request computes whatever is
+    not there.
     """
 
     def __init__(

@@ -302,7 +302,7 @@ class Runner:
         plans: Sequence[StepPlan | None],
         all_logits: bool = False,
         *,
-        rows: Sequence[Int32[np.ndarray, "n"]] = (),
+        rows: Sequence[np.ndarray] = (),
         on_layer: OnLayer | None = None,
     ) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
@@ -312,7 +312,7 @@ class Runner:
         Args:
           plans: of each data rank; None for one without rows. One of them has some.
           all_logits: whether the logits of all prefill tokens are wanted.
-          rows: of each cache group, that are to be copied layer by layer.
+          rows: int32 of each cache group, that are to be copied layer by layer.
           on_layer: takes those copies; None for a step that is one program. On one device, without drafts.
         """
         bucket = self.bucket_of(plans, all_logits)
@@ -335,7 +335,7 @@ class Runner:
         self,
         plans: Sequence[StepPlan | None],
         bucket: Bucket,
-        rows: Sequence[Int32[np.ndarray, "n"]],
+        rows: Sequence[np.ndarray],
         on_layer: OnLayer,
     ) -> StepResult:
         """Starts a step as programs of its layers, which `on_layer` is told of."""

@@ -103,7 +103,7 @@ class WrittenFeed:
 
     def __init__(
         self,
-        consumer: Callable[[WrittenLayer], None],
+        consumer: Callable[[WrittenLayer], object],
         layer_groups: Sequence[int],
         row_bytes: Sequence[int],
         pools: GroupPools,
@@ -210,9 +210,7 @@ class WrittenFeed:
         num_bytes = sum(len(rows[group]) * n for group, n in zip(self._layer_groups, self._row_bytes, strict=True))
         with self._changed:
             if self._backlog and self._backlog + num_bytes > self._max_bytes:
-                self._fail(
-                    f"max_bytes: {self._backlog} bytes behind, {num_bytes} more to come, {self._max_bytes} allowed"
-                )
+                self._fail(f"max_bytes: {self._backlog + num_bytes} bytes would be waiting, {self._max_bytes} may")
                 return None
         self._num_steps += 1
         return WrittenStep(self._num_steps - 1, tuple(chunks), tuple(rows), ends)
