@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +127,7 @@ def test_closing_ends_who_waits(ends: tuple[SocketTransport, SocketTransport]) -
 
 
 @pytest.mark.parametrize(("changes", "match"), [({"timeout_s": 0}, "timeout_s"), ({"max_bytes": 0}, "max_bytes")])
-def test_refusals(changes: dict[str, float], match: str) -> None:
+def test_refusals(changes: dict[str, Any], match: str) -> None:
     left, right = socket.socketpair()
     with left, right, pytest.raises(ValueError, match=f"^{match}: expected"):
         SocketTransport(left, **changes)

@@ -268,5 +268,6 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_refusals(changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     config = EngineConfig(num_pages=16, page_size=4, max_batched_tokens=16, max_num_seqs=4, **changes)
+    given: dict[str, Any] = {"consumer": print, **arguments}
     with pytest.raises(error, match=match):
-        Engine(engine_case.model(), config).watch_written(**({"consumer": print} | arguments))
+        Engine(engine_case.model(), config).watch_written(**given)
