@@ -293,7 +293,7 @@ def held_rows(incoming: IncomingPages) -> set[tuple[int, int]]:
     return {(group, row) for group, rows in arrays if rows is not None for row in rows.ravel().tolist() if row >= 0}
 
 
-@pytest.mark.parametrize("kind", [LATENT_KIND, HEADWISE])
+@pytest.mark.parametrize("kind", [pytest.param(LATENT_KIND, marks=pytest.mark.slow), HEADWISE])
 def test_pages_on_their_way_are_given_to_nobody(kind: str) -> None:
     """Requests take every other page several times over, between any two layers, and find none that is incomplete."""
     engine, (_, tokens) = make(kind, num_pages=40), computed(kind)

@@ -75,14 +75,7 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
     return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        LATENT_KIND,
-        HEADWISE,
-        *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in (LATENT_KIND, HEADWISE)),
-    ],
-)
+@pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
     """With chunks, prefixes that are found, and windows; contents are those that the engine exports."""
     engine, told = make(kind), list[WrittenLayer]()
