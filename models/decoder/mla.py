@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ INNER_NORM_EPS = 1e-6
 """Epsilon of the norms inside attention, whatever the model's rms_norm_eps."""
 
 
+@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -73,6 +75,7 @@ class Rows:
     plan: DecodePlan | None = None
 
 
+@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:

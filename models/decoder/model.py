@@ -6,7 +6,7 @@ Families differ in attention and its cache, for which each has a module; all els
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import jax
@@ -39,6 +39,9 @@ from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
 """Metadata and plans of a step that a family's attention takes, the same for all layers of a cache group."""
+
+type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
+"""Slots of a step's tokens in the layers of a cache group, and what their attention takes."""
 
 
 @runtime_checkable
@@ -136,7 +139,7 @@ class Decoder(nnx.Module):
           ValueError: shapes that do not fit each other, or a model on a mesh called outside `jax.shard_map`.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
-        return self._logits(self.norm(x[metadata.logit_rows])), caches
+        return self.finish(x, metadata.logit_rows), caches
 
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
@@ -151,6 +154,28 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
         """Embeds the tokens and applies all layers; the final norm is left to do."""
+        x, rope, groups = self.begin(tokens, caches, metadata)
+        of_layer = self.layer_groups
+        apply_layer = layer_function()
+        written = []
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, *groups[of_layer[index]])
+            written.append(cache)
+        return x, tuple(written)
+
+    @property
+    def layer_groups(self) -> Mapping[int, int]:
+        """Cache group of each layer."""
+        return {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
+
+    def begin(
+        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
+    ) -> tuple[Float[Array, "T D"], CosSin, Sequence[GroupStep]]:
+        """Computes all that the layers of a step take; arguments and errors as of a call.
+
+        Returns:
+          Embeddings, rotations, and for each cache group its slots and what its attention takes.
+        """
         if self.mesh is not None and not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
             raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
         if len(caches) != len(self.layers):
@@ -163,14 +188,11 @@ class Decoder(nnx.Module):
         x = self._embed(tokens)
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, caches)
-        groups = {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
-        apply_layer = layer_function()
-        written = []
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            slots, step = metadata.of_group(groups[index]).slots, steps[groups[index]]
-            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, slots, step)
-            written.append(cache)
-        return x, tuple(written)
+        return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
+
+    def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
+        """Computes logits of these rows of the last layer's output."""
+        return self._logits(self.norm(x[logit_rows]))
 
     @property
     def _vocabulary_is_split(self) -> bool:
@@ -285,6 +307,16 @@ def _apply_layer(
     """Applies a layer as a pure function; jitted, it is lowered once for all equal layers, and its kernels compiled
     once."""
     return nnx.merge(graph, state)(x, rope, cache, slots, step)
+
+
+def split_layers(model: Decoder) -> tuple[Callable[..., tuple[Array, LayerCache]], list[tuple[Any, Any]]]:
+    """Splits every layer into a hashable graph, equal for layers that are alike, and its weights.
+
+    Returns:
+      A pure function (graph, weights, x, rope, cache, slots, step) -> (x, cache), to be jitted with the graph static;
+      and each layer's graph and weights, which are the model's own arrays.
+    """
+    return _apply_layer, [nnx.split(layer) for layer in model.layers]
 
 
 def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:

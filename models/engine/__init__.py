@@ -3,7 +3,8 @@
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
 `scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
 and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again),
-`cached_pages` (pages for another engine), `processes` (several that run one engine). Drafts:
+`cached_pages` (pages for another engine), `layered_step`, `written_pages` and `incoming_pages` (the same layer by
+layer), `handover` and `transport` (between two processes), `processes` (several that run one engine). Drafts:
 `proposer` (the interface), `speculative_step` (a step that verifies them), `draft_control` (how many), `ngram`,
 `draft_model` and `mtp` (proposers).
 """
@@ -12,6 +13,10 @@ from models.engine.cached_pages import CachedPages as CachedPages
 from models.engine.config import EngineConfig as EngineConfig
 from models.engine.draft_model import DraftModelProposer as DraftModelProposer
 from models.engine.engine import Engine as Engine
+from models.engine.handover import HandOverError as HandOverError
+from models.engine.handover import RemotePrefill as RemotePrefill
+from models.engine.handover import serve_prefill as serve_prefill
+from models.engine.incoming_pages import IncomingPages as IncomingPages
 from models.engine.mtp import MTPProposer as MTPProposer
 from models.engine.ngram import NGramProposer as NGramProposer
 from models.engine.outputs import EngineStats as EngineStats
@@ -26,8 +31,15 @@ from models.engine.proposer import Proposer as Proposer
 from models.engine.proposer import ProposerSizes as ProposerSizes
 from models.engine.proposer import Speculation as Speculation
 from models.engine.request import SamplingParams as SamplingParams
+from models.engine.transport import SocketTransport as SocketTransport
+from models.engine.transport import Transport as Transport
+from models.engine.transport import TransportError as TransportError
 from models.engine.verify import Decoded as Decoded
 from models.engine.verify import Difference as Difference
 from models.engine.verify import PlainRun as PlainRun
 from models.engine.verify import RequestCheck as RequestCheck
 from models.engine.verify import Verification as Verification
+from models.engine.written_pages import ConsumerError as ConsumerError
+from models.engine.written_pages import WrittenChunk as WrittenChunk
+from models.engine.written_pages import WrittenFeed as WrittenFeed
+from models.engine.written_pages import WrittenLayer as WrittenLayer

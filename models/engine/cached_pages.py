@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from models.decoder import Caches, cache_arrays, with_arrays
+from models.decoder import Caches, LayerCache, cache_arrays, with_arrays
+from models.engine.group_sizes import GroupSizes
 from pallas_attn import PAGE_NONE
 
 FORMAT = 1
@@ -50,6 +51,14 @@ class RowFormat:
 
     num_heads: int
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+    def of_layers(self) -> dict[int, dict[str, tuple[tuple[int, ...], np.dtype]]]:
+        """Shapes and dtypes by array for each layer."""
+        layers: dict[int, dict[str, tuple[tuple[int, ...], np.dtype]]] = {}
+        for name, array in self.arrays.items():
+            layer, _, name = name.partition(".")
+            layers.setdefault(int(layer), {})[name] = array
+        return layers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,20 +178,26 @@ def numbered(
     Returns:
       The sequences with the numbers in place of the pools' rows; and for each group the pool's row of each number.
     """
-    none = np.zeros((0,), np.int32)
-    held = [
-        np.unique(np.concatenate([none, *(s.rows[group].ravel() for s in sequences)])) for group in range(num_groups)
-    ]
-    held = [rows[rows != PAGE_NONE] for rows in held]
-
-    def number(own: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        return np.where(own == PAGE_NONE, PAGE_NONE, np.searchsorted(rows, own)).astype(np.int32)
-
+    of_groups = [numbered_rows([s.rows[group] for s in sequences]) for group in range(num_groups)]
     renumbered = (
-        dataclasses.replace(s, rows=tuple(number(own, rows) for own, rows in zip(s.rows, held, strict=True)))
-        for s in sequences
+        dataclasses.replace(s, rows=tuple(numbers[i] for _, numbers in of_groups)) for i, s in enumerate(sequences)
     )
-    return tuple(renumbered), tuple(held)
+    return tuple(renumbered), tuple(held for held, _ in of_groups)
+
+
+def numbered_rows(
+    tables: Sequence[Int32[np.ndarray, "heads pages"]],
+) -> tuple[Int32[np.ndarray, "n"], list[Int32[np.ndarray, "heads pages"]]]:
+    """Numbers the rows of one pool that tables hold.
+
+    Returns:
+      The rows in ascending order, each once; and the tables with the numbers in place of rows, PAGE_NONE where they
+      have none.
+    """
+    held = np.unique(np.concatenate([np.zeros((0,), np.int32), *(table.ravel() for table in tables)]))
+    held = held[held != PAGE_NONE].astype(np.int32)
+    numbers = [np.where(t == PAGE_NONE, PAGE_NONE, np.searchsorted(held, t)).astype(np.int32) for t in tables]
+    return held, numbers
 
 
 def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
@@ -245,10 +260,57 @@ def write_rows(
     return tuple(written)
 
 
+type RowParts = list[tuple[int, dict[str, jax.Array]]]
+"""Copies of a layer's rows on the device: numbers of rows, and [at least so many, ...] by array."""
+
+
+def gather_rows(cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"]) -> RowParts:
+    """Starts copies of a layer's rows, which later steps do not change, and sends them to the host as they are made."""
+    parts: RowParts = []
+    for start, part in _by_size(rows, 0):
+        copied = _gather(_paged_arrays(cache), part, head_wise)
+        for array in copied.values():
+            array.copy_to_host_async()
+        parts.append((min(len(part), len(rows) - start), copied))
+    return parts
+
+
+def write_layer(
+    cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
+) -> LayerCache:
+    """Writes rows of one layer in place; contents [n, ...] by array."""
+    arrays = _paged_arrays(cache)
+    for start, part in _by_size(rows, np.iinfo(np.int32).max):
+        new = {name: _padded(contents[name][start : start + len(part)], len(part)) for name in arrays}
+        arrays = _scatter(arrays, part, new, head_wise)
+    return with_arrays(cache, arrays)
+
+
+def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes]) -> None:
+    """Compiles `gather_rows` for all numbers of rows."""
+    sizes = [2**n for n in range(ROWS_AT_ONCE.bit_length())]
+    for group in groups:
+        for layer in group.layers:
+            for size in sizes:
+                gather_rows(caches[layer], group.head_wise, np.zeros((size,), np.int32))
+
+
+def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
+    """Cuts rows into parts of ROWS_AT_ONCE and a last one padded to a power of two; yields each with its start."""
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = rows[start : start + ROWS_AT_ONCE]
+        size = 1 << (len(part) - 1).bit_length()
+        yield start, np.pad(part, (0, size - len(part)), constant_values=padding).astype(np.int32)
+
+
+def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
+    """The arrays of a layer that have pages, by name; static scales have none."""
+    return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
+
+
 def _paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
-    """The arrays of layers that have pages, by layer and name; static scales have none."""
-    arrays = {f"{layer}.{name}": a for layer in layers for name, a in cache_arrays(caches[layer]).items()}
-    return {name: array for name, array in arrays.items() if array.ndim > 2}
+    """The arrays of layers that have pages, by layer and name."""
+    return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
 
 
 def _in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
@@ -256,8 +318,8 @@ def _in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarr
     return list(padded.reshape(-1, ROWS_AT_ONCE))
 
 
-def _padded(contents: np.ndarray) -> np.ndarray:
-    return np.pad(contents, [(0, ROWS_AT_ONCE - len(contents))] + [(0, 0)] * (contents.ndim - 1))
+def _padded(contents: np.ndarray, size: int = ROWS_AT_ONCE) -> np.ndarray:
+    return np.pad(contents, [(0, size - len(contents))] + [(0, 0)] * (contents.ndim - 1))
 
 
 def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:

@@ -13,8 +13,9 @@ import itertools
 import json
 import math
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -29,12 +30,14 @@ from models.engine.config import EngineConfig
 from models.engine.data_ranks import DataRanks
 from models.engine.draft_control import DraftControl, step_cost
 from models.engine.group_sizes import group_sizes, make_pools
+from models.engine.incoming_pages import IncomingPages
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
 from models.engine.processes import Processes
 from models.engine.request import NONFINITE, FinishReason, Request, SamplingParams, as_integers
 from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
 from models.engine.step_plan import StepPlan
+from models.engine.written_pages import WrittenFeed, WrittenLayer
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import Prefix, PrefixCache
 
@@ -206,6 +209,9 @@ class Engine:
         self._intact = True
         self._in_flight: _Launched | None = None
         self._untold: deque[_Tracked] = deque()  # once for each call of `on_token` that is due
+        self._feed: WrittenFeed | None = None
+        self._incoming: list[IncomingPages] = []
+        self._awaited: list[tuple[_Tracked, IncomingPages]] = []  # closed once the request has found them
         self._finished: deque[_Tracked] = deque()  # those that the bound of the history decides on, oldest first
         self._records: deque[StepRecord] = deque(maxlen=config.history)
         self._totals = Totals()
@@ -233,7 +239,10 @@ class Engine:
         """
         before = self._runner.compile_s
         with self._changing():
-            self._runner.compile(self._runner.buckets(self._capture_logits))
+            buckets = self._runner.buckets(self._capture_logits)
+            self._runner.compile(buckets)
+            if self._feed is not None and self._feed.is_open:
+                self._runner.compile_layers(buckets)
         return self._runner.compile_s - before
 
     def add_request(
@@ -244,6 +253,7 @@ class Engine:
         request_id: RequestId | None = None,
         salt: str = "",
         on_token: OnToken | None = None,
+        incoming: IncomingPages | None = None,
     ) -> RequestId:
         """Queues a request.
 
@@ -256,6 +266,8 @@ class Engine:
           request_id: a name that no request the engine keeps has; None for the next number that none has.
           salt: only requests of the same salt share cached prefixes.
           on_token: called from within `step` with every token.
+          incoming: pages of the prompt that have arrived. They are held until the request has found them, and closed
+            then.
 
         Returns:
           The request's id.
@@ -264,7 +276,10 @@ class Engine:
           ValueError: an empty prompt, ids that are no integers or outside the vocabulary, a request_id in use, or
             arguments of another kind. Nothing is queued.
         """
-        return self._add(prompt_ids, params, request_id, salt, on_token).request.request_id
+        tracked = self._add(prompt_ids, params, request_id, salt, on_token)
+        if incoming is not None:
+            self._awaited.append((tracked, incoming))
+        return tracked.request.request_id
 
     def abort(self, request_id: RequestId) -> bool:
         """Ends a request; its output keeps the tokens that have arrived. False if it had ended already.
@@ -341,6 +356,10 @@ class Engine:
         """
         return self._find(request_id).output()
 
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether there is such a request, finished or not, that was not forgotten."""
+        return request_id in self._tracked
+
     def forget(self, request_id: RequestId) -> None:
         """Drops the records of a finished request, which are otherwise kept until `EngineConfig.history` requests have
         finished after it.
@@ -379,6 +398,56 @@ class Engine:
         # Without a token after them, the tokens would be looked up but for the last.
         return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
 
+    def watch_written(self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30) -> WrittenFeed:
+        """Tells a consumer, layer by layer, of the pages that steps with prompts complete, from the next step on.
+
+        A step that completes pages is then launched layer by layer, and the copy of a layer's pages goes to the host
+        while later layers compute; other steps, and all steps without a consumer, are single programs. Tokens are the
+        same up to rounding. `WrittenLayer` says in which order layers come; pages that a request found in the prefix
+        cache come with the first that it completes.
+
+        Args:
+          consumer: called on a thread of the feed. It must not call the engine. No step waits for it.
+          max_bytes: of pages that it may be behind; with more the feed ends.
+
+        Returns:
+          The feed, to wait for, look at and close.
+
+        Raises:
+          ValueError: the engine has an open feed already, or an argument of another kind.
+          NotImplementedError: the engine runs on a mesh, with drafts, or with batch-invariant steps.
+        """
+        if not callable(consumer):
+            raise ValueError(f"consumer: expected a function, got {consumer!r}")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
+        if self._feed is not None and self._feed.is_open:
+            raise ValueError("consumer: the engine has one already, whose feed has to be closed first")
+        if self.config.mesh is not None:
+            raise NotImplementedError("mesh: steps of one device alone can be launched layer by layer")
+        if self.config.speculate is not None:
+            raise NotImplementedError("speculate: proposers see whole steps, which are not launched layer by layer")
+        if self.config.batch_invariant:
+            raise NotImplementedError(
+                "batch_invariant: steps launched layer by layer are other programs than whole ones"
+            )
+        groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layers}
+        row_bytes = {
+            layer: sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays.values())
+            for group in self._groups
+            for layer, arrays in self._runner.row_format(group).of_layers().items()
+        }
+        layers = sorted(groups)
+        self._feed = WrittenFeed(
+            consumer,
+            [groups[layer] for layer in layers],
+            [row_bytes[layer] for layer in layers],
+            self._pools[0],
+            max_bytes,
+        )
+        weakref.finalize(self, self._feed.close)  # or its thread would wait for ever
+        return self._feed
+
     def export_prefix_cache(self) -> CachedPages:
         """Copies all pages of the prefix cache to the host, such as to save them for the next start.
 
@@ -405,7 +474,7 @@ class Engine:
           NotImplementedError: the engine runs on a mesh.
         """
         cache = self._intact_prefix_cache()
-        if (unlike := difference(pages.made_for, self._cache_format)) is not None:
+        if (unlike := difference(pages.made_for, self.cache_format)) is not None:
             raise ValueError(f"pages: expected those of an engine like this one, got {unlike}")
         formats = [self._runner.row_format(group) for group in self._groups]
         pages.check(self.config.page_size, self._vocab_size, formats)
@@ -415,6 +484,32 @@ class Engine:
                 self._write_pages(pages, sequence, cache.insert(sequence.tokens, known, sequence.salt))
         hits = (cache.lookup([*sequence.tokens, 0], sequence.salt)[0].shape[1] for sequence in pages.sequences)
         return sum(hits) * self.config.page_size
+
+    def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], *, salt: str = "") -> IncomingPages:
+        """Prepares for pages of a prompt that another engine computes, to be written layer by layer as they arrive.
+
+        Args:
+          tokens: token ids of the prompt.
+          made_for: `cache_format` of the other engine.
+          salt: of the request for the prompt.
+
+        Returns:
+          The pages to come: hand them to `add_request` as `incoming`, or close them.
+
+        Raises:
+          ValueError: pages of another model or another kind of cache, ids as `add_request` refuses them, a prompt that
+            is longer than the cache, or the engine was made without a prefix cache.
+          NotImplementedError: the engine runs on a mesh.
+        """
+        cache = self._intact_prefix_cache()
+        if (unlike := difference(made_for, self.cache_format)) is not None:
+            raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
+        ids = self._checked_ids("tokens", tokens)
+        if len(ids) > self.max_sequence_len:
+            raise ValueError(f"tokens: expected at most {self.max_sequence_len}, got {len(ids)}")
+        incoming = IncomingPages(ids, salt, self._groups, self._pools[0], cache, self._runner, self._changing)
+        self._incoming.append(incoming)
+        return incoming
 
     def stats(self) -> EngineStats:
         """Returns totals since the engine was made, which are kept as it runs, and the records of the newest steps."""
@@ -462,8 +557,8 @@ class Engine:
         return sum(cache.hit_tokens for cache in self._prefix_caches)
 
     @functools.cached_property
-    def _cache_format(self) -> dict[str, Any]:
-        """What an engine must have in common with this one to take its pages."""
+    def cache_format(self) -> dict[str, Any]:
+        """What an engine must have in common with this one to take its pages; JSON, by name."""
         groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 
@@ -473,7 +568,7 @@ class Engine:
         taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
         sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
         contents = (self._runner.read_rows(group, rows) for group, rows in zip(self._groups, held, strict=True))
-        return CachedPages(self._cache_format, sequences, tuple(contents))
+        return CachedPages(self.cache_format, sequences, tuple(contents))
 
     def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix) -> None:
         """Writes pages of a sequence to the rows that they were given, where they were given any."""
@@ -509,10 +604,7 @@ class Engine:
             raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
-        ids = as_integers("prompt_ids", prompt_ids)
-        outside = [token for token in ids if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ValueError(f"prompt_ids: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}")
+        ids = self._checked_ids("prompt_ids", prompt_ids)
         tracked = _Tracked(Request(request_id, ids, params, salt), self._now(), on_token, kept=own is not None)
         with self._changing():
             try:
@@ -525,6 +617,14 @@ class Engine:
             if tracked.refusal is not None:
                 self._retain(tracked)
         return tracked
+
+    def _checked_ids(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        """Token ids that the model knows."""
+        ids = as_integers(name, given)
+        outside = [token for token in ids if not 0 <= token < self._vocab_size]
+        if outside:
+            raise ValueError(f"{name}: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}")
+        return ids
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -540,6 +640,11 @@ class Engine:
         itself be cut short, and is then repeated."""
         self._in_flight = None
         self._runner.reset()
+        if self._feed is not None:
+            self._feed.start_over()
+        for incoming in self._incoming:
+            incoming.lose(dropping=False)
+        self._incoming = []
         tracked = [*self._tracked.values()]
         self._ranks.requeue_all([t.request for t in tracked if t.finish_reason is None])
         now = self._now()
@@ -574,13 +679,41 @@ class Engine:
     def _launch(self) -> _Launched | None:
         planned_s = self._now()
         hits = self._hit_tokens
-        plans = self._ranks.schedule()
+        plans = self._schedule()
         if plans is None:
             return None
         cached, used = self._hit_tokens - hits, self._num_owned
         self._peak_rows = tuple(map(max, self._peak_rows, used))
         self._peak_pages = max(self._peak_pages, self._pages(used))
-        return _Launched(self._runner.launch(plans, self._capture_logits), planned_s, cached, used)
+        return _Launched(self._launch_told(plans), planned_s, cached, used)
+
+    def _schedule(self) -> tuple[StepPlan | None, ...] | None:
+        """Plans a step. If nothing runs and nobody can move, because of pages that are held for prompts to come, these
+        are given up."""
+        plans = self._ranks.schedule()
+        self._incoming = [incoming for incoming in self._incoming if incoming.is_open]
+        if plans is None and self._incoming and self._in_flight is None and self._ranks.has_unfinished:
+            for incoming in self._incoming:
+                incoming.lose()
+            plans = self._ranks.schedule()
+        found = [one for one in self._awaited if one[0].request.num_cached is not None or one[0].finish_reason]
+        if found:
+            self._awaited = [one for one in self._awaited if one not in found]
+            for _, incoming in found:
+                if incoming.is_open:
+                    incoming.lose()
+        return plans
+
+    def _launch_told(self, plans: Sequence[StepPlan | None]) -> StepResult:
+        """Launches a step; layer by layer if it completes pages that a consumer is to be told of."""
+        feed = self._feed
+        step = None if feed is None else feed.plan(plans[0])
+        if feed is None or step is None:
+            return self._runner.launch(plans, self._capture_logits)
+        on_layer = functools.partial(feed.add, step)
+        result = self._runner.launch(plans, self._capture_logits, rows=step.rows, on_layer=on_layer)
+        feed.launched(step)
+        return result
 
     def _collect(self, step: _Launched) -> list[RequestId]:
         plans = step.result.plans

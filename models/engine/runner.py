@@ -21,12 +21,13 @@ from jaxtyping import Array, Float, Int32
 
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
 from models.decoder.mesh import DATA, cache_partition
-from models.engine.cached_pages import RowFormat, digest_of, read_rows, write_rows
+from models.engine.cached_pages import RowFormat, digest_of, read_rows, warm_up_rows, write_layer, write_rows
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
+from models.engine.layered_step import LayeredStep, OnLayer
 from models.engine.packed_step import PackedStep
+from models.engine.plain_step import run_step
 from models.engine.processes import Processes
-from models.engine.sampler import sample
 from models.engine.speculative_step import (
     SpeculativeState,
     allocate_state,
@@ -118,6 +119,8 @@ class Runner:
             self._state_specs = cache_partition(model.part, self._specs), PartitionSpec(DATA)
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
         self._step, self._weights = split_model(model)
+        self._model = model
+        self._layered: LayeredStep | None = None
         self._function: Any = run_step
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
@@ -188,6 +191,17 @@ class Runner:
         self._allocate()
         self._caches = write_rows(self._caches, group.layers, group.head_wise, rows, contents)
 
+    def write_layer(
+        self, group: GroupSizes, layer: int, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
+    ) -> None:
+        """Writes rows of one layer of a cache group, as `write_rows`; contents by array.
+
+        If this raises, the caches may be gone: call `reset`.
+        """
+        self._allocate()
+        cache = write_layer(self._caches[layer], group.head_wise, rows, contents)
+        self._caches = (*self._caches[:layer], cache, *self._caches[layer + 1 :])
+
     def cache_format(self) -> dict[str, Any]:
         """What tells caches apart whose contents must not be exchanged, by name: the model's configuration, shapes and
         dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
@@ -239,15 +253,33 @@ class Runner:
     def _compile(self, new: Sequence[Bucket]) -> None:
         began = time.perf_counter()
         last_tokens = self._allocate()
-        on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
-        options = gpu_options() if on_gpu else None
+        options = self._options(last_tokens)
         with ThreadPoolExecutor() as threads:
             compiled = {bucket: threads.submit(self._lower(bucket, last_tokens).compile, options) for bucket in new}
             self._compiled |= {bucket: program.result() for bucket, program in compiled.items()}
-        if on_gpu:
+        if options is not None:  # on a GPU
             for bucket in [*self._compiled] * 2:
                 self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
+
+    def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
+        """Compiles those of the buckets that have prompts for `launch` with `on_layer`, and the copies of rows."""
+        groups = self._config.groups or ()
+        layered = self._layered = self._layered or LayeredStep(self._model, self._config, groups)
+        new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in layered.compiled]
+        if not new:
+            return layered
+        began = time.perf_counter()
+        last_tokens = self._allocate()
+        for bucket in new:
+            layered.compile(bucket, self._caches, last_tokens, self._options(last_tokens))
+        warm_up_rows(self._caches, groups)
+        self.compile_s += time.perf_counter() - began
+        return layered
+
+    def _options(self, last_tokens: Any) -> dict[str, str | bool] | None:
+        on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
+        return gpu_options() if on_gpu else None
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""
@@ -268,7 +300,14 @@ class Runner:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
         jax.block_until_ready(self._run(bucket, self._pack(bucket, [None] * self._num_ranks)))
 
-    def launch(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> StepResult:
+    def launch(
+        self,
+        plans: Sequence[StepPlan | None],
+        all_logits: bool = False,
+        *,
+        rows: Sequence[np.ndarray] = (),
+        on_layer: OnLayer | None = None,
+    ) -> StepResult:
         """Starts a step and returns without waiting for it. Steps run in the order they are launched.
 
         If this raises, the caches may be gone: call `reset`.
@@ -276,8 +315,12 @@ class Runner:
         Args:
           plans: of each data rank; None for one without rows. One of them has some.
           all_logits: whether the logits of all prefill tokens are wanted.
+          rows: int32 of each cache group, that are to be copied layer by layer.
+          on_layer: takes those copies; None for a step that is one program. On one device, without drafts.
         """
         bucket = self.bucket_of(plans, all_logits)
+        if on_layer is not None:
+            return self._launch_layers(plans, bucket, rows, on_layer)
         self.compile([bucket])
         if self._processes is None:
             tokens, logits = self._run(bucket, self._pack(bucket, plans))
@@ -290,6 +333,26 @@ class Runner:
         self._num_steps += 1
         tokens.copy_to_host_async()
         return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None, read)
+
+    def _launch_layers(
+        self,
+        plans: Sequence[StepPlan | None],
+        bucket: Bucket,
+        rows: Sequence[np.ndarray],
+        on_layer: OnLayer,
+    ) -> StepResult:
+        """Starts a step as programs of its layers, which `on_layer` is told of."""
+        layered = self.compile_layers([bucket])
+        last_tokens = self._allocate()
+        if isinstance(last_tokens, SpeculativeState):
+            raise NotImplementedError("speculate: steps with drafts are not split by layers")
+        packed = jax.device_put(self._pack(bucket, plans))
+        tokens, logits, self._caches, self._last_tokens = layered.run(
+            bucket, self._caches, last_tokens, packed, rows, on_layer
+        )
+        self._num_steps += 1
+        tokens.copy_to_host_async()
+        return StepResult(tuple(plans), tokens, bucket, logits)
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
@@ -323,29 +386,3 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
         return everyone(tokens), None if logits is None else everyone(logits), *state
 
     return gathered
-
-
-def run_step(
-    model_step: Any,
-    config: RunnerConfig,
-    bucket: Bucket,
-    weights: Sequence[Array],
-    caches: Caches,
-    last_tokens: Int32[Array, "slots"],
-    packed: Int32[Array, "n"],
-) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Caches, Int32[Array, "slots"]]:
-    """Runs one step on the device: tokens in from the last step's samples and the host, samples out."""
-    step = PackedStep.of(config, bucket, packed)
-    decode_ids = last_tokens[jnp.maximum(step.decode_slots, 0)]
-    tokens = jnp.concatenate([decode_ids, step.prefill_ids])
-    decode_rows = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
-    prefill_ends = bucket.decode_rows + jnp.maximum(step.cu_q_lens[1:] - 1, 0)
-    sampling = jnp.concatenate([decode_rows, prefill_ends])
-    logit_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if bucket.all_logits else sampling
-    logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
-    chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
-    slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
-    slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
-    # A request without finite logits ends, but may have a step more under way, which needs some token.
-    last_tokens = last_tokens.at[slots].set(jnp.maximum(chosen, 0), mode="drop")
-    return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, caches, last_tokens

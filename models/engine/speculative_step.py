@@ -174,7 +174,7 @@ def run_speculative_step(
     state: SpeculativeState,
     packed: Int32[Array, "n"],
 ) -> tuple[Int32[Array, "n"], Float[Array, "tokens V"] | None, Caches, SpeculativeState]:
-    """Runs one step on the device, as `runner.run_step` does without drafts.
+    """Runs one step on the device, as `plain_step.run_step` does without drafts.
 
     Returns:
       What the rows got, for `read_tokens`; logits of the prefill tokens if the bucket has them; caches and state.

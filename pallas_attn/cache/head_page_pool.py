@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 from numpy.typing import ArrayLike
 
-from pallas_attn.cache.errors import InconsistentCache
+from pallas_attn.cache.errors import InconsistentCache, PageError
 from pallas_attn.cache.page_pool import PagePool
 
 PAGE_NONE = -1  # the one of pallas_attn.types, which imports jax
@@ -86,6 +86,7 @@ class HeadPagePool:
         """Makes all batch slots idle and all rows free, as at the start, whatever state an interrupted call has left;
         the watcher stays."""
         self._rows.reset()
+        self._held: Counter[int] = Counter()  # references of `take` and `hold`
         self._tables.fill(PAGE_NONE)
         self._num_pages.fill(0)
         self._oldest_query.fill(0)
@@ -170,6 +171,13 @@ class HeadPagePool:
         """
         behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
+
+    def is_unseen(self, first_page: int, end_page: int, oldest_query: int) -> Bool[np.ndarray, "Hkv pages"]:
+        """Whether each head sees no token of pages from `first_page` to `end_page`; `oldest_query` as for
+        `unseen_pages`."""
+        starts, ends = self.unseen_pages(oldest_query)
+        pages = np.arange(first_page, end_page)
+        return (starts[:, None] <= pages) & (pages < ends[:, None])
 
     def allocated_tokens(self, batch_slot: int) -> int:
         """Tokens that a sequence has room for, including those in recycled pages.
@@ -322,7 +330,9 @@ class HeadPagePool:
         Raises:
             OutOfPages: fewer are free.
         """
-        return self._rows.allocate(num_rows)
+        rows = self._rows.allocate(num_rows)
+        self._held.update(rows)
+        return rows
 
     def hold(self, rows: Sequence[int]) -> None:
         """Adds a reference, which `drop` drops, to rows whose contents are known, free or not.
@@ -331,10 +341,20 @@ class HeadPagePool:
             PageError: a row is not of this pool.
         """
         self._rows.reclaim(rows)
+        self._held.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Drops references of `take` and `hold`; the last row without any becomes the first to be handed out again."""
+        """Drops references of `take` and `hold`; the last row without any becomes the first to be handed out again.
+
+        Raises:
+            PageError: a row is mentioned more often than `take` and `hold` gave it.
+        """
+        mentions = Counter(rows)
+        for row, count in mentions.items():
+            if count > self._held[row]:
+                raise PageError(f"cannot drop row {row} {count}x: it is held {self._held[row]}x")
         self._rows.release(rows)
+        self._held -= mentions
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges the sequences of two batch slots, with the rows of all their heads; either may be idle.
@@ -427,8 +447,9 @@ class HeadPagePool:
         mentions = Counter(rows)
         for row in sorted(mentions.keys() | range(self.num_rows)):
             owners = self._rows.refcount(row) if 0 <= row < self.num_rows else 0
-            if mentions[row] != owners:
-                raise InconsistentCache(f"row {row} is {mentions[row]}x in tables and owned {owners}x")
+            if mentions[row] + self._held[row] != owners:
+                held = f", held {self._held[row]}x" if self._held[row] else ""
+                raise InconsistentCache(f"row {row} is {mentions[row]}x in tables{held} and owned {owners}x")
         places: dict[int, list[int]] = {}
         for row, (_, *place) in zip(rows, np.argwhere(present).tolist(), strict=True):
             if places.setdefault(row, place) != place:

@@ -163,6 +163,19 @@ class PrefixCache:
         rows = self._rows_of(batch_slot, num_full)
         self._register(tokens, salt, rows, self._last_published(tokens, rows, salt))
 
+    def publish_rows(self, tokens: Sequence[int], rows: Prefix, salt: str = "") -> None:
+        """Makes the full pages of a sequence matchable that no batch slot has; as `publish`.
+
+        Args:
+            tokens: Token ids, whole pages of them.
+            rows: The rows of these pages, which the caller holds and which are written; PAGE_NONE where there is none.
+            salt: As for `match`.
+
+        Raises:
+            PageError: a row is published with other contents. Nothing is published.
+        """
+        self._register(tokens, salt, np.concatenate(rows).T, None)
+
     def insert(self, tokens: Sequence[int], known: Sequence[Bool[np.ndarray, "_ pages"]], salt: str = "") -> Prefix:
         """Makes the full pages of a sequence that was computed elsewhere matchable, in free rows, as far as those go.
 

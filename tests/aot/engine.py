@@ -19,7 +19,8 @@ from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Specula
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
-from models.engine.runner import GPU_OPTIONS, run_step
+from models.engine.plain_step import run_step
+from models.engine.runner import GPU_OPTIONS
 from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
 from tests.aot.case import Case, deferred, on_b200, shape

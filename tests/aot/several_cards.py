@@ -26,7 +26,8 @@ from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mes
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
-from models.engine.runner import GPU_OPTIONS, run_step
+from models.engine.plain_step import run_step
+from models.engine.runner import GPU_OPTIONS
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec, mla_decode, paged_decode, parallel
 from tests.aot import device, engine
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, PAGE_NONE, HeadWindow, slot_mapping, validate_metadata
-from pallas_attn.cache import HeadPagePool, InconsistentCache, OutOfPages
+from pallas_attn.cache import HeadPagePool, InconsistentCache, OutOfPages, PageError
 from pallas_attn.portable.visibility import page_walk
 
 PAGE_SIZE = 4
@@ -380,3 +380,32 @@ def test_check_finds_broken_invariants(break_pool, message):
     break_pool(pool)
     with pytest.raises(InconsistentCache, match=message):
         pool.check()
+
+
+def test_held_rows_are_handed_to_nobody_and_dropped_once():
+    pool = make_pool(heads(FULL), num_rows=4)
+    rows = pool.take(3)
+    pool.check()
+    assert (pool.num_free, pool.num_owned) == (1, 3)
+    with pytest.raises(OutOfPages):
+        pool.allocate(0, 2 * PAGE_SIZE)
+    pool.hold(rows[:1])
+    pool.drop(rows)
+    pool.check()
+    assert pool.num_free == 3
+    with pytest.raises(PageError, match=f"cannot drop row {rows[1]} 1x: it is held 0x"):
+        pool.drop(rows[:2])
+    pool.drop(rows[:1])
+    pool.check()
+    assert pool.num_free == 4
+    pool.take(2)
+    pool.reset()
+    pool.check()
+    assert pool.num_free == 4
+
+
+def test_unseen_pages_lie_between_the_sink_tokens_and_the_window():
+    pool = make_pool(heads(FULL, 6, sink_tokens=3))
+    unseen = pool.is_unseen(0, 5, oldest_query=16)  # whose window is tokens 11 to 16
+    assert unseen.tolist() == [[False] * 5, [False, True, False, False, False]]
+    assert pool.is_unseen(1, 3, oldest_query=16).tolist() == [[False] * 2, [True, False]]

@@ -1,0 +1,75 @@
+"""Measures handing a cache over, layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
+
+What is measured: scripts/bench/engine/hand_over.py. On one card two processes share it, each with less than half of its
+memory; `--prefill-device 1` gives the second one another card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench.engine import hand_over
+from scripts.bench.engine.hand_over import HandOver
+from scripts.bench.harness.device import description
+from scripts.cli.command_line import check_outputs, exit_status, write_report
+
+PROG = "bench_hand_over"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", choices=hand_over.CONFIGS, default="v2-lite", help="default: %(default)s")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="default: 2048 8192 32768")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
+    parser.add_argument("--page-size", type=int, default=64, help="default: 64")
+    parser.add_argument("--repeats", type=int, default=7, help="default: 7")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
+    parser.add_argument("--prefill-device", metavar="N", help="card of the second process (default: the same)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each length")
+    args = parser.parse_args(argv)
+    if min(*args.lengths, args.step_tokens, args.page_size, args.repeats) < 1:
+        parser.error("--lengths, --step-tokens, --page-size and --repeats are at least 1")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs({"--json": args.json})
+    if args.prefill_device is None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # of each process; read when jax first runs
+    console, results = Console(), []
+    work = HandOver(
+        args.config,
+        args.dtype,
+        args.implementation,
+        tuple(args.lengths),
+        args.step_tokens,
+        args.page_size,
+        args.repeats,
+    )
+    report = description() | {"workload": dataclasses.asdict(work), "results": results}
+    report["cards"] = 1 if args.prefill_device is None else 2
+    for result in hand_over.run(work, args.prefill_device):
+        results.append(result)
+        console.print(hand_over.line(result), highlight=False, soft_wrap=True)
+        if args.json is not None:
+            write_report("--json", args.json, report)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(PROG, lambda: run(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

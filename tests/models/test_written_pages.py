@@ -1,0 +1,266 @@
+"""Pages told of layer by layer: in order, once, early, as the step left them, whatever the consumer does."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
+from models.engine.layered_step import LayeredStep
+from tests.models import engine_case
+from tests.models.engine_case import PROMPTS
+from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+NUM_LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one kind share the programs of their layers, as they do whole steps."""
+    make_layered = LayeredStep.__init__
+
+    def sharing(self: LayeredStep, model: Any, config: Any, groups: Any) -> None:
+        make_layered(self, model, config, groups)
+        key = f"layers {id(model)} {config}"
+        self._of_buckets, self._of_layers = compiled_steps.setdefault(key, ({}, {}))
+
+    monkeypatch.setattr(LayeredStep, "__init__", sharing)
+
+
+def tokens_of(engine: Engine, params: SamplingParams = PARAMS) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(output.output_ids) for output in engine.generate(PROMPTS, params))
+
+
+def whole_steps(told: list[WrittenLayer]) -> list[list[WrittenLayer]]:
+    """Layers by step, without steps that ended early; their order is checked."""
+    steps: dict[int, list[WrittenLayer]] = {}
+    for written in told:
+        assert written.num_layers == NUM_LAYERS
+        assert not steps or written.step >= max(steps)
+        steps.setdefault(written.step, []).append(written)
+        assert written.layer == len(steps[written.step]) - 1
+    return [layers for layers in steps.values() if len(layers) == NUM_LAYERS]
+
+
+def pages_told(told: list[WrittenLayer]) -> dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]]:
+    """Contents by request, and by layer, head and page."""
+    found: dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]] = {}
+    for written in (written for layers in whole_steps(told) for written in layers):
+        for chunk in written.chunks:
+            of_request = found.setdefault(chunk.request_id, {})
+            assert len(chunk.tokens) == chunk.rows.shape[1] * 4
+            for (head, page), row in np.ndenumerate(chunk.rows):
+                if row >= 0:
+                    key = written.layer, head, chunk.first_page + page
+                    assert key not in of_request, "told twice"
+                    of_request[key] = {name: array[row] for name, array in written.contents.items()}
+    return found
+
+
+def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict[str, np.ndarray]]:
+    pages = engine.export_pages(request_id)
+    found: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
+    for sequence in pages.sequences:
+        for group, contents in enumerate(pages.groups):
+            for name, array in contents.items():
+                layer, _, name = name.partition(".")
+                for (head, page), row in np.ndenumerate(sequence.rows[group]):
+                    if row >= 0:
+                        found.setdefault((int(layer), head, page), {})[name] = array[row]
+    return found
+
+
+@pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
+def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
+    """With chunks, prefixes that are found, and windows; contents are those that the engine exports."""
+    engine, told = make(kind), list[WrittenLayer]()
+    feed = engine.watch_written(told.append)
+    ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    while engine.has_unfinished:
+        engine.step()
+    feed.wait(60)
+    assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(kind)[1]
+    found = pages_told(told)
+    assert feed.backlog_bytes == 0
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        of_request, pages = found.get(request_id, {}), len(prompt) // 4
+        wanted = {key: contents for key, contents in exported(engine, request_id).items() if key[2] < pages}
+        assert {page for _, _, page in of_request} == set(range(pages))
+        assert len({layer for layer, _, _ in of_request}) == (NUM_LAYERS if pages else 0)
+        for key in wanted.keys() & of_request.keys():
+            assert wanted[key].keys() == of_request[key].keys()
+            for name, array in wanted[key].items():
+                np.testing.assert_array_equal(of_request[key][name], array)
+        assert of_request.keys() >= {key for key in wanted if key[2] == pages - 1}  # no window hides the last page
+    check(engine)
+
+
+def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1 of every step waits until the consumer has the pages of layer 0."""
+    engine, came = make(LATENT_KIND), threading.Semaphore(0)
+    in_time, run = [], LayeredStep.run
+
+    def running(self: LayeredStep, bucket: Any, *rest: Any) -> Any:
+        whole = self._of_buckets
+        begin, programs, finish = whole[bucket]
+
+        def waiting(*arguments: Any) -> Any:
+            in_time.append(came.acquire(timeout=60))
+            return programs[1](*arguments)
+
+        self._of_buckets = {bucket: (begin, [programs[0], waiting], finish)}
+        try:
+            return run(self, bucket, *rest)
+        finally:
+            self._of_buckets = whole
+
+    monkeypatch.setattr(LayeredStep, "run", running)
+    feed = engine.watch_written(lambda written: came.release() if written.layer == 0 else None)
+    engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2))
+    feed.wait(60)
+    assert in_time == [True] * 3  # 16 of 50 tokens at a time; the last two complete no page
+    check(engine)
+
+
+def test_without_a_consumer_the_step_is_the_same_program() -> None:
+    plain, watched = make(LATENT_KIND), make(LATENT_KIND)
+    watched.watch_written(lambda written: None)
+    texts = [
+        [engine._runner._lower(bucket, engine._runner._allocate()).as_text() for bucket in engine._runner.buckets()]
+        for engine in (plain, watched)
+    ]
+    assert texts[0] == texts[1]
+    assert all("callback" not in text for text in texts[0])
+    tokens_of(plain)
+    assert plain._runner._layered is None
+
+
+def test_copies_keep_what_was_written() -> None:
+    """A consumer that is held up gets every page as it was, though all pages were handed out again in between."""
+    engine, go_on, told = make(LATENT_KIND, num_pages=16), threading.Event(), list[WrittenLayer]()
+
+    def held_up(written: WrittenLayer) -> None:
+        assert go_on.wait(60)
+        told.append(written)
+
+    feed = engine.watch_written(held_up)
+    ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    while engine.has_unfinished:
+        engine.step()
+    assert feed.backlog_bytes > 0
+    assert not told
+    assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(LATENT_KIND)[1]
+    go_on.set()
+    feed.wait(60)
+    assert sum(len(prompt) // 4 for prompt in PROMPTS) > 16
+    ample = make(LATENT_KIND)
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        alone = ample.add_request(prompt, SamplingParams(max_tokens=1))
+        while ample.has_unfinished:
+            ample.step()
+        wanted = exported(ample, alone)
+        found = {key: page for key, page in pages_told(told).get(request_id, {}).items() if key[2] < len(prompt) // 4}
+        assert found.keys() == wanted.keys()
+        for key, contents in found.items():
+            for name, array in contents.items():
+                np.testing.assert_allclose(array, wanted[key][name], rtol=1e-3, atol=1e-4)
+    check(engine)
+
+
+def test_a_consumer_that_raises_is_told_of_nothing_more() -> None:
+    engine, told = make(LATENT_KIND), list[WrittenLayer]()
+
+    def raising(written: WrittenLayer) -> None:
+        told.append(written)
+        if len(told) == 3:
+            raise OSError("its disk is full")
+
+    feed = engine.watch_written(raising)
+    assert tokens_of(engine) == computed(LATENT_KIND)[1]
+    with pytest.raises(ConsumerError, match="consumer: raised OSError: its disk is full"):
+        feed.wait(60)
+    assert len(told) == 3
+    assert (feed.is_open, feed.backlog_bytes) == (False, 0)
+    again = engine.watch_written(told.append)  # another may take its place
+    engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=1))
+    again.wait(60)
+    assert len(told) == 3 + NUM_LAYERS
+    check(engine)
+
+
+def test_a_consumer_too_far_behind_is_given_up() -> None:
+    engine, end = make(LATENT_KIND), threading.Event()
+    feed = engine.watch_written(lambda written: end.wait(60), max_bytes=5000)
+    assert tokens_of(engine) == computed(LATENT_KIND)[1]
+    with pytest.raises(ConsumerError, match=r"max_bytes: \d+ bytes would be waiting, 5000 may"):
+        feed.wait(60)
+    end.set()
+    check(engine)
+
+
+def test_a_closed_feed_ends() -> None:
+    engine, told = make(LATENT_KIND), list[WrittenLayer]()
+    feed = engine.watch_written(told.append)
+    with pytest.raises(ValueError, match="consumer: the engine has one already"):
+        engine.watch_written(told.append)
+    feed.close()
+    feed.wait(60)
+    assert tokens_of(engine) == computed(LATENT_KIND)[1]
+    assert not told
+    assert feed.error is None
+
+
+def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told, fails = make(LATENT_KIND), list[WrittenLayer](), [False, True]
+    feed = engine.watch_written(told.append)
+    add = feed.add
+
+    def failing(step: Any, layer: int, parts: Any) -> None:
+        if layer == 1 and fails and fails.pop(0):
+            raise MemoryError("no memory")
+        add(step, layer, parts)
+
+    monkeypatch.setattr(feed, "add", failing)
+    ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+    feed.wait(60)
+    assert failures == 1
+    assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(LATENT_KIND)[1]
+    assert len(told) == 2 * len(whole_steps(told)) + 1
+    void = next(i for i, written in enumerate(told) if written.layer == 0 and told[i + 1].layer == 0)
+    found = pages_told(told[void + 1 :])  # all of it again, with another number
+    assert told[void].step == 1
+    assert {page for _, _, page in found[ids[0]]} == set(range(len(PROMPTS[0]) // 4))
+    check(engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "error", "match"),
+    [
+        ({}, {"consumer": 3}, ValueError, "consumer: expected a function, got 3"),
+        ({}, {"max_bytes": 0}, ValueError, "max_bytes: expected at least 1, got 0"),
+        ({"batch_invariant": True}, {}, NotImplementedError, "batch_invariant: steps launched layer by layer"),
+        (
+            {"speculate": Speculation(NGramProposer(), 2)},
+            {},
+            NotImplementedError,
+            "speculate: proposers see whole steps",
+        ),
+    ],
+    ids=["no function", "no bytes", "batch-invariant", "drafts"],
+)
+def test_refusals(changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    config = EngineConfig(num_pages=16, page_size=4, max_batched_tokens=16, max_num_seqs=4, **changes)
+    given: dict[str, Any] = {"consumer": print, **arguments}
+    with pytest.raises(error, match=match):
+        Engine(engine_case.model(), config).watch_written(**given)

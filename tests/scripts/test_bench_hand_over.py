@@ -1,0 +1,29 @@
+"""The benchmark of handing a cache over: a report that adds up."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import bench_hand_over
+
+
+@pytest.mark.slow
+def test_a_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--lengths", "20", "40", "--step-tokens", "16", "--page-size", "4", "--repeats", "2"]
+    model = ["--config", "v3-tiny", "--dtype", "float32", "--implementation", "reference"]
+    assert bench_hand_over.main([*sizes, *model, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [result["prompt_tokens"] for result in report["results"]] == [20, 40]
+    for result in report["results"]:
+        whole, layered = (result[name]["median"] for name in ("whole_ttft_s", "layered_ttft_s"))
+        assert result["cost"] == pytest.approx(layered / whole - 1)
+        assert 0 < result["arrived_before_first_token"] <= 1
+        assert min(result[name]["least"] for name in ("export_s", "two_processes_ttft_s")) > 0
+    assert "40 tokens: " in capsys.readouterr().out
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_hand_over.main(["--repeats", "0"])
