@@ -7,6 +7,7 @@ their pages, sharing them as one plan for all layers of equal windows says, and 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from pallas_attn import (
 )
 
 
+@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
