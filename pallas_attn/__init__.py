@@ -52,12 +52,15 @@ from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec
 
 # Caches as other engines lay them out.
+from pallas_attn.convert import from_csr as from_csr
 from pallas_attn.convert import from_nhd as from_nhd
 from pallas_attn.convert import from_records as from_records
 from pallas_attn.convert import join_kv as join_kv
 from pallas_attn.convert import split_kv as split_kv
 from pallas_attn.convert import to_nhd as to_nhd
 from pallas_attn.convert import to_records as to_records
+from pallas_attn.convert import token_tables as token_tables
+from pallas_attn.convert import view_nhd as view_nhd
 
 # What runs here, and why nothing better does.
 from pallas_attn.device import Capability as Capability

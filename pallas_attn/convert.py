@@ -12,17 +12,25 @@ vLLM or [N, 2, ...] as in FlashInfer. Some ways across:
 Latents in 8 bits are apart from their scales and rotated keys in `PagedLatent`, and beside them in the records of
 others, which `from_records` and `to_records` convert.
 
-All of them copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
+These copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
+
+`view_nhd` copies nothing: pages of ps tokens that lie tokens before heads are pages of one token each,
+[N·ps, Hkv, 1, D], with the same slots. `token_tables` makes their tables:
+
+    kv, tables = view_nhd(k, v), token_tables(block_tables, page_size=k.shape[1])
+
+Any call with a `PagedKV` may have both instead, and writes and reads the arrays where they lie. A token's table entry
+is 4 bytes, beside its Hkv·D keys and values.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, Int32, Num, UInt8
 
 from pallas_attn import checks
-from pallas_attn.types import LATENT_GROUP, QMAX, PagedKV, PagedLatent
+from pallas_attn.types import LATENT_GROUP, PAGE_NONE, QMAX, PagedKV, PagedLatent
 
 
 def from_nhd(
@@ -74,6 +82,136 @@ def to_nhd(
 
 def _swap_groups(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
     return jnp.swapaxes(scale, 1, 2) if scale is not None and scale.ndim == 3 else scale
+
+
+def view_nhd(
+    k: Num[Array, "N ps Hkv D"],
+    v: Num[Array, "N ps Hkv D"],
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+) -> PagedKV:
+    """The cache of pages of one token that pages with tokens before heads are, without a copy.
+
+    Call operations with it and with the `token_tables` of its block tables; slots of tokens are the same numbers. The
+    arrays of a cache that is returned have the shape they had after `kv.k.reshape(k.shape)`, again without a copy.
+    A dense cache, [B, S, Hkv, D], is one whose page b holds sequence b: its block tables are `jnp.arange(B)[:, None]`.
+
+    Triton's kernels read and write these pages on any card, and `xla` anywhere; Mosaic's, whose copies take whole pages
+    of a head, refuse them.
+
+    Args:
+      k, v: of a dtype `PagedKV` holds.
+      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], or dynamic with one for each token, [N, ps, Hkv].
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
+      NotImplementedError: scales that several tokens share.
+
+    Example:
+      >>> pages = jnp.ones((6, 4, 2, 8))  # 6 pages of 4 tokens, 2 KV heads
+      >>> kv, block_tables = pallas_attn.view_nhd(pages, pages), jnp.array([[3, 1]], jnp.int32)
+      >>> tables = pallas_attn.token_tables(block_tables, page_size=4)
+      >>> q, kv_lens = jnp.ones((1, 1, 2, 8)), jnp.array([6], jnp.int32)
+      >>> pallas_attn.paged_decode(q, kv, tables, kv_lens).shape
+      (1, 1, 2, 8)
+    """
+    dims = checks.Dims()
+    dims.check("k", k, "N ps Hkv D", (*checks.PLAIN, *QMAX))
+    dims.check("v", v, "N ps Hkv D", (k.dtype,))
+    num_pages, page_size, heads, width = k.shape
+
+    def scale_of_tokens(name: str, scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+        if scale is None or scale.ndim != 3:
+            return scale
+        if scale.shape[1] != page_size:
+            raise NotImplementedError(
+                f"{name}: takes static scales, or one for each of ps={page_size} tokens of a page and head, got"
+                f" {list(scale.shape)}: pages of one token share no scale; from_nhd converts the cache"
+            )
+        dims.check(name, scale, "N ps Hkv", checks.F32)
+        return scale.reshape(num_pages * page_size, heads, 1)
+
+    of_tokens = (num_pages * page_size, heads, 1, width)
+    scales = (scale_of_tokens("k_scale", k_scale), scale_of_tokens("v_scale", v_scale))
+    kv = PagedKV(jnp.reshape(k, of_tokens), jnp.reshape(v, of_tokens), *scales)
+    checks.check_kv(kv, checks.Dims())
+    return kv
+
+
+def token_tables(block_tables: Int32[Array, "S P"], *, page_size: int) -> Int32[Array, "S entries"]:
+    """Block tables of pages of one token each, for the same tokens in pages of ps.
+
+    Entry i·ps + t is that of token t of page i. Entries that name no page stay so.
+
+    Raises:
+      ValueError: tables of another rank or dtype, or a page size below 1.
+
+    Example:
+      >>> tables = jnp.array([[3, 1], [0, pallas_attn.PAGE_NONE]], jnp.int32)
+      >>> pallas_attn.token_tables(tables, page_size=2).tolist()
+      [[6, 7, 2, 3], [0, 1, -1, -1]]
+    """
+    (block_tables,) = checks.int32(block_tables=block_tables)
+    checks.Dims().check("block_tables", block_tables, "S P", checks.INT)
+    page_size = checks.size("page_size", page_size)
+    most = (jnp.iinfo(jnp.int32).max - (page_size - 1)) // page_size
+    exists = (block_tables >= 0) & (block_tables <= most)
+    tokens = (
+        jnp.where(exists, block_tables, 0)[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    )
+    tokens = jnp.where(exists[..., None], tokens, PAGE_NONE)
+    return tokens.reshape(block_tables.shape[0], block_tables.shape[1] * page_size)
+
+
+def from_csr(
+    indptr: Int32[Array, "S_plus_1"],
+    indices: Int32[Array, "I"],
+    last_page_len: Int32[Array, "S"],
+    *,
+    page_size: int,
+    table_pages: int,
+) -> tuple[Int32[Array, "S P"], Int32[Array, "S"]]:
+    """Block tables and lengths of sequences whose page ids stand one after the other, as FlashInfer has them.
+
+    Args:
+      indptr: sequence s has the pages indices[indptr[s] : indptr[s + 1]]; it may have none.
+      indices: page ids; those behind indptr[S] may be anything.
+      last_page_len: tokens in the last page of each sequence, 1 to ps; anything without pages.
+      page_size: ps.
+      table_pages: P, pages of a row. Of a sequence with more the first P are taken, and its length is P·ps.
+
+    Returns:
+      Tables, PAGE_NONE behind a sequence's pages, and the tokens that each sequence holds.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, or sizes below 1.
+
+    Example:
+      >>> indptr, indices = jnp.array([0, 2, 2, 3], jnp.int32), jnp.array([5, 1, 4], jnp.int32)
+      >>> tables, kv_lens = pallas_attn.from_csr(
+      ...     indptr, indices, jnp.array([3, 0, 8], jnp.int32), page_size=8, table_pages=2
+      ... )
+      >>> tables.tolist(), kv_lens.tolist()
+      ([[5, 1], [-1, -1], [4, -1]], [11, 0, 8])
+    """
+    indptr, indices, last_page_len = checks.int32(indptr=indptr, indices=indices, last_page_len=last_page_len)
+    dims = checks.Dims()
+    dims.check("last_page_len", last_page_len, "S", checks.INT)
+    dims.check("indptr", indptr, "S+1", checks.INT)
+    checks.check_array("indices", indices)
+    if indices.ndim != 1:
+        raise ValueError(f"indices: expected shape [I], got {list(indices.shape)}")
+    page_size, table_pages = checks.size("page_size", page_size), checks.size("table_pages", table_pages)
+    counts = jnp.maximum(jnp.diff(indptr), 0)
+    column = jnp.arange(table_pages, dtype=jnp.int32)[None]
+    place = indptr[:-1, None] + column
+    held = (column < counts[:, None]) & (place >= 0) & (place < indices.shape[0])
+    tables = jnp.full(held.shape, PAGE_NONE, jnp.int32)
+    if indices.shape[0]:
+        tables = jnp.where(held, indices[jnp.where(held, place, 0)], PAGE_NONE)
+    in_last = jnp.clip(last_page_len, 0, page_size)
+    lens = (counts - 1) * page_size + in_last
+    return tables, jnp.where(counts > table_pages, table_pages * page_size, jnp.where(counts > 0, lens, 0))
 
 
 def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B D"], Num[Array, "N A B D"]]:

@@ -333,15 +333,21 @@ RAGGED = {
 
 
 def write_kv(
-    cache: str = "bf16", head_dim: int = 128, half: int | None = None, *, head_slots: bool = False, **static: Any
+    cache: str = "bf16",
+    head_dim: int = 128,
+    half: int | None = None,
+    *,
+    page_size: int = 64,
+    head_slots: bool = False,
+    **static: Any,
 ) -> TritonCase:
-    """A write of 8,192 tokens into pages of 64; `half` pairs of columns of keys and queries are rotated and normed."""
+    """A write of 8,192 tokens; `half` pairs of columns of keys and queries are rotated and normed."""
     num_tokens, kv_heads = 8192, 8
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
     spec = kv_cache_spec(
-        num_pages=1024,
-        page_size=64,
+        num_pages=65536 // page_size,
+        page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
@@ -364,6 +370,7 @@ WRITE_KV = {
         for d in (64, 80, 128, 256)
     },
     "write-kv-bf16": write_kv(),
+    "write-kv-bf16-p1": write_kv(page_size=1),
     "write-kv-f16-interleaved-partial-norm-after": write_kv(
         "f16", 128, 32, style="interleaved", norm_order="after_rope"
     ),

@@ -30,6 +30,8 @@ from pallas_attn import (
     ragged_paged_attention,
     slot_mapping,
     to_nhd,
+    token_tables,
+    view_nhd,
     write_kv,
 )
 from tests.contract import backends, naive, tpu_inference
@@ -170,6 +172,40 @@ def test_mixes(backend: Backend, name: str) -> None:
 def test_kernels(backend: Backend) -> None:
     step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng())
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
+
+
+@every_backend(lambda backend: backend.name in ("reference", "xla", "triton"))
+def test_tokens_before_heads(backend: Backend) -> None:
+    """Pages [N, ps, Hkv, D] are written and read as pages of one token."""
+    step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng())
+    arguments = step.arguments("garbage", distribution=True)
+    arguments["kv"] = view_nhd(*(jnp.asarray(np.moveaxis(x, 1, 2)) for x in step.pages))
+    arguments["page_indices"] = token_tables(jnp.asarray(step.tables), page_size=PS)
+    out, kv = run(backend, arguments)
+    pages = (jnp.moveaxis(x.reshape(N, PS, HKV, D), 2, 1) for x in (kv.k, kv.v))
+    check(backend, step, (out, PagedKV(*pages)))
+
+
+def test_pages_with_tokens_before_heads_are_not_copied() -> None:
+    """A step that writes them and attends over them needs less memory beside them than one of them takes."""
+    pages = jnp.zeros((1024, PS, HKV, D), jnp.bfloat16)
+    tables, lens = jnp.zeros((2, 4), jnp.int32), jnp.array([33, 9], jnp.int32)
+    new = jnp.ones((2, HKV, D), jnp.bfloat16)
+
+    def step(k: Any, v: Any, *, view: bool) -> Any:
+        kv = view_nhd(k, v) if view else from_nhd(k, v)
+        entries = token_tables(tables, page_size=PS) if view else tables
+        out, kv = ragged_paged_attention(
+            new, new, new, kv, lens, entries, jnp.array([0, 1, 2], jnp.int32), implementation="xla"
+        )
+        return out, *((kv.k.reshape(k.shape), kv.v.reshape(v.shape)) if view else to_nhd(kv)[:2])
+
+    def beside(*, view: bool) -> int:
+        jitted = jax.jit(functools.partial(step, view=view), donate_argnums=(0, 1))
+        analysis: Any = jitted.lower(pages, pages).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert beside(view=True) < pages.nbytes <= beside(view=False)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

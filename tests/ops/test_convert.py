@@ -12,11 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, latent_cache_spec, write_latent
-from pallas_attn.convert import from_nhd, from_records, join_kv, split_kv, to_nhd, to_records
+from pallas_attn import PAGE_NONE, PagedLatent, latent_cache_spec, paged_decode, write_kv, write_latent
+from pallas_attn.convert import (
+    from_csr,
+    from_nhd,
+    from_records,
+    join_kv,
+    split_kv,
+    to_nhd,
+    to_records,
+    token_tables,
+    view_nhd,
+)
 from pallas_attn.types import PagedKV
 from tests.ops.harness import assert_same_bits, fresh_rng
-from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, stale_cache
+from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, random_slots, stale_cache, tokens
 
 LAYOUTS = pytest.mark.parametrize(
     ("dtype", "scales"),
@@ -62,6 +72,76 @@ def test_a_cache_is_converted_under_jit() -> None:
     pages = jnp.stack([jnp.swapaxes(kv.k, 1, 2), jnp.swapaxes(kv.v, 1, 2)], axis=1)  # [N, 2, ps, Hkv, D]
     got = jax.jit(lambda pages: from_nhd(*split_kv(pages, axis=1)))(pages)
     assert_same_bits(got, kv)
+
+
+# --- pages with tokens before heads, where they lie
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
+def test_a_view_is_written_as_the_cache_is(dtype: str, scales: Any) -> None:
+    """With the same slots."""
+    rng = fresh_rng()
+    kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
+    got = write_kv(view_nhd(*to_nhd(kv)), k, v, slots, implementation="xla")
+    want = write_kv(kv, k, v, slots, implementation="xla")
+    for ours, theirs in zip((got.k, got.v, got.k_scale, got.v_scale), to_nhd(want), strict=True):
+        assert_same_bits(ours if theirs is None or ours is None else ours.reshape(theirs.shape), theirs)
+
+
+def test_a_dense_cache_is_read() -> None:
+    """[B, S, Hkv, D]: a page is a sequence."""
+    rng = fresh_rng()
+    k, v = (jnp.asarray(rng.standard_normal((3, 12, HEADS, WIDTH)), jnp.float32) for _ in range(2))
+    q, lens = jnp.asarray(rng.standard_normal((3, 1, 2 * HEADS, WIDTH)), jnp.float32), jnp.array([5, 12, 0], jnp.int32)
+    tables = jnp.arange(3, dtype=jnp.int32)[:, None]
+    want = paged_decode(q, from_nhd(k, v), tables, lens, implementation="reference")
+    got = paged_decode(q, view_nhd(k, v), token_tables(tables, page_size=12), lens, implementation="reference")
+    assert_same_bits(got, want)
+
+
+def test_scales_of_several_tokens_have_no_view() -> None:
+    with pytest.raises(NotImplementedError, match="^k_scale: takes static scales, or one for each of ps=8 tokens"):
+        view_nhd(**nhd())
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_tables_of_tokens() -> None:
+    """Absent pages stay absent, and so do ids whose tokens an int32 does not number."""
+    big = np.iinfo(np.int32).max
+    last = big // 4 - 1
+    rows: Any = [[2, PAGE_NONE], [big, last]]
+    tables = token_tables(rows, page_size=4)
+    assert tables.tolist() == [[8, 9, 10, 11] + [PAGE_NONE] * 4, [PAGE_NONE] * 4 + [4 * last + t for t in range(4)]]
+    assert token_tables(jnp.zeros((0, 3), jnp.int32), page_size=4).shape == (0, 12)
+
+
+# --- index pointers
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_tables_of_index_pointers() -> None:
+    """Those of every sequence, of none, too long for the table, and not there at all."""
+    arrays: tuple[Any, ...] = ([0, 2, 2, 5, 6], [7, 3, 3, 9, 0], [4, 9, 1, 2])
+    tables, lens = from_csr(*arrays, page_size=4, table_pages=2)
+    assert tables.tolist() == [[7, 3], [-1, -1], [3, 9], [-1, -1]]
+    assert lens.tolist() == [8, 0, 8, 2]
+    none: Any = []
+    empty = from_csr(jnp.zeros(1, jnp.int32), none, none, page_size=4, table_pages=2)
+    assert empty[0].shape == (0, 2)
+    assert empty[1].shape == (0,)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_index_pointers_under_jit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 6, 9)
+    last = rng.integers(1, 17, 9).astype(np.int32)
+    indptr, indices = np.append(0, np.cumsum(counts)).astype(np.int32), rng.permutation(80).astype(np.int32)
+    convert = jax.jit(lambda *arrays: from_csr(*arrays, page_size=16, table_pages=5))
+    tables, lens = convert(indptr, indices, last)
+    for s, count in enumerate(counts):
+        assert tables[s].tolist() == indices[indptr[s] : indptr[s + 1]].tolist() + [PAGE_NONE] * (5 - count)
+        assert lens[s] == (0 if count == 0 else 16 * (count - 1) + last[s])
 
 
 # --- records of latents
@@ -131,12 +211,24 @@ def nhd(**changes: Any) -> dict[str, Any]:
     return {"k": pages, "v": pages, "k_scale": jnp.ones((3, 2, 2)), "v_scale": jnp.ones((3, 2, 2))} | changes
 
 
+def csr(**changes: Any) -> dict[str, Any]:
+    call = {"indptr": [0, 1, 2], "indices": [4, 2], "last_page_len": [1, 1], "page_size": 4, "table_pages": 2}
+    return call | changes
+
+
 BAD_CALLS = {
     "k of rank 3": (from_nhd, nhd(k=jnp.zeros((8, 2, 4), jnp.int8)), "k: expected shape"),
     "k of a dtype no cache has": (from_nhd, nhd(k=jnp.zeros((3, 8, 2, 4), jnp.int32)), "k: expected dtype"),
     "v of other pages": (from_nhd, nhd(v=jnp.zeros((4, 8, 2, 4), jnp.int8)), "v: expected shape"),
     "v of another dtype": (from_nhd, nhd(v=jnp.zeros((3, 8, 2, 4))), "v: expected dtype"),
     "no scale": (from_nhd, nhd(k_scale=None), "kv.k_scale"),
+    "a view of two shapes": (view_nhd, nhd(v=jnp.zeros((4, 8, 2, 4), jnp.int8)), "v: expected shape"),
+    "a view without scales": (view_nhd, nhd(k_scale=None, v_scale=jnp.ones(2)), "kv.k_scale"),
+    "pages of no tokens": (token_tables, {"block_tables": [[1]], "page_size": 0}, "page_size: expected at least 1"),
+    "tables of heads": (token_tables, {"block_tables": [[[1]]], "page_size": 2}, "block_tables: expected shape"),
+    "pointers of other sequences": (from_csr, csr(indptr=[0, 1]), "indptr: expected shape"),
+    "indices in rows": (from_csr, csr(indices=[[1, 2]]), "indices: expected shape"),
+    "tables of no pages": (from_csr, csr(table_pages=0), "table_pages: expected at least 1"),
     "groups that do not divide": (from_nhd, nhd(k_scale=jnp.ones((3, 5, 2))), "kv.k_scale"),
     "heads before groups": (from_nhd, nhd(k_scale=jnp.ones((3, 2, 4)), v_scale=jnp.ones((3, 2, 4))), "kv.k_scale"),
     "a broken cache": (to_nhd, {"kv": PagedKV(jnp.zeros((3, 2, 8, 4)), jnp.zeros((3, 2, 4, 4)))}, "kv.v"),
