@@ -77,6 +77,9 @@ SLOW = (
     r"models/test_sparse.py::test_an_engine_gives",  # parity has prompt logits of both, test_cached_pages.py its engine
     r"models/test_scheduler_traffic.py::test_long_traffic",  # any traffic is a shorter one
     r"models/test_latents_8bit.py::test_tokens_depend_on_no_way",
+    r"models/test_engine_mtp.py::test_alternatives_are_accepted",  # test_speculation.py has trees
+    r"models/test_hand_over.py::test_a_decode_process_that_dies_half_way",  # that of the other side stays
+    r"models/test_written_pages.py::test_copies_keep",  # the contents told of are compared in the test of all pages
     r"models/test_mesh.py::test_traffic_of_a_latent_model",  # recycled pages of split heads stay, and goldens
     r"models/test_cached_pages.py::test_a_second_engine.*latents and index keys",
     r"models/test_step_plans.py::test_a_step_has_one_plan.*auto-1",
