@@ -17,8 +17,7 @@ from jax import lax
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation, speculative_step
-from models.engine import runner as runner_module
+from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation, plain_step, speculative_step
 from tests.models import engine_case, test_engine_windows, test_gqa_hopper
 from tests.models.engine_case import PROMPTS
 from tests.models.proposer_case import KnowingProposer, tell
@@ -69,7 +68,7 @@ def test_bits_are_the_same_alone_and_in_company(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig, implementation: str, num_pages: int, pages_alone: int
 ):
     """It takes its time because every configuration is a compilation."""
-    monkeypatch.setattr(runner_module, "sample", sample_bits)
+    monkeypatch.setattr(plain_step, "sample", sample_bits)
     model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
     stats = expect_equal_bits(model, dataclasses.replace(SIZES, num_pages=num_pages), [*PROMPTS], pages_alone)
     assert stats.preemptions > 0
@@ -98,7 +97,7 @@ def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch)
 def test_bits_are_the_same_in_any_company_on_hopper(monkeypatch, name):
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
-    monkeypatch.setattr(runner_module, "sample", sample_bits)
+    monkeypatch.setattr(plain_step, "sample", sample_bits)
     settings = AttentionSettings(implementation="mosaic")
     model = random_model(test_gqa_hopper.CONFIGS[name], seed=5, dtype=jnp.bfloat16, settings=settings)
     rng = np.random.default_rng(0)
