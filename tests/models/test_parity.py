@@ -216,10 +216,10 @@ def bias_in_weights(patch: Patch) -> None:
 def shared_experts_dropped(patch: Patch) -> None:
     right = moe.MoE.__call__
 
-    def mix(layer: moe.MoE, x):
+    def mix(layer: moe.MoE, *args):
         shared = layer.shared_experts
         layer.shared_experts = None
-        y = right(layer, x)
+        y = right(layer, *args)
         layer.shared_experts = shared
         return y
 
