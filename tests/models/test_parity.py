@@ -26,7 +26,7 @@ from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-SPARSE = ("v32", "glm-dsa")
+SPARSE = ("v32", "v32-fp8", "glm-dsa")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
