@@ -63,7 +63,7 @@ _V3_TINY = _tiny(
 PRESETS = {
     "v3-tiny": _V3_TINY,
     "v32-tiny": dataclasses.replace(
-        _V3_TINY, model_type="deepseek_v32", index_topk=48, index_n_heads=8, index_head_dim=32
+        _V3_TINY, model_type="deepseek_v32", kv_lora_rank=128, index_topk=48, index_n_heads=8, index_head_dim=32
     ),
     "v2-lite-tiny": _tiny(
         model_type="deepseek_v2",

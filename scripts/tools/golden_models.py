@@ -22,7 +22,7 @@ class Golden:
     seed: int
     max_shard_size: str = "5GB"
     published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
-    fp8: bool = False  # the checkpoint is quantised as V3 is published; the golden is that of its dequantised twin
+    fp8: bool = False  # the checkpoint is quantised as V3 or V3.2 is; the golden is that of its dequantised twin
     mxfp4: bool = False  # the same, as gpt-oss is published
 
 
@@ -195,6 +195,30 @@ GOLDENS = {
         ),
         seed=99,
         published_config=True,
+    ),
+    # V3.2 as published: fp8 blocks with powers of two as scales, of index queries and keys too, and no mscale
+    "v32-fp8": Golden(
+        DeepseekV32Config(
+            **(LATENT | {"initializer_range": 0.1}),
+            **INDEXER,
+            hidden_size=160,
+            intermediate_size=144,
+            moe_intermediate_size=40,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=5,
+            num_key_value_heads=5,
+            q_lora_rank=144,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0),
+        ),
+        seed=111,
+        fp8=True,
     ),
     # GLM-5's form: index queries and keys are rotated in pairs, experts are in one group, rope is plain
     "glm-dsa": Golden(

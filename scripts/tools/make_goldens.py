@@ -175,23 +175,26 @@ def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(weight: torch.Tensor, powers_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a weight [rows, columns] to float8_e4m3fn and its `weight_scale_inv`, by which a reader multiplies."""
     scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
+    if powers_of_two:
+        scale_inv = scale_inv.log2().ceil().exp2()
     return (weight / expand_blocks(scale_inv, weight.shape)).to(torch.float8_e4m3fn), scale_inv
 
 
-def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Quantise as V3 is published: projections as fp8 and scales, the router's bias in float32, all else in
-    bfloat16."""
+def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int, powers_of_two: bool) -> dict[str, torch.Tensor]:
+    """Quantise as V3 and V3.2 are published: projections as fp8 and scales, the indexer's queries and keys too, the
+    router's bias in float32, all else in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     quantised = {}
     for name, tensor in sorted(tensors.items()):
-        if re.search(r"\.(self_attn|mlp)\..*_proj\w*\.weight$", name):
+        if re.search(r"\.(self_attn|mlp)\.(?!indexer).*_proj\w*\.weight$|\.indexer\.w(q_b|k)\.weight$", name):
             # a scale taken from the wrong block shows only if blocks differ in magnitude
             blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
             gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
-            quantised[name], quantised[f"{name}_scale_inv"] = quantise(tensor * expand_blocks(gains, tensor.shape))
+            wide = tensor * expand_blocks(gains, tensor.shape)
+            quantised[name], quantised[f"{name}_scale_inv"] = quantise(wide, powers_of_two)
         else:
             quantised[name] = tensor.clone() if name.endswith("e_score_correction_bias") else tensor.bfloat16()
     return quantised
@@ -234,7 +237,8 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
-    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden), golden.seed)
+    sparse = is_sparse(golden.config)
+    tensors = quantise_checkpoint(tensors | prediction_layer(tensors, golden), golden.seed, powers_of_two=sparse)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = published_config(model) | {
         "torch_dtype": "bfloat16",
@@ -242,6 +246,7 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "quant_method": "fp8",
+            **({"scale_fmt": "ue8m0"} if sparse else {}),
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
         },
     }

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-SPARSE = ("v32", "glm-dsa")
+SPARSE = ("v32", "v32-fp8", "glm-dsa")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
@@ -20,6 +20,7 @@ SHARED_PREFIX = 32
 YARN_MUTATIONS = {"softmax_mscale_dropped", "yarn_interpolation_dropped", "yarn_interpolates_all_frequencies"}
 WINDOW_MUTATIONS = {"windows_dropped", "windows_on_the_other_layers", "windows_one_wider"}
 V3_MUTATIONS = {"groups_ignored", "bias_dropped", "bias_in_weights", "masked_groups_score_zero", "topk_not_normalised"}
+FP8_MUTATIONS = {"fp8_scales_dropped", "fp8_scales_divide", "fp8_blocks_of_equal_size"}
 SPARSE_MUTATIONS = {
     "all_keys_attended",
     "one_key_more",
@@ -67,7 +68,8 @@ MUTATIONS = {
     },
     "gpt-oss-mxfp4": {"mxfp4_scales_dropped", "mxfp4_halves_of_bytes_swapped"},
     "llama": {"kv_heads_dealt_round", "llama3_interpolation_dropped", "llama3_interpolates_all_frequencies"},
-    "v3-fp8": YARN_MUTATIONS | V3_MUTATIONS | {"fp8_scales_dropped", "fp8_scales_divide", "fp8_blocks_of_equal_size"},
+    "v3-fp8": YARN_MUTATIONS | V3_MUTATIONS | FP8_MUTATIONS,
+    "v32-fp8": YARN_MUTATIONS | V3_MUTATIONS | SPARSE_MUTATIONS | FP8_MUTATIONS,
 }
 
 
@@ -292,8 +294,10 @@ def test_published_config_says_the_same_in_older_keys(name):
     assert {key: published[key] for key in common} == {key: config[key] for key in common}
 
 
-def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders():
-    config, table = read_json("v3-fp8", "config.json"), tensor_table("v3-fp8")
+@pytest.mark.parametrize("name", ["v3-fp8", "v32-fp8"])
+def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders(name):
+    """Scales of V3.2 are powers of two, and only what mixes an indexer's heads is not quantised."""
+    config, table = read_json(name, "config.json"), tensor_table(name)
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     quantised = {key for key in table if f"{key}_scale_inv" in table}
     assert quantised == {key for key, (_, dtype, _) in table.items() if dtype == "F8_E4M3"}
@@ -305,6 +309,13 @@ def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders():
     for key in ("model.embed_tokens", "lm_head", "model.norm", "model.layers.1.mlp.gate", "model.layers.2.eh_proj"):
         assert table[f"{key}.weight"][1] == "BF16"
     assert table["model.layers.1.mlp.gate.e_score_correction_bias"][1] == "F32"
+    indexers = {key.partition(".indexer.")[2]: dtype for key, (_, dtype, _) in table.items() if ".indexer." in key}
+    matrices = {f"{key}.weight": "F8_E4M3" for key in ("wq_b", "wk")}
+    scales = {f"{key}_scale_inv": "F32" for key in matrices}
+    others = dict.fromkeys(("k_norm.weight", "k_norm.bias", "weights_proj.weight"), "BF16")
+    assert indexers == (matrices | scales | others if name in SPARSE else {})
+    fractions = np.concatenate([np.frexp(read_tensor(name, f"{key}_scale_inv"))[0].ravel() for key in quantised])
+    assert (fractions == 0.5).all() == (name in SPARSE)
 
 
 def test_packed_experts_are_those_of_the_plain_checkpoint():

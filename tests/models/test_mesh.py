@@ -66,7 +66,7 @@ def expect_plain(config: ModelConfig, outputs: list[Any], **cache: Any) -> None:
 # --- goldens
 
 SPLITTABLE = {
-    2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "v32", "qwen3-yarn"},
+    2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "v32", "v32-fp8", "qwen3-yarn"},
     4: {"v2-greedy", "glm-dsa", "qwen3-window", "llama"},
 }
 """Goldens whose heads so many devices divide."""

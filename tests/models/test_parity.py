@@ -26,7 +26,7 @@ from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-SPARSE = ("v32", "glm-dsa")
+SPARSE = ("v32", "v32-fp8", "glm-dsa")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
@@ -216,10 +216,10 @@ def bias_in_weights(patch: Patch) -> None:
 def shared_experts_dropped(patch: Patch) -> None:
     right = moe.MoE.__call__
 
-    def mix(layer: moe.MoE, x):
+    def mix(layer: moe.MoE, *args):
         shared = layer.shared_experts
         layer.shared_experts = None
-        y = right(layer, x)
+        y = right(layer, *args)
         layer.shared_experts = shared
         return y
 
