@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -83,16 +84,16 @@ class PackedStep:
     @classmethod
     def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
         """Unpacks an array into its fields, as views of it (numpy) or slices (jax)."""
-        offset = 0
-
-        def take(shape: tuple[Any, ...]) -> Any:
-            nonlocal offset
-            if isinstance(shape[0], tuple):
-                return tuple(map(take, shape))
-            begin, offset = offset, offset + math.prod(shape)
-            return packed[begin:offset].reshape(shape)
-
-        return cls(**{name: take(shape) for name, shape in cls._shapes(config, bucket).items()})
+        shapes = cls._shapes(config, bucket)
+        each = list(_each(shapes.values()))
+        ends = itertools.accumulate(map(math.prod, each))
+        arrays = (packed[end - math.prod(s) : end].reshape(s) for s, end in zip(each, ends, strict=True))
+        return cls(
+            **{
+                name: tuple(itertools.islice(arrays, len(shape))) if isinstance(shape[0], tuple) else next(arrays)
+                for name, shape in shapes.items()
+            }
+        )
 
     @classmethod
     def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
