@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,7 +78,10 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
 
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
-    """With chunks, prefixes that are found, and windows; contents are those that the engine exports."""
+    """With chunks, prefixes that are found, and windows; contents are those that the engine exports. A page that two
+    requests compute side by side is told of by both and kept once: to the bit the same on a CPU, elsewhere rounded by
+    the shape of the step."""
+    rounding = 0.0 if jax.default_backend() == "cpu" else 1e-5
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
@@ -95,7 +99,7 @@ def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
         for key in wanted.keys() & of_request.keys():
             assert wanted[key].keys() == of_request[key].keys()
             for name, array in wanted[key].items():
-                np.testing.assert_array_equal(of_request[key][name], array)
+                np.testing.assert_allclose(of_request[key][name], array, rtol=rounding, atol=rounding)
         assert of_request.keys() >= {key for key in wanted if key[2] == pages - 1}  # no window hides the last page
     check(engine)
 

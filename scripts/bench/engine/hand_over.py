@@ -67,7 +67,7 @@ class HandOver:
 
 
 def make_engine(work: HandOver) -> Engine:
-    """Makes an engine for prompts one by one, with room for two, all of whose steps are compiled."""
+    """Makes an engine for prompts one by one, with room for two. Its steps have few sizes: each is compiled twice."""
     settings = AttentionSettings(implementation=work.implementation)
     longest = max(work.lengths) + 2
     config = EngineConfig(
@@ -76,6 +76,8 @@ def make_engine(work: HandOver) -> Engine:
         max_batched_tokens=work.step_tokens,
         max_num_seqs=2,
         max_model_len=longest,
+        decode_buckets=(2,),
+        prefill_buckets=tuple(sorted({min(work.page_size, work.step_tokens), work.step_tokens})),
     )
     return Engine(random_model(CONFIGS[work.config], work.dtype, settings), config)
 
