@@ -66,7 +66,7 @@ def cache_of(kind: str, rng: np.random.Generator, devices: int) -> Any:
         return PagedLatent(values(rng, devices * PAGES, PS, D + R))
     if kind == "latent, 8 bits":
         pool = devices * PAGES, PS
-        scale = jnp.exp(values(rng, *pool, 1))
+        scale = 0.25 * jnp.exp(values(rng, *pool, 1))  # latents near 1, for which the tolerance is meant
         return PagedLatent(
             values(rng, *pool, 128).astype(jnp.float8_e4m3fn), scale, values(rng, *pool, R, dtype=jnp.bfloat16)
         )

@@ -319,7 +319,7 @@ def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: i
     """Command lines of two processes; a fault is a statement in a step of one of them."""
     options = ["--model", str(GOLDENS / name), "--prompt-ids", str(GOLDENS / name / "prompts.json"), "--ignore-eos"]
     options += ["--mesh", mesh, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    options += ["--page-size", "4", "--json", str(out), *more]
+    options += ["--dtype", "float32", "--page-size", "4", "--json", str(out), *more]  # as the goldens were made
     programs = [[str(ROOT / "scripts" / "run_decode.py")] for _ in range(2)]
     if fault:
         programs[at] = ["-c", FAULTY.replace("FAULT", fault)]
