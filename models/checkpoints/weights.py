@@ -483,8 +483,7 @@ def _assemble[Module: nnx.Module](
         name = ".".join(map(str, path))
         first = sources[0][name]
         kind = np.float32 if first.in_f32 else jnp.dtype(dtype)
-        # Devices that have slices of the same tensors.
-        shared_by = EXPERT_COLUMNS if first.of_experts else HEADS if first.of_heads else COLUMNS
+        shared_by = _shared_by(first)
 
         def values(at: Mapping[str, int]) -> np.ndarray:
             source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
@@ -497,8 +496,30 @@ def _assemble[Module: nnx.Module](
 
         if mesh is None:
             return parameter.replace(jnp.array(values({})))
-        differs = first.added_once or any(shapes[tensor] != own for tensor, own in first.tensors.items())
-        axes = (*EXPERTS, *EXPERT_COLUMNS) if first.of_experts else shared_by if differs else ()
-        return parameter.replace(place(values, mesh, axes))
+        return parameter.replace(place(values, mesh, _split_over(first, shapes)))
 
     return nnx.merge(graph, nnx.map_state(fill, state))
+
+
+def _shared_by(source: Source) -> tuple[str, ...]:
+    """Axes along which devices have slices of the same tensors."""
+    return EXPERT_COLUMNS if source.of_experts else HEADS if source.of_heads else COLUMNS
+
+
+def _split_over(source: Source, whole: Mapping[str, Shape]) -> tuple[str, ...]:
+    """Axes along which a parameter's slices differ, given the shapes of the whole tensors."""
+    if source.of_experts:
+        return (*EXPERTS, *EXPERT_COLUMNS)
+    differs = source.added_once or any(whole[tensor] != own for tensor, own in source.tensors.items())
+    return _shared_by(source) if differs else ()
+
+
+def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Axes of a mesh along which the slices of each parameter differ: where random weights are made on the devices.
+
+    Raises:
+      ValueError, NotImplementedError: as `normal_mesh` and `device_part`.
+    """
+    mesh, part = _split(config, mesh)
+    whole = checkpoint_shapes(config)
+    return {name: _split_over(source, whole) for name, source in _sources_on(mesh, part)[0].items()}
