@@ -520,6 +520,6 @@ def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     Raises:
       ValueError, NotImplementedError: as `normal_mesh` and `device_part`.
     """
-    mesh, part = _split(config, mesh)
+    normal, part = _split(config, mesh)
     whole = checkpoint_shapes(config)
-    return {name: _split_over(source, whole) for name, source in _sources_on(mesh, part)[0].items()}
+    return {name: _split_over(source, whole) for name, source in _sources_on(normal, part)[0].items()}

@@ -44,6 +44,7 @@ def variables(plugin: str) -> dict[str, str]:
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_ROOT": str(assembler.parents[1]),
         "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # XLA takes most of a card's memory, also where it compiles for another
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_TRACEBACK_FILTERING": "off",
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which tries variants, and has nothing to time them on
