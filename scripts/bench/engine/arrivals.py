@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,8 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
     while added < len(prompts) or engine.has_unfinished:
         now = time.perf_counter() - began
         while added < len(prompts) and due[added] <= now:
-            token_times = times[added]
             params = SamplingParams(max_tokens=outputs[added], ignore_eos=True)
-            engine.add_request(
-                prompts[added], params, on_token=lambda *_, to=token_times: to.append(time.perf_counter() - began)
-            )
+            engine.add_request(prompts[added], params, on_token=_noting(times[added], began))
             added += 1
             last_arrival = engine.stats().num_steps
         if engine.has_unfinished:
@@ -112,6 +109,11 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
         "tokens_per_s": sum(outputs) / ended,
         "offered_tokens_per_s": rate * work.new_tokens,
     }
+
+
+def _noting(times: list[float], began: float) -> Callable[..., None]:
+    """A callback that notes when each token came."""
+    return lambda *_: times.append(time.perf_counter() - began)
 
 
 def _lengths(rng: np.random.Generator, mean: int, count: int) -> list[int]:
