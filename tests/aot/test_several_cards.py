@@ -35,10 +35,10 @@ def test_compiled_kernels_gather_no_cache(tmp_path):
 
 @pytest.mark.slow
 def test_steps_of_split_models_add_up_twice_a_layer(tmp_path):
-    """Beside that, the embedding is added up and the logits are gathered. Data ranks exchange rows of experts, in each
-    direction and after their numbers, and nothing else."""
+    """Beside that, the embedding is added up and the logits are gathered. Data ranks gather the tokens of a layer with
+    experts, with their experts, weights and which are live at once, and add up what these give, and nothing else."""
     sums = {"gpt-oss": 1 + 2 * engine.GPT_OSS.num_hidden_layers, "v2-lite": 1 + 2 * engine.V2_LITE.num_hidden_layers}
     wanted = {name: {"all-reduce": count, "all-gather": 1} for name, count in sums.items()}
     layers = engine.V2_LITE.num_moe_layers
-    wanted["v2-lite, experts of data ranks"] = {"all-to-all": layers, "ragged-all-to-all": 2 * layers}
+    wanted["v2-lite, experts of data ranks"] = {"all-gather": layers, "reduce-scatter": layers}
     assert exchanged("steps", tmp_path) == wanted

@@ -41,20 +41,23 @@ def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("split", "ragged"),
+    ("split", "how"),
     [
-        (ExpertSplit(1, 3), False),  # two experts each, the last ones of zeros
-        (ExpertSplit(2, 2), False),
-        pytest.param(ExpertSplit(3, 1), False, marks=pytest.mark.slow),
-        pytest.param(ExpertSplit(2, 2), True, marks=pytest.mark.slow),
-        (ExpertSplit(3, 1), True),
+        (ExpertSplit(1, 3), "gathered"),  # two experts each, the last ones of zeros
+        (ExpertSplit(2, 2), "gathered"),
+        pytest.param(ExpertSplit(3, 1), "gathered", marks=pytest.mark.slow),
+        (ExpertSplit(2, 2), "padded"),
+        pytest.param(ExpertSplit(3, 1), "padded", marks=pytest.mark.slow),
+        pytest.param(ExpertSplit(2, 2), "ragged", marks=pytest.mark.slow),
+        (ExpertSplit(3, 1), "ragged"),
     ],
     ids=str,
 )
-def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, ragged: bool):
+def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, how: str):
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
-    monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: ragged)
+    monkeypatch.setattr(moe, "is_gathered", lambda ranks, copies: how == "gathered")
+    monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
     missing = split.num_own(NUM_EXPERTS) * split.devices - NUM_EXPERTS
@@ -81,8 +84,15 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
         wanted = jnp.where(is_live[:, None], moe.routed_experts(x, chosen, weights, experts), 0.0)
         np.testing.assert_allclose(run(x, chosen, weights, is_live, padded), wanted, atol=1e-5)
         jax.effects_barrier()
-        assert sum(sent) == (0 if split.data == 1 else is_live.sum() * chosen.shape[1])
+        assert sum(sent) == (0 if split.data == 1 or how == "gathered" else is_live.sum() * chosen.shape[1])
         sent.clear()
+
+
+def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
+    for copies in (1, 4, 6, 8):
+        for ranks in range(2, 33):
+            gathered, exchanged = ranks - 1, copies * (ranks - 1) / ranks
+            assert moe.is_gathered(ranks, copies) == (gathered <= 2 * exchanged)
 
 
 @pytest.mark.parametrize(
