@@ -57,6 +57,7 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
     monkeypatch.setattr(moe, "is_gathered", lambda ranks, copies: how == "gathered")
+    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)  # more are multiplied in pieces
     monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
@@ -86,6 +87,21 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
         jax.effects_barrier()
         assert sum(sent) == (0 if split.data == 1 or how == "gathered" else is_live.sum() * chosen.shape[1])
         sent.clear()
+
+
+def test_a_row_has_the_same_bits_wherever_pieces_begin(rng, monkeypatch):
+    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)
+    experts = moe.Experts(*draw_experts(rng, WIDTH, HIDDEN))
+    x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (NUM_TOKENS, 3)), jnp.float32)
+    own = np.stack([rng.permutation(NUM_EXPERTS)[:3] for _ in range(NUM_TOKENS)])
+    sums = []
+    for number in range(6):  # the other rows have fewer and fewer experts
+        others = np.where(np.arange(NUM_TOKENS)[:, None] % 4, np.minimum(own + number % 2, number), own)
+        run = jax.jit(lambda chosen: moe.apply_experts(x, chosen, weights, experts, expected=100))
+        sums.append(np.asarray(run(jnp.asarray(others, jnp.int32)))[::4])
+    for again in sums[1:]:
+        np.testing.assert_array_equal(again, sums[0])
 
 
 def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
