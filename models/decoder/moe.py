@@ -178,7 +178,7 @@ def routed_experts(
         return apply_experts(x, chosen, weights, experts)
     if is_live is None:
         is_live = jnp.ones(x.shape[0], jnp.bool_)
-    if split.data > 1 and not is_gathered(split.data, chosen.shape[1]):
+    if split.data > 1 and not is_gathered(split, chosen.shape[1]):
         return _exchanged(x, chosen, weights, experts, split, is_live)
     if split.data > 1:
         x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
@@ -186,14 +186,15 @@ def routed_experts(
     return _own_part(x, chosen, weights, is_live, experts, split)
 
 
-def is_gathered(ranks: int, copies: int) -> bool:
+def is_gathered(split: ExpertSplit, copies: int) -> bool:
     """Whether all ranks get all tokens, and add up what their experts made of them, in place of sending each of a
     token's copies to the rank of its expert and back.
 
-    A rank sends n - 1 times its tokens then, in place of copies · (n - 1) / n times. Up to twice as much is still
-    faster: both collectives are of sizes known before, where an exchange has to tell the host its sizes.
+    A device sends n - 1 times the tokens of one of n ranks then, in place of its share along `expert` of
+    copies · (n - 1) / n times. Up to twice as much is still faster: both collectives are of sizes known before, where
+    an exchange has to tell the host its sizes.
     """
-    return ranks <= 2 * copies
+    return split.devices <= 2 * copies
 
 
 def _own_part(

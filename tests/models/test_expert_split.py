@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
 def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, how: str):
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
-    monkeypatch.setattr(moe, "is_gathered", lambda ranks, copies: how == "gathered")
+    monkeypatch.setattr(moe, "is_gathered", lambda split, copies: how == "gathered")
     monkeypatch.setattr(moe, "COUNTED_ROWS", 32)  # more are multiplied in pieces
     monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
@@ -105,10 +106,9 @@ def test_a_row_has_the_same_bits_wherever_pieces_begin(rng, monkeypatch):
 
 
 def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
-    for copies in (1, 4, 6, 8):
-        for ranks in range(2, 33):
-            gathered, exchanged = ranks - 1, copies * (ranks - 1) / ranks
-            assert moe.is_gathered(ranks, copies) == (gathered <= 2 * exchanged)
+    for copies, ranks, expert in itertools.product((1, 4, 6, 8), range(2, 33), (1, 2, 8)):
+        gathered, exchanged = ranks - 1, copies / expert * (ranks - 1) / ranks
+        assert moe.is_gathered(ExpertSplit(ranks, expert), copies) == (gathered <= 2 * exchanged)
 
 
 @pytest.mark.parametrize(
