@@ -109,7 +109,7 @@ def tensor_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic
 
 
 def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N`: in each layer with experts a gather of all rows and a sum in parts; of more than twice as many GPUs as a
+    """`data=N`: in each layer with experts a gather of all rows and a sum in parts; of over twice as many GPUs as a
     row has experts, numbers of rows, rows to experts, and results back."""
     if gpus <= 2 * model.top_k:
         sent, us = links.gather(2 * model.hidden * rows, gpus)
