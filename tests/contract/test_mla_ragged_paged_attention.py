@@ -149,16 +149,9 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("name", MIXES)
-@every_backend(backends.is_compiled)
+@every_backend()
 def test_mixes(backend: Backend, name: str, heads: int) -> None:
     step = Step.draw(*MIXES[name], heads, backend.dtype, harness.fresh_rng())
-    check(backend, step, run(backend, step.arguments(distribution=True)))
-
-
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@every_backend(lambda backend: backend.kernels)
-def test_kernels(backend: Backend, heads: int) -> None:
-    step = Step.draw(*MIXED, heads, backend.dtype, harness.fresh_rng())
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
 
 
