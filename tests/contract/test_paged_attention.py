@@ -184,7 +184,7 @@ def test_agrees_with_decode(backend: Backend) -> None:
     harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(inputs.case.dtype))
 
 
-@every_backend("paged_decode", lambda backend: not backend.interpreted)
+@every_backend("paged_decode")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
     """They give what the same queries give that are rounded by the call, to the bit."""
     case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
