@@ -1,4 +1,4 @@
-"""What documents name exists, their examples run, and their tables are those of the results."""
+"""Documents name what exists, their examples run, and their tables are those of the results."""
 
 import functools
 import json

@@ -373,7 +373,7 @@ MOSAIC = next(backend for backend in BACKENDS if backend.name == "mosaic")
 
 
 def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
-    """Those of an operation, of the wanted kind."""
+    """Backends of an operation, of the wanted kind."""
     return [backend for backend in BACKENDS if backend.implements(op) and wanted(backend)]
 
 
@@ -390,7 +390,7 @@ def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
 
 
 def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """As `every_backend`, for a test that takes no more of it than its `variant`."""
+    """Do as `every_backend`, for a test that takes no more of a backend than its `variant`."""
     params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("variant", params, indirect=True)
 

@@ -514,7 +514,7 @@ UNUSED = ("m_block_sizes", "num_kv_pages_per_block", "num_queries_per_block", "v
 
 
 def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """As theirs is called, in whose cache K and V of a head alternate."""
+    """Take the arguments of theirs, in whose cache K and V of a head alternate."""
     pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
     options = {name: x for name, x in options.items() if name not in UNUSED}
     causal, kv = options.pop("use_causal_mask"), (pages[:, :, 0::2], pages[:, :, 1::2])
@@ -523,7 +523,7 @@ def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **op
 
 
 def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """As theirs for heads of 64 is called, in whose cache K and V lie side by side."""
+    """Take the arguments of theirs for heads of 64, in whose cache K and V lie side by side."""
     pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
     options = {name: x for name, x in options.items() if name not in UNUSED}
     lengths, sink = rest[:4], rest[4] if len(rest) > 4 else None
