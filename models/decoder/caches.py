@@ -43,7 +43,7 @@ type Caches = tuple[LayerCache, ...]
 """Caches of every layer."""
 
 INDEX = "index_"
-"""What names of index keys' arrays in a `CacheSpec` begin with."""
+"""Beginning of the names of index keys' arrays in a `CacheSpec`."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes of keys and values that are stored with scales."""

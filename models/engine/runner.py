@@ -165,7 +165,7 @@ class Runner:
         return allocate_state(speculate.proposer, self._proposer_sizes)
 
     def row_format(self, group: GroupSizes) -> RowFormat:
-        """What a row of a cache group has in it."""
+        """Format of a row of a cache group."""
         paged = {
             f"{layer}.{name}": (tuple(a.shape[2 if group.head_wise else 1 :]), np.dtype(a.dtype))
             for layer in group.layers
@@ -203,8 +203,8 @@ class Runner:
         self._caches = (*self._caches[:layer], cache, *self._caches[layer + 1 :])
 
     def cache_format(self) -> dict[str, Any]:
-        """What tells caches apart whose contents must not be exchanged, by name: the model's configuration, shapes and
-        dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
+        """Facts that tell caches apart whose contents must not be exchanged, by name: the model's configuration, shapes
+        and dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
         weight."""
         scales = self._config.kv_scales
         arrays = {

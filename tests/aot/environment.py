@@ -1,4 +1,4 @@
-"""Where the packages are that compile for an NVIDIA GPU on a machine without one, and how a process finds them.
+"""Packages that compile for an NVIDIA GPU on a machine without one, and the way in which a process finds them.
 
 They stay outside the environment of the other tests, because jax warns at every start when its CUDA plugin finds no
 driver. `make aot-cuda13` and `make aot-cuda12` bring them into folders that only the gate's own processes look into.

@@ -1,4 +1,4 @@
-"""What two cards exchange: heads once, when contexts are split over them, and sums and logits, when heads are; no
+"""Exchanges of two cards: heads once, when contexts are split over them, and sums and logits, when heads are; no
 cache."""
 
 import json
@@ -35,8 +35,8 @@ def test_compiled_kernels_gather_no_cache(tmp_path):
 
 @pytest.mark.slow
 def test_steps_of_split_models_add_up_twice_a_layer(tmp_path):
-    """Beside that, the embedding is added up and the logits are gathered. Data ranks gather the tokens of a layer with
-    experts, with their experts, weights and which are live at once, and add up what these give, and nothing else."""
+    """The embedding is added up and the logits are gathered, too. Data ranks gather the tokens of a layer with experts,
+    with their experts, weights and which are live at once, and add up what these give, and nothing else."""
     sums = {"gpt-oss": 1 + 2 * engine.GPT_OSS.num_hidden_layers, "v2-lite": 1 + 2 * engine.V2_LITE.num_hidden_layers}
     wanted = {name: {"all-reduce": count, "all-gather": 1} for name, count in sums.items()}
     layers = engine.V2_LITE.num_moe_layers

@@ -75,17 +75,12 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@every_backend(backends.is_compiled)
+@every_backend()
 def test_what_is_shared(backend: Backend, name: str) -> None:
     check(backend, draw(*CASES[name], backend.dtype, harness.fresh_rng()))
 
 
-@every_backend(lambda backend: backend.kernels)
-def test_kernels(backend: Backend) -> None:
-    check(backend, draw(*CASES["two pages"], backend.dtype, harness.fresh_rng()))
-
-
-@every_backend(backends.is_compiled_and_lean)
+@every_backend()
 def test_options(backend: Backend) -> None:
     rng = harness.fresh_rng()
     sinks = {"sinks": rng.standard_normal(HQ).astype(np.float32)}

@@ -71,7 +71,7 @@ def hit(engine: Engine, tokens: Sequence[int]) -> int:
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """What arrives on the other side of a file or a socket."""
+    """Pages as they arrive on the other side of a file or a socket."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
@@ -118,7 +118,7 @@ def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
 
 
 def test_pages_arrive_while_every_slot_is_taken() -> None:
-    """They are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
+    """Pages are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
     first, tokens = computed(HEADWISE)
     second = make(HEADWISE, max_num_seqs=2)
     ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]

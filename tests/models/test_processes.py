@@ -337,7 +337,7 @@ def expect_golden(name: str, results: dict[str, Any], num_tokens: int) -> None:
 
 
 MESHES = {"v2-greedy": "data=2,expert=4", "llama": "data=2,tensor=2", "glm-dsa": "tensor=4", "qwen3-window": "tensor=4"}
-"""Of two processes of two devices; else data=4, which all models take."""
+"""Meshes of two processes of two devices; for other models data=4, which all take."""
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_an_interrupt_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tm
 
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
 def test_ctrl_c_anywhere_in_a_run_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tmp_path, at, golden):
-    """It comes at the given line that runs in the engine and its pools."""
+    """Interrupt at the given line that runs in the engine and its pools."""
     engines, engine_of = [], run_decode._engine
     fault = Fault(at)
 

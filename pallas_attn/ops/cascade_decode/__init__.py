@@ -45,7 +45,7 @@ def cascade_decode(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "B Q Hq D"] | tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
-    """What `paged_decode` computes, for sequences of which all begin with the same pages.
+    """Attention of `paged_decode` for sequences that all begin with the same pages.
 
     The shared pages are read once for all queries in place of once a sequence. Where nothing is shared the result is
     right all the same. Where shapes, or a static `shared_pages`, rule out that it pays, `paged_decode` does it all.

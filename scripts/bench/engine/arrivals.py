@@ -25,7 +25,7 @@ CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
 
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
-    """What arrives.
+    """Requests that arrive.
 
     Attributes:
       rates: requests a second, one measurement for each.

@@ -76,7 +76,7 @@ type Layout = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class MeshWork:
-    """What is measured.
+    """Models, layouts and traffic that are measured.
 
     Attributes:
       config: name of a configuration in `CONFIGS`.
