@@ -70,7 +70,7 @@ def expect_plain(config: ModelConfig, outputs: list[Any], **cache: Any) -> None:
 
 SPLITTABLE = {
     2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "v32", "v32-fp8", "qwen3-yarn"},
-    4: {"v2-greedy", "glm-dsa", "qwen3-window", "llama"},
+    4: {"v2-greedy", "glm-dsa", "glm-shared", "qwen3-window", "llama"},
 }
 """Goldens whose heads so many devices divide."""
 
@@ -90,8 +90,8 @@ SPLITTABLE = {
             pytest.param(name, devices, marks=pytest.mark.slow)
             for name, devices in (
                 ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
-                ("glm-dsa", "expert=4"),
-                ("glm-dsa", "data=2,tensor=2"),
+                ("glm-shared", "expert=4"),
+                ("glm-shared", "data=2,tensor=2"),
                 ("v3", "data=3"),  # 16 experts on three devices
                 ("gpt-oss", "data=3"),
                 ("gpt-oss-mxfp4", "expert=2"),
