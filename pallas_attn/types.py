@@ -255,8 +255,8 @@ class PagedKV:
 
     k: Num[Array, "N Hkv ps D"]
     v: Num[Array, "N Hkv ps D"]
-    k_scale: Float[Array, "..."] | None = None
-    v_scale: Float[Array, "..."] | None = None
+    k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
+    v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedKV:

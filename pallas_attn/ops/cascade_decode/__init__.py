@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks
+from pallas_attn import checks, sharded_calls
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.portable.gradients import refuse_gradients
@@ -29,6 +29,7 @@ tokens 100 us and 50 (H100).
 """
 
 
+@sharded_calls.over_devices
 def cascade_decode(
     q: Float[Array, "B Q Hq D"],
     kv: PagedKV,

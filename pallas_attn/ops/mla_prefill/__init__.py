@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks, device, tuning
+from pallas_attn import checks, device, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
@@ -25,6 +25,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
 
+@sharded_calls.over_devices
 def mla_prefill(
     q_nope: Float[Array, "T Hq nope"],
     q_rope: Float[Array, "T Hq R"],
