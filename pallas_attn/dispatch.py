@@ -276,7 +276,7 @@ def explain(
     *args: Any,
     **kwargs: Any,
 ) -> Explanation:
-    """What `function`, the public face of `op`, would choose; found by tracing it with each candidate, running none.
+    """Find what `function`, the public face of `op`, would choose, by tracing it with each candidate and running none.
 
     Args:
       chooser: the operation whose implementations are the candidates; for all but compositions it is `op`.

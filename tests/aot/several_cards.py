@@ -46,7 +46,7 @@ def collectives(text: str) -> list[str]:
     """Collective operations of a compiled module, in the order of its text."""
     if not re.search("mosaic_gpu|triton_kernel_call", text):
         raise ValueError("expected a kernel in the compiled call, found none")
-    found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter|collective-[a-z-]+)\(", text)
+    found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter[a-z-]*|collective-[a-z-]+)\(", text)
     return [name.removesuffix("-start") for name in found if not name.endswith("-done")]
 
 

@@ -138,7 +138,7 @@ def mla_prefill(
 
 @dataclasses.dataclass(frozen=True)
 class PieceConfig:
-    """How much of the prefix is expanded at a time.
+    """Length of the pieces in which the prefix is expanded.
 
     A piece costs memory for its keys and values, and a pass over the outputs of all queries that merges its result:
     16 bytes an element, which on an H200 take as long as attending 500 tokens does. Expanding a piece costs the same
