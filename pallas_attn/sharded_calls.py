@@ -37,7 +37,7 @@ type Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Splits:
+class Splittable:
     """How an operation's arrays may be split.
 
     Attributes:
@@ -49,24 +49,24 @@ class Splits:
     results: tuple[str, ...] = ()
 
 
-OPERATIONS: dict[str, Splits] = {
-    "paged_decode": Splits(("B", "Hq", "Hkv"), ("B Q Hq D | T Hq D", "B Q Hq")),
-    "cascade_decode": Splits(("B", "Hq", "Hkv"), ("B Q Hq D", "B Q Hq")),
-    "mla_decode": Splits(("B", "Hq"), ("B Q Hq L", "B Q Hq")),
-    "paged_prefill": Splits(("Hq", "Hkv"), ("T Hq D", "T Hq")),
-    "ragged_attention": Splits(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
-    "ragged_paged_attention": Splits(("Hq", "Hkv"), ("T Hq D",)),
-    "mla_prefill": Splits(("Hq",), ("T Hq v", "T Hq")),
-    "mla_ragged_paged_attention": Splits(("Hq",), ("T Hq L",)),
-    "mla_sparse": Splits(("T", "Hq"), ("T Hq L", "T Hq")),
-    "select_top_k": Splits(("T",), ("T top_k",)),
-    "index_scores": Splits((), ("T K",)),
-    "index_top_k": Splits((), ("T top_k",)),
-    "write_kv": Splits(("Hq", "Hkv"), ("", "T Hq D")),
-    "write_latent": Splits(()),
-    "write_index_keys": Splits(()),
-    "gather_latent": Splits((), ("length LR",)),
-    "plan_decode": Splits(()),
+OPERATIONS: dict[str, Splittable] = {
+    "paged_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq D | T Hq D", "B Q Hq")),
+    "cascade_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq D", "B Q Hq")),
+    "mla_decode": Splittable(("B", "Hq"), ("B Q Hq L", "B Q Hq")),
+    "paged_prefill": Splittable(("Hq", "Hkv"), ("T Hq D", "T Hq")),
+    "ragged_attention": Splittable(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
+    "ragged_paged_attention": Splittable(("Hq", "Hkv"), ("T Hq D",)),
+    "mla_prefill": Splittable(("Hq",), ("T Hq v", "T Hq")),
+    "mla_ragged_paged_attention": Splittable(("Hq",), ("T Hq L",)),
+    "mla_sparse": Splittable(("T", "Hq"), ("T Hq L", "T Hq")),
+    "select_top_k": Splittable(("T",), ("T top_k",)),
+    "index_scores": Splittable((), ("T K",)),
+    "index_top_k": Splittable((), ("T top_k",)),
+    "write_kv": Splittable(("Hq", "Hkv"), ("", "T Hq D")),
+    "write_latent": Splittable(()),
+    "write_index_keys": Splittable(()),
+    "gather_latent": Splittable((), ("length LR",)),
+    "plan_decode": Splittable(()),
 }
 """By operation. The sequences of a packed operation cannot be told from its tokens' axis."""
 
@@ -226,7 +226,7 @@ def _dims(annotation: str, ndim: int) -> tuple[str, ...]:
     return next((tuple(dims) for dims in alternatives if len(dims) == ndim), ("?",) * ndim)
 
 
-def _result_annotations(splits: Splits) -> dict[str, str]:
+def _result_annotations(splits: Splittable) -> dict[str, str]:
     """As `_operands` takes them, by a result's place."""
     return {
         str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)
@@ -265,7 +265,7 @@ class _SplitCall:
         return _SplitCall(op, function, tree, static, is_array, tuple(_operands(arguments, annotations)))
 
     @property
-    def splits(self) -> Splits:
+    def splits(self) -> Splittable:
         batches = tuple(f"V{i}" for i in range(len(self.vmaps)))
         return dataclasses.replace(OPERATIONS[self.op], along=(*OPERATIONS[self.op].along, *batches))
 
@@ -468,7 +468,7 @@ class _Split:
 def _match_heads(
     axes: dict[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int], refuse: Callable[[str], None]
 ) -> None:
-    """Splits query heads as KV heads are, or further where a device has one KV head."""
+    """Splittable query heads as KV heads are, or further where a device has one KV head."""
     of_q, of_kv = axes.get("Hq", ()), axes.get("Hkv", ())
     if of_q[: len(of_kv)] != of_kv[: len(of_q)]:
         refuse(f"query heads are split over {_words(of_q)}, KV heads over {_words(of_kv)}")

@@ -1,5 +1,5 @@
-"""Exchanges of two cards: heads once, when contexts are split over them, and sums and logits, when heads are; no
-cache."""
+"""Exchanges of two cards: heads once, when contexts are split over them, sums and logits, when heads of a model are, and
+nothing, when those of one operation are; no cache."""
 
 import json
 import subprocess
@@ -31,6 +31,14 @@ def exchanged(what: str, kernels: Path) -> Any:
 def test_compiled_kernels_gather_no_cache(tmp_path):
     assert exchanged("contexts", tmp_path) == {"heads": ["all-to-all"], "latents": ["all-to-all"]}
     assert len(list(tmp_path.iterdir())) == 4  # a planner and a decode kernel each, for both cards
+
+
+@pytest.mark.slow  # tests/test_sharded_calls.py has both types of meshes, on CPUs
+def test_outside_a_shard_map_nothing_is_exchanged_or_copied(tmp_path):
+    """Kernels of both languages, under a plain `jax.jit`, with either type of axes; also a write in place."""
+    found = exchanged("plain", tmp_path)
+    assert len(found) == 16
+    assert {name: what for name, what in found.items() if what} == {}
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ SPLITTABLE = {
         ),  # tokens go to experts of the other rank
         ("v2-greedy", "context=2,tensor=2"),  # tokens of each page on two devices
         ("llama", "context=2"),
+        ("llama", "data=2,tensor=4"),  # on all eight devices: each KV head on two
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
@@ -106,6 +107,15 @@ SPLITTABLE = {
                 ("llama", "context=2,tensor=2"),
                 ("llama", "context=4"),  # more devices than KV heads
                 ("llama", "data=2,context=2"),
+                ("llama", "tensor=8"),
+                ("llama", "data=2,tensor=2,context=2"),
+                ("v2-greedy", "data=2,expert=8"),  # heads over four, experts over eight
+                ("v2-greedy", "data=2,tensor=4"),
+                ("v2-greedy", "data=4,context=2"),
+                ("glm-dsa", "data=2,tensor=4"),
+                ("qwen3-window", "data=2,tensor=4"),
+                *((name, "data=4,tensor=2") for name in ("gpt-oss", "gpt-oss-mxfp4", "qwen3", "qwen3-window")),
+                *((name, "data=8") for name in NAMES),  # 12 experts on eight devices among them
             )
         ),
         *(
