@@ -249,8 +249,9 @@ class MLA(nnx.Module):
         slots: Int32[Array, "T"],
         parts: list[Part],
         choice: Choice | None = None,
-    ) -> tuple[Float[Array, "T D"], LatentCache, Choice]:
-        """Attention output of every token, the cache with the step's latents in it, and what tokens attended to.
+    ) -> tuple[Float[Array, "T D"], LatentCache, Choice | None]:
+        """Attention output of every token, the cache with the step's latents in it, and what tokens attended to; None
+        in a model whose layers share no choice, where programs of single layers would return it for nothing.
 
         Args:
           choice: of the layer before; needed by a layer that shares it.
@@ -280,10 +281,11 @@ class MLA(nnx.Module):
             else self._expanded(q_nope[part.tokens], q_rope[part.tokens], latent[part.tokens], latents, part)
             for part, slots_of_keys in zip(parts, choice, strict=True)
         ]
-        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written, choice
+        handed_on = None if self.config.indexer_types is None else choice
+        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written, handed_on
 
     def _given_choice(self, cache: LatentCache, parts: list[Part], choice: Choice | None) -> Choice:
-        """What a layer without an indexer attends to: what an earlier one chose, or everything."""
+        """Slots that a layer without an indexer attends to: those that an earlier one chose, or all."""
         if isinstance(cache, IndexedLatent):
             raise ValueError("cache: expected one without index keys, the layer has no indexer")
         if not self.shares_choice:

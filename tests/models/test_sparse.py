@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,16 @@ from models.checkpoints import load_model, random_model, random_mtp
 from models.config import DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder, with_settings
 from models.decoder.mla import Rows, packed_rows
-from models.engine import Decoded, Engine, EngineConfig, MTPProposer, PlainRun, SamplingParams, Speculation
+from models.engine import (
+    Decoded,
+    Engine,
+    EngineConfig,
+    MTPProposer,
+    NGramProposer,
+    PlainRun,
+    SamplingParams,
+    Speculation,
+)
 from models.engine.verify import TOLERANCE
 from tests.models import engine_case
 from tests.models.step_case import PAGE_SIZE, Pages, step
@@ -115,6 +126,32 @@ def test_layers_and_caches_that_do_not_fit_are_refused() -> None:
     x, angles, [(slots, parts)] = model.begin(tokens, (full, shared), metadata)
     with pytest.raises(ValueError, match="choice: expected that of the layer before"):
         model.layers[1](x, angles, shared, slots, parts)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_choice_is_handed_on_where_layers_share_it(config: DeepSeekConfig) -> None:
+    model, pages = random_model(config, settings=REFERENCE), Pages.scatter(1, 4)
+    metadata, tokens = step(pages, prefill=[(0, 0, 20)]), jnp.zeros((20,), jnp.int32)
+
+    def first_layer(cache: Any) -> Any:
+        x, angles, [(slots, parts)] = model.begin(tokens, (cache, cache), metadata)
+        return model.layers[0](x, angles, cache, slots, parts)[2]
+
+    handed_on = jax.eval_shape(first_layer, jax.eval_shape(lambda: model.allocate_caches(5, PAGE_SIZE))[0])
+    assert jax.tree.map(lambda slots: slots.shape, handed_on) == (None if config is CONFIG else [(20, 12)])
+
+
+@pytest.mark.slow  # the module that drafts has layers of its own; here rows of several queries share choices
+@pytest.mark.parametrize(
+    "changes",
+    [{"speculate": Speculation(NGramProposer(), 3, adaptive=False)}, {"batch_invariant": True}],
+    ids=["drafts", "batch invariant"],
+)
+def test_layers_share_choices_in_every_kind_of_step(changes: dict[str, Any]) -> None:
+    expected = golden("glm-shared")
+    engine = Engine(load_model(GOLDENS / "glm-shared", jnp.float32), dataclasses.replace(SIZES, **changes))
+    outputs = engine.generate(expected.prompts, GREEDY)
+    assert [output.output_ids for output in outputs] == [tokens.tolist() for tokens in expected["tokens"]]
 
 
 @pytest.mark.slow
