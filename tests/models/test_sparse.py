@@ -26,10 +26,10 @@ from models.engine import (
     Speculation,
 )
 from models.engine.verify import TOLERANCE
+from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models import engine_case
 from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, golden
-from tests.models.wide_latents import LATENT_DIM, save_wide
 
 CONFIG = dataclasses.replace(
     engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
