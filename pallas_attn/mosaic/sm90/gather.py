@@ -7,24 +7,30 @@ memory together touch all banks.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import ChunkPointers, i32, masked, plus, shifted, times, warp_and_lane
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.tiles import operand_ref
 
-WARPGROUP = 128
-"""Threads of a warpgroup."""
+WARPGROUP, WARP = 128, 32
+"""Threads."""
+
+TOKENS = 64
+"""Rows of a tile."""
+
+PER_THREAD = RowLayout(1, 1).per_row
+"""Layout of a value for each thread of a warpgroup."""
 
 BLOCK = 64
 """Columns of a swizzled row of a tile."""
@@ -35,19 +41,36 @@ def threads_of_row(dtype: Any) -> int:
     return 8 * jnp.dtype(dtype).itemsize // 2
 
 
-def rows_layout(threads: int) -> Any:
-    """Layout of a value for each row where so many threads share one."""
-    return RowLayout(threads, 1).per_row
-
-
 def _words(threads: int) -> RowLayout:
     """Layout of rows of words of 32 bits, of which a thread has four neighbouring ones at a time."""
     return RowLayout(threads, 4)
 
 
-def row_iota(threads: int, rows: int) -> jax.Array:
-    """Index of each row, int32 [rows] in layout `rows_layout(threads)`."""
-    return RowLayout(threads, 1).iota(rows)
+def tile_row(threads: int) -> jax.Array:
+    """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
+
+    A warp has 16 rows of a tile, and a register holds all of their places: two threads know the same.
+    """
+    thread = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
+    warp, which = lax.shift_right_logical(thread, 5), thread & 15
+    rows = WARP // threads  # of a warp at a time
+    first, within = which & -rows, which & rows - 1
+    return first * 4 + warp * rows + within
+
+
+def _by_row(per_thread: jax.Array, threads: int) -> jax.Array:
+    """Values [TOKENS] of the rows of a tile, of values in the order of `tile_row`, in the interpreter."""
+    rows = WARP // threads
+    row = jnp.arange(TOKENS, dtype=jnp.int32)
+    return per_thread[row % (4 * rows) // rows * WARP + row // (4 * rows) * rows + row % rows]
+
+
+def _of_rows(values: Any, threads: int) -> list[ir.Value]:
+    """Values of the rows that a thread has a share of, of values in the order of `tile_row`."""
+    _, lane = warp_and_lane()
+    (register,) = values.registers.flat
+    number, first, rows = vector.extract(register, [], [0]), shifted(lane, threads.bit_length() - 1), WARP // threads
+    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // 4, rows)]
 
 
 def load_rows(threads: int, ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
@@ -58,24 +81,24 @@ def load_rows(threads: int, ref: Ref, row: jax.Array, column: int, columns: int)
     Args:
       threads: that share a row.
       ref: in global memory, numbers of 16 bits or, if four threads share a row, of 8.
-      row: int32 in layout `rows_layout(threads)`.
+      row: int32 [WARPGROUP] in the order of `tile_row`.
       column, columns: multiples of 64.
     """
-    shape, dtype = (row.shape[0], columns), ref.dtype
+    dtype = jnp.dtype(ref.dtype)
     if interpreted():
+        row = _by_row(row, threads)
         rows = ref[...][jnp.maximum(row, 0), column : column + columns]
         return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), dtype))
-    number_bytes = jnp.dtype(dtype).itemsize
-    shape = row.shape[0], columns * number_bytes // 4
+    number_bytes = dtype.itemsize
+    shape = TOKENS, columns * number_bytes // 4
     held = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=_words(threads).tile)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), rows_layout(threads)), return_type=held)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD), return_type=held)
     def load(_: Any, ref: ir.Value, row: Any) -> Any:
         places, row_bytes = _Places.of(threads, number_bytes), ir.MemRefType(ref.type).shape[1] * number_bytes
         registers = np.empty(_words(threads).tile.to_mgpu().registers_shape(shape), dtype=object)
-        by_row = registers.reshape(row.registers.size, -1)
-        for i, register in enumerate(row.registers.flat):
-            number = vector.extract(register, [], [0])
+        by_row = registers.reshape(threads // 2, -1)
+        for i, number in enumerate(_of_rows(row, threads)):
             addresses = [_address(ref, number, row_bytes, chunk) for chunk in places.chunks]
             for j in range(by_row.shape[1]):
                 block, which = divmod(j, len(addresses))
@@ -94,25 +117,27 @@ def store_rows(threads: int, values: jax.Array, to: Ref, scale: jax.Array | None
       threads: that share a row.
       values: of `load_rows`.
       to: `tiles.operand` [rows, columns]; bfloat16 if there is a scale.
-      scale: float32 [rows] in layout `rows_layout(threads)`, which multiplies e4m3.
+      scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
     """
     if interpreted():
-        to[...] = values if scale is None else (values.astype(jnp.float32) * scale[:, None]).astype(to.dtype)
+        if scale is not None:
+            values = values.astype(jnp.float32) * _by_row(scale, threads)[:, None]
+        to[...] = values.astype(to.dtype)
         return
     to_bytes = to.shape[1] * 2
     layout, given = _words(threads), () if scale is None else (scale,)
 
-    @plgpu.inline_mgpu(arg_types=(layout.tile, operand_ref(), *[rows_layout(threads)] * len(given)))
+    @plgpu.inline_mgpu(arg_types=(layout.tile, operand_ref(), *[PER_THREAD] * len(given)))
     def store(_: Any, values: Any, to: ir.Value, *scale: Any) -> None:
         warp, lane = warp_and_lane()
         row = plus(times(warp, layout.rows // 4), shifted(lane, threads.bit_length() - 1))
         chunks = _Places.of(threads, 1 if scale else 2).tile_chunks
         pointers = [ChunkPointers(to, to_bytes, row, chunk) for chunk in chunks]
+        factors = _of_rows(scale[0], threads) if scale else []
         for i, registers in enumerate(values.registers.reshape(values.shape[0] // layout.rows, -1)):
             words = list(registers)
             if scale:
-                factor = vector.extract(scale[0].registers.flat[i], [], [0])
-                words = [half for each in words for half in _scaled(each, factor)]
+                words = [half for each in words for half in _scaled(each, factors[i])]
             for j, word in enumerate(words):
                 block, which = divmod(j, len(pointers))
                 llvm.store(word, pointers[which].pointer(layout.rows * i, 8 * block), alignment=16)
@@ -149,23 +174,24 @@ class _Places(NamedTuple):
         return _Places(both, both)
 
 
-def load_per_row(threads: int, ref: Ref, row: jax.Array, column: int) -> jax.Array:
-    """Load ref[row[i], column] for each i; 0, without an access, where row[i] is negative. As `load_rows` else."""
+def load_values(ref: Ref, row: jax.Array, column: int) -> jax.Array:
+    """Load ref[row[i], column], float32, for each i; 0, without an access, where row[i] is negative. Rows and values
+    are in the order of `tile_row`. Nothing may write to `ref` while the kernel runs.
+    """
     if interpreted():
         return jnp.where(row >= 0, ref[...][jnp.maximum(row, 0), column], 0.0)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), rows_layout(threads)),
-        return_type=plgpu.ShapeDtypeStruct(row.shape, jnp.float32, layout=rows_layout(threads)),
+        arg_types=(plgpu.RefType(), PER_THREAD),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.float32, layout=PER_THREAD),
     )
     def load(_: Any, ref: ir.Value, row: Any) -> Any:
-        registers = np.empty_like(row.registers)
-        for i, register in np.ndenumerate(row.registers):
-            number = vector.extract(register, [], [0])
-            address = _address(ref, number, 4 * ir.MemRefType(ref.type).shape[1])
-            text = LOAD_4_BYTES.format(offset=4 * column)
-            value = llvm.inline_asm(ir.F32Type.get(), [address, number], text, "=&f,l,r", has_side_effects=True)
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), value)
+        registers, number_type = np.empty_like(row.registers), ir.F32Type.get()
+        number = vector.extract(row.registers.flat[0], [], [0])
+        address = _address(ref, number, 4 * ir.MemRefType(ref.type).shape[1])
+        text = LOAD_4_BYTES.format(offset=4 * column)
+        value = llvm.inline_asm(number_type, [address, number], text, "=&f,l,r", has_side_effects=True)
+        registers.reshape(-1)[0] = vector.broadcast(ir.VectorType.get((1,), number_type), value)
         return mgpu.FragmentedArray(_registers=registers, _layout=row.layout, _is_signed=None)
 
     return load(ref, row)
@@ -175,34 +201,26 @@ def store_none(threads: int, row: jax.Array, is_none: Ref, all_given: Ref) -> No
     """Store to shared memory which rows are negative. Threads do not wait for each other, as in `store_rows`.
 
     Args:
-      threads: that share a row.
-      row: int32 [rows] in layout `rows_layout(threads)`.
-      is_none: int32 [rows], 1 where a row is negative, else 0.
+      threads, row: as in `load_rows`.
+      is_none: int32 [TOKENS], 1 where a row is negative, else 0.
       all_given: int32 [4], for each warp 1 if none of its rows is, else 0.
     """
     if interpreted():
-        is_none[...] = jnp.where(row < 0, 1, 0)
+        is_none[...] = jnp.where(_by_row(row, threads) < 0, 1, 0)
         all_given[...] = jnp.full((4,), jnp.where((row >= 0).all(), 1, 0))
         return
 
-    @plgpu.inline_mgpu(arg_types=(rows_layout(threads), plgpu.RefType(), plgpu.RefType()))
-    def store(_: Any, row: Any, is_none: ir.Value, all_given: ir.Value) -> None:
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD, PER_THREAD, plgpu.RefType(), plgpu.RefType()))
+    def store(_: Any, row: Any, place: Any, is_none: ir.Value, all_given: ir.Value) -> None:
         warp, lane = warp_and_lane()
-        zero = mgpu.c(0, i32())
-        signs = [vector.extract(register, [], [0]) for register in row.registers.flat]
-        rows = WARPGROUP // threads
-        first = plus(times(warp, rows // 4), shifted(lane, threads.bit_length() - 1))
         index = ir.IndexType.get()
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, masked(lane, threads - 1), zero)):
-            for i, sign in enumerate(signs):
-                place = arith.index_cast(index, plus(first, mgpu.c(rows * i, i32())))
-                memref.store(shifted(sign, 31), is_none, [place])
-        lowest = functools.reduce(arith.minsi, signs)
-        votes = llvm.inline_asm(i32(), [lowest], ALL_GIVEN, "=r,r", has_side_effects=True)
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, zero)):
+        number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
+        memref.store(shifted(number, 31), is_none, [arith.index_cast(index, place)])
+        votes: Any = llvm.inline_asm(i32(), [number], ALL_GIVEN, "=r,r", has_side_effects=True)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32()))):
             memref.store(votes, all_given, [arith.index_cast(index, warp)])
 
-    store(row, is_none, all_given)
+    store(row, tile_row(threads), is_none, all_given)
 
 
 ALL_GIVEN = """
@@ -281,6 +299,13 @@ def _scaled(words: ir.Value, factor: ir.Value) -> list[ir.Value]:
         pairs += [llvm.extractvalue(i32(), both, [j]) for j in range(2)]
     four = ir.VectorType.get((4,), i32())
     return [vector.from_elements(four, pairs[half : half + 4]) for half in (0, 4)]
+
+
+def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
+    """Read a number of another lane of the warp."""
+    all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
+    clamp: Any = mgpu.c(31, i32())
+    return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
 
 
 def _address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:

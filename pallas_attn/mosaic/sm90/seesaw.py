@@ -154,7 +154,7 @@ class SeesawTurns[Split]:
         raise NotImplementedError
 
     def mask_tile(self, split: Split, pair: Any, slot: Any, s: Any) -> Any:
-        """Set scores of a tile that is not full to -inf where rows do not see tokens, and values that none sees to 0."""
+        """Set scores of a tile that is not full to -inf where rows do not see tokens, and values none sees to 0."""
         raise NotImplementedError
 
     def clear_dead_rows(self, split: Split, pair: Any, tile: int, slot: Any) -> None:

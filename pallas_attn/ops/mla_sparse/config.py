@@ -50,7 +50,8 @@ class SparseKey:
 
 def sparse_config(key: SparseKey) -> SparseConfig:
     """Sizes of the Mosaic kernel."""
-    heuristic = SparseConfig(columns=64, pieces=3, registers=72 if key.quantised else 88)
+    registers = 72 if key.latent_dim > 256 else 120
+    heuristic = SparseConfig(columns=64, pieces=4 if key.quantised else 3, registers=registers)
     return tuning.lookup("mla_sparse/mosaic", dataclasses.asdict(key), SparseConfig, lambda: heuristic)
 
 

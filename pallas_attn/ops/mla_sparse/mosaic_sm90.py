@@ -354,6 +354,11 @@ class Item(NamedTuple):
     count: Any
     pair: Any
 
+    @staticmethod
+    def first() -> Item:
+        """First item of this program, as far as its place goes."""
+        return Item(lax.axis_index("program"), *[jnp.int32(0)] * 4)
+
     def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
         """Token, block of its heads, and share of its slots."""
         index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
@@ -394,6 +399,8 @@ class SparseProducer:
 
     def run(self) -> None:
         """Gather the latents of all items."""
+        self.copy_query(Item.first())
+        plgpu.commit_smem()  # lest the assembler starts copies while all registers hold rows
         _for_each_item(self.static, self.x, self.gather_item)
         plgpu.barrier_wait(self.mem.both.at[Q_FREE])
         for i in range(4):
@@ -404,8 +411,8 @@ class SparseProducer:
         in the first item.
         """
         places, ahead = self.static.places(), self.static.pieces
-        of_second = next(i for i, place in enumerate(places) if place.tile == 1)
-        pl.when(item.pair == 0)(lambda: self.copy_query(item))
+        second = next(j for j, place in enumerate(places) if place.tile == 1)
+        look_up = min(second, len(places) - ahead)  # what comes after this pair
         first_rows = self.rows(item, jnp.int32(0), 0)
         under_way = tuple(self.load(place, first_rows) for place in places[:ahead])
 
@@ -414,7 +421,7 @@ class SparseProducer:
             later = None
             for j, place in enumerate(places):
                 self.store(item.pair + i, place, under_way.pop(0), rows[place.tile])
-                if j == of_second:
+                if j == look_up:
                     later = self.rows(item, i + 1, 0)
                 following = j + ahead - len(places)
                 is_later = following >= 0
@@ -443,10 +450,12 @@ class SparseProducer:
         return gather.threads_of_row(self.x.latents.dtype)
 
     def rows(self, item: Item, i: Any, tile: int) -> jax.Array:
-        """Rows of the pool that the tokens of a tile of the item's i-th pair are; -1 for none."""
-        place = item.start + i * PAIR_TOKENS + tile * TOKENS + gather.row_iota(self.threads, TOKENS)
-        index = jnp.minimum(place, self.x.slots.shape[0] - 1)
-        slot = RowLayout(self.threads, 1).take(self.x.slots, index)
+        """Rows of the pool that the tokens of a tile of the item's i-th pair are, in the order of `gather.tile_row`; -1
+        for none.
+        """
+        first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
+        place = first + gather.tile_row(self.threads)
+        slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
     # Pieces
@@ -460,7 +469,7 @@ class SparseProducer:
         numbers = gather.load_rows(threads, x.latents, rows, column, place.columns)
         if x.scale is None:
             return (numbers,)
-        return numbers, gather.load_per_row(threads, x.scale, rows, column // LATENT_GROUP)
+        return numbers, gather.load_values(x.scale, rows, column // LATENT_GROUP)
 
     def store(self, pair: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
         """Store a piece once there is room for it, and tell when its part of the tile is complete."""
