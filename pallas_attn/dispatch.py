@@ -64,7 +64,7 @@ MODULES: dict[str, Modules] = {
     "index_scores": {**_IN_TRITON, **_ANYWHERE},
     "select_top_k": {**_IN_TRITON, **_ANYWHERE},
     "index_top_k": {**_IN_TRITON, **_ANYWHERE},
-    "mla_sparse": {**_IN_TRITON, **_ANYWHERE},
+    "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
 """By operation, which modules implement it."""

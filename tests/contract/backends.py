@@ -120,6 +120,10 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
+    r"test_mla_sparse.py::test_values\[mosaic-float32": "takes bfloat16 and float16 queries, got float32",
+    r"test_mla_sparse.py::test_values\[mosaic-float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
+    r"test_mla_sparse.py::test_values\[mosaic-float16, latents of 96": "takes latents of 128 to 512 columns",
+    r"test_mla_sparse.py::test_values\[mosaic-rotated columns of 32": "and 64 rotated ones, got 128 and 32",
     r"mosaic-(gather|write of latents), 8 bits\]": "takes no quantised latents",
     r"latents_in_8_bits\[mosaic-absent pages, many heads": (
         "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
@@ -127,7 +131,7 @@ MOSAIC_REFUSALS = {
     r"test_(decode|prefill|dtypes|latents_in_8_bits)\[mosaic-float32( over .*)?\]": (
         "takes bfloat16 and float16 queries, got float32"
     ),
-    r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"mosaic-bfloat16 over (?!8 bits)": "takes queries and an unquantised cache of one dtype",
     r"page of 1 token|test_tokens_before_heads\[mosaic": "takes pages of 16, 32, 64 or 128 tokens, got 1",
     r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
     r"test_paged_attention.*heads of 16\]": "takes heads of width 64, 128 or 256, got 16",
