@@ -1,8 +1,8 @@
 """Operations on arrays that are split over devices, outside `jax.shard_map`: each device runs its part of a call.
 
-Heads may be split, and the sequences of decode. Results are then split alike, and nothing is exchanged. Whatever else is
-split, the pages of a cache say, is refused in words: XLA, which cannot look into a kernel and replicates what it gathers
-from, would copy a cache to every device in every step.
+Heads may be split, and the sequences of decode. Results are then split alike, and nothing is exchanged. Whatever else
+is split, the pages of a cache say, is refused in words: XLA, which cannot look into a kernel and replicates what it
+gathers from, would copy a cache to every device in every step.
 
 Where the axes of a mesh are part of an array's type (`AxisType.Explicit`), that is known while a call is traced, and it
 runs in `jax.shard_map`. Else only XLA knows, so the call is one `jax.experimental.custom_partitioning`, which the
@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import custom_partitioning as partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_attn import checks, device
-from pallas_attn.types import DecodePlan, Implementation, PagedIndexKeys, PagedKV, PagedLatent
+from pallas_attn.types import DecodePlan, PagedIndexKeys, PagedKV, PagedLatent
 
 type Axes = tuple[str, ...]
 """Mesh axes that an axis of an array is split over; none if it is whole."""
@@ -38,7 +39,7 @@ type Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Splittable:
-    """How an operation's arrays may be split.
+    """Axes of an operation's arrays that may be split.
 
     Attributes:
       along: symbols of the axes that may be.
@@ -88,8 +89,8 @@ def run[Tree](
       annotations: by name, of a dict.
 
     Raises:
-      NotImplementedError: arrays of typed meshes are split in a way that the operation does not support. On other meshes
-        compiling raises an error of jax with the same words.
+      NotImplementedError: arrays of typed meshes are split in a way that the operation does not support. On other
+        meshes compiling raises an error of jax with the same words.
     """
     leaves = jax.tree.leaves(arguments)
     mesh = None if _INSIDE.get() else _mesh_of(leaves)
@@ -196,9 +197,6 @@ class _Operand:
         """Whether it is a cache's pages, or as many scales."""
         return self.owner in (PagedKV, PagedLatent, PagedIndexKeys) and "N" in self.dims
 
-    def sizes(self, shape: Sequence[int]) -> Iterator[tuple[str, int]]:
-        return zip(self.dims, shape, strict=True)
-
 
 def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
     """The arrays of a tree, in its order, by the annotations of its names and of the dataclasses in it."""
@@ -227,10 +225,8 @@ def _dims(annotation: str, ndim: int) -> tuple[str, ...]:
 
 
 def _result_annotations(splits: Splittable) -> dict[str, str]:
-    """As `_operands` takes them, by a result's place."""
-    return {
-        str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)
-    }
+    """Annotations of results by their place, for `_operands`."""
+    return {str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)}
 
 
 # --- a call
@@ -256,7 +252,9 @@ class _SplitCall:
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @staticmethod
-    def of(op: str, function: Callable[[Any], Any], arguments: Any, annotations: Mapping[str, str] | None) -> _SplitCall:
+    def of(
+        op: str, function: Callable[[Any], Any], arguments: Any, annotations: Mapping[str, str] | None
+    ) -> _SplitCall:
         if annotations is None:
             annotations = {field.name: str(field.type) for field in dataclasses.fields(arguments)}
         leaves, tree = jax.tree.flatten(arguments)
@@ -270,7 +268,7 @@ class _SplitCall:
         return dataclasses.replace(OPERATIONS[self.op], along=(*OPERATIONS[self.op].along, *batches))
 
     def result(self, *arrays: Any) -> Any:
-        """What the function returns, without any `jax.vmap`."""
+        """The function's result, without any `jax.vmap`."""
         of_arrays, of_static = iter(arrays), iter(self.static)
         leaves = [next(of_arrays if flag else of_static) for flag in self.is_array]
         return self.function(jax.tree.unflatten(self.tree, leaves))
@@ -371,17 +369,23 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
         with device.on_one_device(mesh), _inside(AxisType.Auto):
             return _Results(call).flat(*arrays)
 
-    def partition(mesh: Any, given: Sequence[Any], wanted: Any) -> Any:
-        if any(not isinstance(x.sharding, NamedSharding) for x in given):
-            raise NotImplementedError(f"{call.op}: axes of the mesh have no names here; run it under jax.set_mesh(mesh)")
-        specs = [_axes_by_dim(x.sharding.spec, len(x.shape)) for x in given]
-        split = _Split.of(call, [x.shape for x in given], specs, dict(mesh.shape))
+    def partition(named: Any, given: Sequence[Any], wanted: Any) -> Any:
+        found = [PartitionSpec() if x.sharding.is_fully_replicated else x.sharding for x in given]
+        if isinstance(given[0].sharding, NamedSharding):
+            found = [x.sharding.spec for x in given]
+        elif all(isinstance(spec, PartitionSpec) for spec in found):  # the program has arrays of no mesh
+            devices = np.array(list(given[0].sharding.devices_indices_map(given[0].shape)))
+            named = Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names)
+        else:
+            raise NotImplementedError(f"{call.op}: axes of the mesh have no names here; run under jax.set_mesh(mesh)")
+        specs = [_axes_by_dim(spec, len(x.shape)) for spec, x in zip(found, given, strict=True)]
+        split = _Split.of(call, [x.shape for x in given], specs, dict(named.shape))
         del wanted  # the partitioner brings results to where it wants them
         return (
-            mesh,
-            functools.partial(local, mesh.abstract_mesh),
-            tuple(NamedSharding(mesh, split.spec(operand)) for operand in results.operands),
-            tuple(NamedSharding(mesh, split.spec(operand)) for operand in call.operands),
+            named,
+            functools.partial(local, named.abstract_mesh),
+            tuple(NamedSharding(named, split.spec(operand)) for operand in results.operands),
+            tuple(NamedSharding(named, split.spec(operand)) for operand in call.operands),
         )
 
     def rule(mesh: Any, given: Any, returned: Any) -> Any:
@@ -408,6 +412,15 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
 def _axes_by_dim(spec: PartitionSpec, ndim: int) -> list[Axes]:
     entries = [*spec, *[None] * (ndim - len(spec))]
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def _sizes(call: _SplitCall, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Size of each symbol of the arguments."""
+    return {
+        dim: size
+        for operand, shape in zip(call.operands, shapes, strict=True)
+        for dim, size in zip(operand.dims, shape, strict=True)
+    }
 
 
 def _words(axes: Axes) -> str:
@@ -446,11 +459,7 @@ class _Split:
                 if over[: len(held)] != held[: len(over)]:
                     refuse(f"{operand.name} is split over {_words(over)} along {dim}, others over {_words(held)}")
                 axes[dim] = max(held, over, key=len)
-        sizes = {
-            dim: size
-            for operand, shape in zip(call.operands, shapes, strict=True)
-            for dim, size in operand.sizes(shape)
-        }
+        sizes = _sizes(call, shapes)
         if "Hkv" in sizes and "Hq" in sizes:
             _match_heads(axes, sizes, mesh, refuse)
         apart = [dim for dim in axes if axes[dim] and (dim != "Hkv" or "Hq" not in sizes)]
@@ -510,11 +519,11 @@ def _sharding_rule(
     """Which axes of arguments and results are one, for the partitioner: those that may be split. Other axes are each
     for themselves, so that the partitioner leaves them as they are, and `_Split.of` sees and refuses them.
     """
-    sizes = {dim: size for operand, shape in zip(call.operands, shapes, strict=True) for dim, size in operand.sizes(shape)}
+    sizes = _sizes(call, shapes)
     heads, groups = sizes.get("Hkv", 1), 1
     if "Hq" in sizes and heads > 1:
         groups = sizes["Hq"] // heads
-    factors: dict[str, int] = {"G": groups} if groups > 1 else {}
+    factors: dict[str, Any] = {"G": groups} if groups > 1 else {}
     numbers = iter(range(10_000))
 
     def factor(dim: str) -> Any:

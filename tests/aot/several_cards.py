@@ -30,7 +30,16 @@ from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
 from models.engine.runner import GPU_OPTIONS
-from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec, mla_decode, paged_decode, parallel, write_kv
+from pallas_attn import (
+    PagedKV,
+    PagedLatent,
+    kv_cache_spec,
+    latent_cache_spec,
+    mla_decode,
+    paged_decode,
+    parallel,
+    write_kv,
+)
 from tests.aot import device, engine
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
@@ -150,16 +159,12 @@ def plain() -> dict[str, Any]:
         jax.ShapeDtypeStruct(shape, dtype)
         for shape in ((64, 1, 32, 128), (64, 1, 128, 512), (64, 1, 128, 64), (64, 8, 128))
     )
-    heads, kv_heads, batch = PartitionSpec(None, None, "context"), PartitionSpec(None, "context"), SPLIT
+    heads, kv_heads = PartitionSpec(None, None, "context"), PartitionSpec(None, "context")
+    latent = [q_latent, q_rope, cache, tables, lens]
     calls: dict[str, tuple[Any, list[Any], list[PartitionSpec], dict[str, Any]]] = {
         "decode": (paged_decode, [q, kv, tables, lens], [heads, kv_heads, WHOLE, WHOLE], {}),
-        "latents": (mla_decode, [q_latent, q_rope, cache, tables, lens], [heads, heads, *[WHOLE] * 3], {"sm_scale": 0.1}),
-        "latents, sequences": (
-            mla_decode,
-            [q_latent, q_rope, cache, tables, lens],
-            [batch, batch, WHOLE, batch, batch],
-            {"sm_scale": 0.1},
-        ),
+        "latents": (mla_decode, latent, [heads, heads, WHOLE, WHOLE, WHOLE], {"sm_scale": 0.1}),
+        "latents, sequences": (mla_decode, latent, [SPLIT, SPLIT, WHOLE, SPLIT, SPLIT], {"sm_scale": 0.1}),
         "write": (write_kv, [kv, new, new, slots], [kv_heads, kv_heads, kv_heads, WHOLE], {}),
     }
     for implementation, kind in itertools.product(("mosaic", "triton"), (AxisType.Auto, AxisType.Explicit)):

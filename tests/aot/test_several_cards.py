@@ -1,4 +1,4 @@
-"""Exchanges of two cards: heads once, when contexts are split over them, sums and logits, when heads of a model are, and
+"""Exchanges of two cards: heads once, when contexts are split over them, sums and logits, when heads of a model are,
 nothing, when those of one operation are; no cache."""
 
 import json
