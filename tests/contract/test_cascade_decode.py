@@ -134,7 +134,7 @@ def test_what_cannot_pay_is_plain_decode(
     calls, prefill = [], room.paged_prefill
     monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     monkeypatch.setattr(room, "paged_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
-    kv = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
+    kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((batch, 1, 32, 128), jnp.bfloat16)
     metadata = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, columns), (batch,))]
     call = functools.partial(cascade_decode, shared_pages=given, return_lse=True, implementation="xla")

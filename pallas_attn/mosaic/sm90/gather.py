@@ -190,7 +190,7 @@ def load_values(ref: Ref, row: jax.Array, column: int) -> jax.Array:
         number = vector.extract(row.registers.flat[0], [], [0])
         address = _address(ref, number, 4 * ir.MemRefType(ref.type).shape[1])
         text = LOAD_4_BYTES.format(offset=4 * column)
-        value = llvm.inline_asm(number_type, [address, number], text, "=&f,l,r", has_side_effects=True)
+        value: Any = llvm.inline_asm(number_type, [address, number], text, "=&f,l,r", has_side_effects=True)
         registers.reshape(-1)[0] = vector.broadcast(ir.VectorType.get((1,), number_type), value)
         return mgpu.FragmentedArray(_registers=registers, _layout=row.layout, _is_signed=None)
 

@@ -372,7 +372,8 @@ def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Item
     items = x.ends.shape[0] * static.blocks * static.splits
 
     def step(i: Any, pair: Any) -> Any:
-        item = Item(program + i * programs, *[jnp.int32(0)] * 3, pair)
+        none = jnp.int32(0)
+        item = Item(program + i * programs, none, none, none, pair)
         token, _, split = item.place(static)
         end = x.ends[token]
         share = pl.cdiv(pl.cdiv(end, PAIR_TOKENS), static.splits) * PAIR_TOKENS
@@ -418,7 +419,7 @@ class SparseProducer:
 
         def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             rows, under_way = [carry[0], self.rows(item, i, 1)], list(carry[1])
-            later = None
+            later: Any = None
             for j, place in enumerate(places):
                 self.store(item.pair + i, place, under_way.pop(0), rows[place.tile])
                 if j == look_up:
