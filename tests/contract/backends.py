@@ -136,6 +136,11 @@ MOSAIC_REFUSALS = {
     r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
     r"test_paged_attention.*heads of 16\]": "takes heads of width 64, 128 or 256, got 16",
     r"large soft cap\]": "takes a soft cap of up to 4096, got 5000",
+    r"test_values_of_another_width": "takes pages of keys and values of one width",
+    r"test_(decode|prefill)\[.*-fused|test_fused_caches": "takes keys and values in arrays of their own, got them",
+    r"test_(decode|prefill)\[.*-(keys of 48|values narrower)": "takes pages of keys and values of one width",
+    r"test_prefill\[.*chunks, a tree": "takes no draft mask",
+    r"test_windows_and_soft_caps": "takes no (window|soft cap) over latents",
     r"test_decode\[.*G 67\]": "67 have no such divisor",
     r"latents of 96\]": "takes latents of a multiple of 64 columns up to 512, got 96",
     r"rotated columns of 16\]": "takes 32 or 64 rotated columns, got 16",
@@ -169,6 +174,9 @@ PORTABLE_SLOW = (
     r"|plain|static|dynamic)"
     r"[^\[]*\[([^\]]*-)?reference",
     r"test_memory_grows_with_the_queries.*-full|test_keys_before_every_window",
+    # Pages of two widths, and fused ones, are read alike for decode and prefill.
+    r"test_prefill\[\w+-(values narrower|fused)|test_prefill\[reference-(keys of|chunks, a tree, )",
+    r"test_windows_and_soft_caps\[(reference-(?!a window, 4)|xla-(a window (past|that)|a soft cap))",
     r"test_index_keys.py::test_memory_does_not_grow.*-chunk|test_a_choice_is_exact\[\w+-decode, absent",
 )
 
@@ -246,6 +254,7 @@ TRITON_SAMPLE = "|".join(
         "fp8 per token, windows",
         "fp8 queries of tokens, tree",
         "page of 1 token",
+        "fused in lanes, fp8 per token",
         "float32",
     )
 )
@@ -256,6 +265,7 @@ TRITON_MLA_SAMPLE = "|".join(
         r"test_several_queries\[triton-many heads-4, tree\]",
         r"test_several_queries\[triton-few heads-4 each, of rows",
         r"test_latents_in_8_bits\[triton-(4, tree|float32)\]",
+        r"test_windows_and_soft_caps\[triton-a window, 4 causal",
         r"test_dtypes\[triton-(float32|bfloat16 over|bfloat16, large|latents of 96)",
         r"test_a_row_does_not_depend_on_the_batch\[triton-few",
     )
@@ -270,7 +280,7 @@ TRITON_SLOW = (
     r"test_write_places.*triton-float16|test_write_(fills|casts).*triton",
     r"test_latent_8bit.*triton-(bfloat16|float16)",
     # The sample meets most options once: windows and sink tokens, head-wise tables, absent pages, 8 bits, full.
-    r"test_prefill\[triton-(?!float32|bfloat16 over|first chunks|chunks, (absent|int8)|full, absent)",
+    r"test_prefill\[triton-(?!float32|bfloat16 over|first chunks|chunks, (absent|int8|a tree, int8)|full, absent|keys of)",
     r"paged_prefill-triton\]",
     r"test_(chunks_give|agrees_with|a_sequence_does).*triton",
     r"test_(more_)?garbage.*\[triton-prefill",

@@ -45,7 +45,7 @@ def cascade_decode(
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "B Q Hq D"] | tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"]]:
+) -> Float[Array, "B Q Hq Dv"] | tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
     """Attention of `paged_decode` for sequences that all begin with the same pages.
 
     The shared pages are read once for all queries in place of once a sequence. Where nothing is shared the result is
@@ -107,11 +107,12 @@ def cascade_decode(
         "implementation": implementation,
     }
     if not q.size:
-        out, lse = jnp.zeros(q.shape, out_dtype), jnp.zeros(q.shape[:3], jnp.float32)
+        out = jnp.zeros((*q.shape[:3], kv.value_dim(dims["D"])), out_dtype)
+        lse = jnp.zeros(q.shape[:3], jnp.float32)
         return (out, lse) if return_lse else out
     q, kv, sinks = refuse_gradients("cascade_decode", (jnp.asarray(q), kv, sinks))
     batch, queries, ps = dims["B"], dims["Q"], kv.page_size
-    page_bytes = 2 * math.prod(kv.k.shape[1:]) * kv.k.dtype.itemsize
+    page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (kv.k, kv.v) if x is not None)
     most_shared = shared_pages if isinstance(shared_pages, int) else dims["P"]
     if (batch - 1) * min(most_shared, dims["P"]) * page_bytes < LEAST_SAVED_BYTES:
         options |= {"return_lse": return_lse, "out_dtype": out_dtype}
@@ -138,7 +139,7 @@ def cascade_decode(
         column = jnp.minimum(shared + jnp.arange(dims["P"], dtype=jnp.int32), dims["P"] - 1)
         own_lens = jnp.maximum(kv_lens - shared * ps, 0)
         out_own, lse_own = paged_decode(q, kv, block_tables[:, column], own_lens, q_lens=q_lens, **options)
-        outs, lses = jnp.stack([out_shared.reshape(q.shape), out_own]), jnp.stack([lse_shared, lse_own])
+        outs, lses = jnp.stack([out_shared.reshape(out_own.shape), out_own]), jnp.stack([lse_shared, lse_own])
         out, lse = merge_states(outs, lses, sinks)
     return (out.astype(out_dtype), lse) if return_lse else out.astype(out_dtype)
 
