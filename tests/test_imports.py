@@ -289,6 +289,30 @@ def test_every_file_keeps_to_the_rules(package: str) -> None:
     assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
 
 
+# --- folders of operations
+
+
+def misnamed_operations(folders: set[str], public: frozenset[str], defined: dict[str, set[str]]) -> list[str]:
+    """Folders of `ops` that are no public function, or whose `__init__` defines none of that name."""
+    return sorted(name for name in folders if name not in public or name not in defined[name])
+
+
+def test_folders_and_public_functions_have_one_name() -> None:
+    ops = ROOT / "pallas_attn" / "ops"
+    folders = {path.parent.name for path in ops.glob("*/__init__.py")}
+    trees = {name: ast.parse((ops / name / "__init__.py").read_text()) for name in folders}
+    defined = {
+        name: {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} for name, tree in trees.items()
+    }
+    assert "paged_decode" in folders
+    assert misnamed_operations(folders, public_names("pallas_attn"), defined) == []
+
+
+def test_other_folders_are_found() -> None:
+    defined = {"paged_decode": {"paged_decode"}, "common": set(), "write_kv": {"kv_write"}}
+    assert misnamed_operations(set(defined), frozenset({"paged_decode", "write_kv"}), defined) == ["common", "write_kv"]
+
+
 # --- names of classes
 
 UNIQUE_IN = ("pallas_attn", "models", "scripts")

@@ -100,7 +100,8 @@ def mla_prefill(
     q_nope, q_rope, latent_new, cache, w_uk, w_uv = refuse_gradients(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
-    cu_q_lens, as_given = checks.bound_sums(cu_q_lens, q_nope.shape[0]), latent_new
+    cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
+    as_given: Any = latent_new  # in its own dtype
     if latent_new is not None:
         latent_new = as_read_back(latent_new, cache)
     if piece_tokens is None:
