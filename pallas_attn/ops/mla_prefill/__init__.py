@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks, device, tuning
+from pallas_attn import checks, device, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
@@ -25,6 +25,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
 
+@sharded_calls.over_devices
 def mla_prefill(
     q_nope: Float[Array, "T Hq nope"],
     q_rope: Float[Array, "T Hq R"],
@@ -137,7 +138,7 @@ def mla_prefill(
 
 @dataclasses.dataclass(frozen=True)
 class PieceConfig:
-    """How much of the prefix is expanded at a time.
+    """Length of the pieces in which the prefix is expanded.
 
     A piece costs memory for its keys and values, and a pass over the outputs of all queries that merges its result:
     16 bytes an element, which on an H200 take as long as attending 500 tokens does. Expanding a piece costs the same
