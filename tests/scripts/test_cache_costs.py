@@ -1,4 +1,4 @@
-"""What rounding a cache costs: the numbers, and a report of one model."""
+"""The cost of rounding a cache: the numbers, and a report of one model."""
 
 from __future__ import annotations
 

@@ -236,8 +236,8 @@ def _visible_latents(
     window: int,
     implementation: Implementation,
 ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
-    """What the windows of a chunk's queries show: of each sequence the cached pages with its last window - 1 tokens,
-    and the new ones; and the prefix sums of their numbers.
+    """Gather what the windows of a chunk's queries show: of each sequence the cached pages with its last window - 1
+    tokens, and the new ones; with the prefix sums of their numbers.
     """
     page_size = cache.page_size
     skipped = jnp.maximum(num_cached - (window - 1), 0) // page_size
@@ -256,7 +256,7 @@ def _visible_latents(
 
 
 def _tables_from(block_tables: Int32[Array, "S P"], first: Int32[Array, "S"], width: int) -> Int32[Array, "S width"]:
-    """As many entries of each table, from one on; the last one where there are no more."""
+    """Take `width` entries of each table from one on; the last one where there are no more."""
     entry = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(block_tables, jnp.minimum(entry, block_tables.shape[1] - 1), axis=1)
 

@@ -1,4 +1,4 @@
-"""What can be tuned in `mla_sparse`."""
+"""Sizes and splits of `mla_sparse`, which can be tuned."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def sparse_config(key: SparseKey) -> SparseConfig:
 
 
 START_PAIRS = 2
-"""What a program takes to begin and to end a share of a token's slots, in pairs of tiles."""
+"""Cost of beginning and ending a share of a token's slots, in pairs of tiles."""
 
 MERGE_PAIRS = 3
-"""What partial states take, written and merged, in pairs of tiles."""
+"""Cost of writing and merging partial states, in pairs of tiles."""
 
 
 def num_splits(items: int, pairs: int, programs: int) -> int:

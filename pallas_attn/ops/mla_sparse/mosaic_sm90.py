@@ -182,7 +182,7 @@ class SparseStatic:
 
 
 class Place(NamedTuple):
-    """Where a piece of a pair of tiles goes.
+    """Place of a piece in a pair of tiles.
 
     Attributes:
       tile: of the pair.
@@ -338,7 +338,7 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
     lax.switch(lax.axis_index("warpgroup"), branches)
 
 
-class Item(NamedTuple):
+class SparseItem(NamedTuple):
     """A block of heads of a token, and a share of the token's slots.
 
     Attributes:
@@ -355,9 +355,9 @@ class Item(NamedTuple):
     pair: Any
 
     @staticmethod
-    def first() -> Item:
+    def first() -> SparseItem:
         """First item of this program, as far as its place goes."""
-        return Item(lax.axis_index("program"), *[jnp.int32(0)] * 4)
+        return SparseItem(lax.axis_index("program"), *[jnp.int32(0)] * 4)
 
     def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
         """Token, block of its heads, and share of its slots."""
@@ -366,14 +366,14 @@ class Item(NamedTuple):
         return lax.div(split, static.splits), block, lax.rem(split, static.splits)
 
 
-def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Item], None]) -> None:
+def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
     """Call attend(item) for each item of this program."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     items = x.ends.shape[0] * static.blocks * static.splits
 
     def step(i: Any, pair: Any) -> Any:
         none = jnp.int32(0)
-        item = Item(program + i * programs, none, none, none, pair)
+        item = SparseItem(program + i * programs, none, none, none, pair)
         token, _, split = item.place(static)
         end = x.ends[token]
         share = pl.cdiv(pl.cdiv(end, PAIR_TOKENS), static.splits) * PAIR_TOKENS
@@ -400,14 +400,14 @@ class SparseProducer:
 
     def run(self) -> None:
         """Gather the latents of all items."""
-        self.copy_query(Item.first())
+        self.copy_query(SparseItem.first())
         plgpu.commit_smem()  # lest the assembler starts copies while all registers hold rows
         _for_each_item(self.static, self.x, self.gather_item)
         plgpu.barrier_wait(self.mem.both.at[Q_FREE])
         for i in range(4):
             plgpu.barrier_wait(self.mem.free.at[i])
 
-    def gather_item(self, item: Item) -> None:
+    def gather_item(self, item: SparseItem) -> None:
         """Gather the latents of an item. Its query comes after the first pair, for which there is room earlier, except
         in the first item.
         """
@@ -433,7 +433,7 @@ class SparseProducer:
 
         lax.fori_loop(0, item.count, step, (first_rows, under_way))
 
-    def copy_query(self, item: Item) -> None:
+    def copy_query(self, item: SparseItem) -> None:
         x, mem, static = self.x, self.mem, self.static
         plgpu.barrier_wait(mem.both.at[Q_FREE])
         token, block, _ = item.place(static)
@@ -450,7 +450,7 @@ class SparseProducer:
         """Threads that share a row."""
         return gather.threads_of_row(self.x.latents.dtype)
 
-    def rows(self, item: Item, i: Any, tile: int) -> jax.Array:
+    def rows(self, item: SparseItem, i: Any, tile: int) -> jax.Array:
         """Rows of the pool that the tokens of a tile of the item's i-th pair are, in the order of `gather.tile_row`; -1
         for none.
         """
@@ -490,7 +490,7 @@ class SparseProducer:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseConsumer(SeesawTurns[Item]):
+class SparseConsumer(SeesawTurns[SparseItem]):
     """One of the two warpgroups that compute, over gathered latents."""
 
     static: SparseStatic
@@ -503,7 +503,7 @@ class SparseConsumer(SeesawTurns[Item]):
         for slot in range(2):
             self.release(slot)
 
-        def attend(item: Item) -> None:
+        def attend(item: SparseItem) -> None:
             plgpu.barrier_wait(self.mem.q_landed)
             state = self.attend(item, item.pair, item.count)
             self.write(results, item, state)
@@ -517,13 +517,13 @@ class SparseConsumer(SeesawTurns[Item]):
         given = self.mem.all_given.at[self.static.slot(pair, tile)]
         return (given[0] & given[1] & given[2] & given[3]) == 1
 
-    def mask_tile(self, split: Item, pair: Any, slot: Any, s: Any) -> Any:
+    def mask_tile(self, split: SparseItem, pair: Any, slot: Any, s: Any) -> Any:
         is_none = basics.load(self.mem.is_none.at[slot], PER_COLUMN)
         return jnp.where(over_columns(is_none, s.shape) == 0, s, -jnp.inf)
 
     # Results
 
-    def write(self, results: Any, item: Item, state: SeesawState) -> None:
+    def write(self, results: Any, item: SparseItem, state: SeesawState) -> None:
         """Write this warpgroup's half of the output, or of the partial state, of an item."""
         static, half = self.static, self.half
         sums = self.trade_sums(state)
