@@ -178,12 +178,12 @@ def routed_experts(
         return apply_experts(x, chosen, weights, experts)
     if is_live is None:
         is_live = jnp.ones(x.shape[0], jnp.bool_)
-    if split.data > 1 and not is_gathered(split, chosen.shape[1]):
+    if split.data == 1:
+        return _own_part(x, chosen, weights, is_live, experts, split)
+    if not is_gathered(split, chosen.shape[1]):
         return _exchanged(x, chosen, weights, experts, split, is_live)
-    if split.data > 1:
-        x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
-        return jax.lax.psum_scatter(_own_part(x, chosen, weights, is_live, experts, split), DATA, tiled=True)
-    return _own_part(x, chosen, weights, is_live, experts, split)
+    x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
+    return jax.lax.psum_scatter(_own_part(x, chosen, weights, is_live, experts, split), DATA, tiled=True)
 
 
 def is_gathered(split: ExpertSplit, copies: int) -> bool:
@@ -191,8 +191,8 @@ def is_gathered(split: ExpertSplit, copies: int) -> bool:
     token's copies to the rank of its expert and back.
 
     A device sends n - 1 times the tokens of one of n ranks then, in place of its share along `expert` of
-    copies · (n - 1) / n times. Up to twice as much is still faster: both collectives are of sizes known before, where
-    an exchange has to tell the host its sizes.
+    copies · (n - 1) / n times. Twice as much is allowed for: on two H100s, the only ones measured, prefill by an
+    exchange, which has to tell the host its sizes, took 15 times as long (benchmarks/log/065).
     """
     return split.devices <= 2 * copies
 

@@ -24,8 +24,8 @@ from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 LEAST_SAVED_BYTES = 192 * 2**20
 """Bytes of shared pages that have to be spared for a cascade to be worth its launches: `paged_decode` reads what is
-shared from L2, and takes 26 us for 16 samples of 2,048 tokens (128 MB spared), where a cascade takes 35 us; of 8,192
-tokens 100 us and 50 (H100).
+shared from L2, and takes 26 us for 16 samples of 2,048 tokens (120 MiB spared), where a cascade takes 35 us; of 8,192
+tokens (480 MiB) 100 us and 50 (H100). It lies between these two.
 """
 
 
