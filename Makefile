@@ -48,9 +48,9 @@ test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
 
-test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, and the contract suites on compiled kernels (after make demo CUDA=13)
+test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, the contract suites and goldens on compiled kernels (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/contract -m "not slow and not gpu" -k "mosaic or triton"
+	$(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
 
 test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that pyproject.toml admits
 	$(call create,.venv-latest,--without-pip)

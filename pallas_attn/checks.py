@@ -174,7 +174,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def required_number(name: str, value: Any) -> float:
-    """As `number`, and refuses None."""
+    """Check a number; see `number`. None is refused."""
     wanted = "a positive finite number"
     if (given := number(name, value, wanted)) is None:
         raise ValueError(f"{name}: expected {wanted}, got None")

@@ -27,7 +27,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ DISTRIBUTIONS = (
     "triton",
 )
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-"""Those of jax's settings that what is traced may depend on."""
+"""Settings of jax that a traced function may depend on."""
 UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 1\n"
 
@@ -93,7 +93,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
 
 
 class LoweringError(RuntimeError):
-    """What a function traced could not be lowered to a kernel."""
+    """Failure to lower a traced function to a kernel."""
 
 
 def _enabled() -> bool:
@@ -102,19 +102,6 @@ def _enabled() -> bool:
 
 def _has_typed_mesh() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-@contextlib.contextmanager
-def _on_one_device() -> Iterator[None]:
-    """Within it a mesh has one card of the kind that the call is for, in place of several: each lowers the same."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        yield
-        return
-    one = jax.sharding.AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=mesh.abstract_device)
-    none = jax.sharding.AbstractMesh((), ())  # one mesh may not replace another of another size
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
-        yield
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
@@ -192,7 +179,7 @@ def _sources() -> str:
 
 
 def _lowered(key: _Key) -> Callable[..., Any]:
-    """As `_kept`, and raises LoweringError where nothing could be lowered."""
+    """Call `_kept`, and raise LoweringError if nothing could be lowered."""
     kept = _kept(key)
     if isinstance(kept, LoweringError):
         raise LoweringError(str(kept))
@@ -201,7 +188,7 @@ def _lowered(key: _Key) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
-    """What was exported for this key, as one jitted function, so that a program has it once however often it is called;
+    """Exported function of this key, jitted once, so that a program has it once however often it is called;
     or why nothing could be, since finding out takes as long as lowering.
 
     Exported functions know nothing of `jax.vmap`: under it, the batched implementation is kept in the same way.
@@ -230,7 +217,7 @@ def _export(key: _Key) -> export.Exported | LoweringError:
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    with _on_one_device():
+    with device.on_one_device(jax.sharding.get_abstract_mesh()):
         jitted.trace(*key.avals)
         try:
             return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
@@ -241,7 +228,7 @@ def _export(key: _Key) -> export.Exported | LoweringError:
 
 
 def _file(key: _Key) -> Path | None:
-    """Where a key's kernel is kept; None for nowhere."""
+    """File in which a key's kernel is kept; None if kernels are kept in no file."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return Path(named) / key.digest
@@ -252,7 +239,7 @@ def _file(key: _Key) -> Path | None:
 
 
 def _read(file: Path) -> export.Exported | None:
-    """What a file holds; None where there is none, or what it holds is damaged."""
+    """Read a file; None if there is none, or it is damaged."""
     try:
         content = file.read_bytes()
         with contextlib.suppress(OSError):  # somebody else's folder, which may be read all the same

@@ -352,7 +352,7 @@ def _lens_of_queries(
 def _exchange_heads(
     out: Float[Array, "B Q Hq D"], lse: Float[Array, "B Q Hq"], axis: str
 ) -> tuple[Float[Array, "n B Q Hq_n D"], Float[Array, "n B Q Hq_n"]]:
-    """What all devices found for this device's heads. The LSE travels as more columns of the output, as bits, so that
+    """Results of all devices for this device's heads. The LSE travels as more columns of the output, as bits, so that
     there is one exchange. Bits are integers all the way, since a float that they happen to spell, a NaN say, need not
     arrive as it was.
     """

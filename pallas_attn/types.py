@@ -28,7 +28,7 @@ QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 """The largest magnitude a quantised cache stores, by its dtype; a dtype that is not here is stored unscaled."""
 
 PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
-"""What an unquantised cache may hold."""
+"""Dtypes of unquantised caches."""
 
 LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
 """The dtype of quantised latents."""
@@ -37,7 +37,7 @@ LATENT_GROUP = 128
 """Columns of a quantised latent that share a scale."""
 
 ROPE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
-"""What the rotated keys beside quantised latents may be."""
+"""Dtypes of the rotated keys beside quantised latents."""
 
 type ScaleLayout = Literal["head", "channel"] | int | None
 """Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups
@@ -264,8 +264,8 @@ class PagedKV:
 
     k: Num[Array, "N Hkv ps D"]
     v: Num[Array, "N Hkv ps Dv"] | Any = None  # not Optional: few caches are fused, and all others have an array here
-    k_scale: Float[Array, "..."] | None = None
-    v_scale: Float[Array, "..."] | None = None
+    k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
+    v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | Float[Array, "N Hkv g"] | None = None
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedKV:
@@ -373,7 +373,7 @@ class PagedIndexKeys:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadWindow:
-    """What each KV head of a layer sees: its first `sink_tokens` keys and the last `window` ones, the query's own
+    """Keys that each KV head of a layer sees: the first `sink_tokens` and the last `window` ones, the query's own
     included.
 
     Attributes:
@@ -429,7 +429,7 @@ class PlanKey:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """How the programs of a decode kernel share the visible pages of a step: a matter of speed and rounding, never of
+    """Division of a step's visible pages among the programs of a decode kernel. It changes speed and rounding, never
     meaning.
 
     A row is one KV head of one sequence, row b·Hkv + h. A plan lists rows in an order of its own, `row_order`; all

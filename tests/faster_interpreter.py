@@ -107,7 +107,7 @@ def to_int(x: Any) -> Any:
 
 
 class Frame:
-    """Where a kernel accesses a buffer, put into words when a race is reported."""
+    """Place of a kernel's access to a buffer, put into words when a race is reported."""
 
     def __init__(self, source_info: source_info_util.SourceInfo | None):
         self.source_info = source_info

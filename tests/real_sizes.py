@@ -15,7 +15,7 @@ from pallas_attn import PagedKV, PagedLatent, kv_cache_spec
 from scripts.bench.shapes import Decode, MlaDecode, MlaPrefill, Prefill
 
 LATENT_SIZE = 0.25
-"""Of latents: the tolerances, FlashMLA's, are meant for values like these. Queries make up for it."""
+"""Scale of latents: the tolerances, FlashMLA's, are meant for values like these. Queries make up for it."""
 
 MLA_SM_SCALE = 192**-0.5
 
@@ -31,7 +31,7 @@ def static(case: Decode | Prefill) -> dict[str, Any]:
 
 
 def decode_arrays(case: Decode, key: jax.Array) -> dict[str, Any]:
-    """Of `paged_decode`, sequences of any length up to the context."""
+    """Arguments of `paged_decode`: sequences of any length up to the context."""
     q, lens, pool, table = jax.random.split(key, 4)
     return {
         "q": normal(q, (case.batch, case.queries, case.q_heads, case.head_dim)),
@@ -41,7 +41,7 @@ def decode_arrays(case: Decode, key: jax.Array) -> dict[str, Any]:
 
 
 def prefill_arrays(case: Prefill, key: jax.Array) -> dict[str, Any]:
-    """Of `paged_prefill`."""
+    """Arguments of `paged_prefill`."""
     q, pool, table = jax.random.split(key, 3)
     length = case.cached_tokens + case.new_tokens
     return {
@@ -52,7 +52,7 @@ def prefill_arrays(case: Prefill, key: jax.Array) -> dict[str, Any]:
 
 
 def mla_decode_arrays(case: MlaDecode, key: jax.Array) -> dict[str, Any]:
-    """Of `mla_decode`, sequences of any length up to the context."""
+    """Arguments of `mla_decode`: sequences of any length up to the context."""
     q, rope, lens, pool = jax.random.split(key, 4)
     return {
         "q_latent": normal(q, (case.batch, case.queries, case.heads, case.latent_dim), 1 / LATENT_SIZE),
@@ -63,7 +63,7 @@ def mla_decode_arrays(case: MlaDecode, key: jax.Array) -> dict[str, Any]:
 
 
 def mla_prefill_arrays(case: MlaPrefill, key: jax.Array) -> dict[str, Any]:
-    """Of `mla_prefill`."""
+    """Arguments of `mla_prefill`."""
     q, rope, new, w_uk, w_uv, pool = jax.random.split(key, 6)
     tokens, length = case.sequences * case.new_tokens, case.cached_tokens + case.new_tokens
     return {

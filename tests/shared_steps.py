@@ -23,7 +23,7 @@ ALIKE: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
 
 @pytest.fixture(scope="module")
 def compiled_steps() -> dict[str, Any]:
-    """What was compiled, by a description of all that it depends on."""
+    """Compiled steps, by a description of all that they depend on."""
     return {}
 
 

@@ -69,7 +69,7 @@ def test_an_attached_card_speaks_for_the_mesh() -> None:
 
 
 def test_a_described_card_is_asked_itself() -> None:
-    """As the default device, also inside a mesh of it."""
+    """Describe the default device, also inside a mesh of it."""
     with default_device(H200):
         assert device.current() == AS_H200
         assert (capability(), tuning.device_name()) == (Capability("gpu", (9, 0)), "nvidia_h200")

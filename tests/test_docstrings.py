@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_attn
-from pallas_attn import parallel
+from pallas_attn import cache, parallel
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions and classes that the package exports, and its public module defines; constants have no docstrings."""
+    """Functions and classes that the package and `cache` export, and that `parallel` defines; constants have no
+    docstrings.
+    """
     own = {
         name: value for name, value in vars(parallel).items() if getattr(value, "__module__", "") == parallel.__name__
     }
-    for name, value in (vars(pallas_attn) | own).items():
+    on_the_host = {name: value for name, value in vars(cache).items() if name in cache.__all__}
+    for name, value in (vars(pallas_attn) | own | on_the_host).items():
         if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
             yield name, value
 
@@ -29,7 +32,7 @@ PUBLIC = dict(public())
 
 
 def test_there_are_public_names() -> None:
-    assert {"paged_decode", "plan_decode", "PagedKV", "explain", "merge_states", "head_split"} <= set(PUBLIC)
+    assert {"paged_decode", "plan_decode", "PagedKV", "explain", "head_split", "PagePool"} <= set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,4 +1,4 @@
-"""Who may import whom, and what the project does without, read off the syntax tree of every file."""
+"""Rules of imports, and constructs that the project does without, read off the syntax tree of every file."""
 
 import ast
 import re
@@ -56,7 +56,7 @@ def read_imports(tree: ast.Module) -> Iterator[Import]:
 
 @cache
 def public_names(package: str) -> frozenset[str]:
-    """What the `__init__` of a package re-exports: `from x import y as y`, and `__all__`."""
+    """Names that the `__init__` of a package re-exports: `from x import y as y`, and `__all__`."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -189,7 +189,7 @@ MODEL_ROOMS = {
     "models.checkpoints": ("models.config", "models.decoder"),
     "models.engine": ("models.config", "models.decoder"),
 }
-"""What each room of `models` may import of the others."""
+"""Rooms that each room of `models` may import."""
 
 
 def rooms_of_models_import_downwards(module: str, imports: list[Import]) -> Found:
@@ -267,7 +267,7 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What a file of this module name does against the rules."""
+    """Breaches of the rules by a file of this module name."""
     tree = ast.parse(source)
     imports = list(read_imports(tree))
     found = [*banned_constructs(module, tree), *(wrong for rule in IMPORT_RULES for wrong in rule(module, imports))]
@@ -287,6 +287,30 @@ def test_every_file_keeps_to_the_rules(package: str) -> None:
     files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
     assert files
     assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
+
+
+# --- folders of operations
+
+
+def misnamed_operations(folders: set[str], public: frozenset[str], defined: dict[str, set[str]]) -> list[str]:
+    """Folders of `ops` that are no public function, or whose `__init__` defines none of that name."""
+    return sorted(name for name in folders if name not in public or name not in defined[name])
+
+
+def test_folders_and_public_functions_have_one_name() -> None:
+    ops = ROOT / "pallas_attn" / "ops"
+    folders = {path.parent.name for path in ops.glob("*/__init__.py")}
+    trees = {name: ast.parse((ops / name / "__init__.py").read_text()) for name in folders}
+    defined = {
+        name: {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} for name, tree in trees.items()
+    }
+    assert "paged_decode" in folders
+    assert misnamed_operations(folders, public_names("pallas_attn"), defined) == []
+
+
+def test_other_folders_are_found() -> None:
+    defined = {"paged_decode": {"paged_decode"}, "common": set(), "write_kv": {"kv_write"}}
+    assert misnamed_operations(set(defined), frozenset({"paged_decode", "write_kv"}), defined) == ["common", "write_kv"]
 
 
 # --- names of classes
@@ -321,6 +345,33 @@ def test_repeated_class_names_are_seen() -> None:
     assert repeated_classes(sources, ("other",)) == ["B in models.a, other"]
     assert repeated_classes({"models.a": "class A:\n    class A: pass"}) == ["A in models.a, models.a"]
     assert repeated_classes({"models.a": "class A: pass", "other": "class B: pass"}) == []
+
+
+# --- words of docstrings
+
+RIDDLES = re.compile(r"(As|How|If|It|Of|There|They|Those|What|When|Where|Who|Whose) ")
+"""Beginnings of docstrings that can be read only together with the name above them."""
+
+
+def riddles(module: str, source: str) -> list[str]:
+    """Docstrings, and strings below constants, that begin so."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return [f"{module}:{node.lineno}" for node in strings if RIDDLES.match(str(node.value))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_can_be_read_without_the_name(package: str) -> None:
+    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
+    assert [riddle for file in files for riddle in riddles(module_name(file), file.read_text())] == []
+
+
+def test_riddles_are_found() -> None:
+    source = '"""Of queries."""\n\ndef f():\n    """Return 1."""\n\nX = 1\n"""As many as there are."""\n'
+    assert riddles("models.a", source) == ["models.a:1", "models.a:7"]
 
 
 # --- the rules themselves

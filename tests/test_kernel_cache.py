@@ -46,7 +46,7 @@ def scaled_sum(call: Call) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where kernels are kept of a card that a CPU stands in for."""
+    """Folder in which kernels are kept of a card that a CPU stands in for."""
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
@@ -56,7 +56,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """As in a process that starts."""
+    """Forget all kernels, as a process that starts."""
     kernel_cache._kept.cache_clear()
     kernel_cache._warn_once.cache_clear()
     TRACED.clear()
@@ -277,7 +277,7 @@ def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_processes_at_once(kept: Path) -> None:
-    """They all compute the same, and leave one whole file."""
+    """All compute the same, and leave one whole file."""
     program = textwrap.dedent("""
         import jax.numpy as jnp
         from pallas_attn import device, kernel_cache

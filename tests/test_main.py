@@ -24,7 +24,7 @@ def test_the_command() -> None:
 
 
 def chosen() -> dict[str, str]:
-    """What the table says that each operation runs."""
+    """Implementation of each operation, as the table says."""
     printed = list(report.lines())
     table = printed[printed.index("") + 2 :]
     return dict(line.split()[:2] for line in table if not line.startswith(" "))

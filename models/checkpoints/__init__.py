@@ -19,3 +19,4 @@ from models.checkpoints.weights import load_mtp as load_mtp
 from models.checkpoints.weights import random_model as random_model
 from models.checkpoints.weights import random_mtp as random_mtp
 from models.checkpoints.weights import save_random_checkpoint as save_random_checkpoint
+from models.checkpoints.weights import weight_axes as weight_axes

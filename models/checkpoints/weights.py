@@ -140,7 +140,7 @@ def _layer(
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
-        **_under("self_attn", _attention(config, f"{name}.self_attn", contexts)),
+        **_under("self_attn", _attention(config, index, f"{name}.self_attn", contexts)),
         **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
     }
 
@@ -162,15 +162,15 @@ def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
     return tensor if order is None else tensor[order()]
 
 
-def _attention(config: ModelConfig, name: str, contexts: int) -> dict[str, Source]:
+def _attention(config: ModelConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
     """Sources of a layer's attention; the output's projection takes the heads that a device along `context` merges."""
     is_mla = isinstance(config, DeepSeekConfig)
-    sources = _mla(config, name, contexts) if is_mla else _gqa(config, name, contexts)
+    sources = _mla(config, index, name, contexts) if is_mla else _gqa(config, name, contexts)
     of_heads = ("q_proj.weight", "q_b_proj.weight", "w_uk", "w_uv", "qkv_proj.weight", "qkv_proj.bias", "sinks")
     return {path: dataclasses.replace(source, of_heads=path in of_heads) for path, source in sources.items()}
 
 
-def _mla(config: DeepSeekConfig, name: str, contexts: int) -> dict[str, Source]:
+def _mla(config: DeepSeekConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
 
@@ -205,7 +205,7 @@ def _mla(config: DeepSeekConfig, name: str, contexts: int) -> dict[str, Source]:
         sources["o_proj.bias"] = _bias(f"{name}.o_proj", width, added_once=True)
         if config.q_lora_rank is not None:
             sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
-    if config.is_sparse:
+    if config.has_indexer(index):
         sources |= _under("indexer", _indexer(config, f"{name}.indexer"))
     return sources
 
@@ -483,8 +483,7 @@ def _assemble[Module: nnx.Module](
         name = ".".join(map(str, path))
         first = sources[0][name]
         kind = np.float32 if first.in_f32 else jnp.dtype(dtype)
-        # Devices that have slices of the same tensors.
-        shared_by = EXPERT_COLUMNS if first.of_experts else HEADS if first.of_heads else COLUMNS
+        shared_by = _shared_by(first)
 
         def values(at: Mapping[str, int]) -> np.ndarray:
             source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
@@ -497,8 +496,30 @@ def _assemble[Module: nnx.Module](
 
         if mesh is None:
             return parameter.replace(jnp.array(values({})))
-        differs = first.added_once or any(shapes[tensor] != own for tensor, own in first.tensors.items())
-        axes = (*EXPERTS, *EXPERT_COLUMNS) if first.of_experts else shared_by if differs else ()
-        return parameter.replace(place(values, mesh, axes))
+        return parameter.replace(place(values, mesh, _split_over(first, shapes)))
 
     return nnx.merge(graph, nnx.map_state(fill, state))
+
+
+def _shared_by(source: Source) -> tuple[str, ...]:
+    """Axes along which devices have slices of the same tensors."""
+    return EXPERT_COLUMNS if source.of_experts else HEADS if source.of_heads else COLUMNS
+
+
+def _split_over(source: Source, whole: Mapping[str, Shape]) -> tuple[str, ...]:
+    """Axes along which a parameter's slices differ, given the shapes of the whole tensors."""
+    if source.of_experts:
+        return (*EXPERTS, *EXPERT_COLUMNS)
+    differs = source.added_once or any(whole[tensor] != own for tensor, own in source.tensors.items())
+    return _shared_by(source) if differs else ()
+
+
+def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Axes of a mesh along which the slices of each parameter differ: where random weights are made on the devices.
+
+    Raises:
+      ValueError, NotImplementedError: as `normal_mesh` and `device_part`.
+    """
+    normal, part = _split(config, mesh)
+    whole = checkpoint_shapes(config)
+    return {name: _split_over(source, whole) for name, source in _sources_on(normal, part)[0].items()}

@@ -21,7 +21,7 @@ from pallas_attn import PAGE_NONE, parallel
 
 
 def own_lens(lens: Int32[Array, "n"], page_size: int) -> Int32[Array, "n"]:
-    """How many of the first `lens` tokens of sequences are this device's; `page_size` is that of its cache."""
+    """Number of the first `lens` tokens of sequences that are this device's; `page_size` is that of its cache."""
     device, whole = lax.axis_index(CONTEXT), page_size * lax.axis_size(CONTEXT)
     return lens // whole * page_size + jnp.clip(lens % whole - device * page_size, 0, page_size)
 

@@ -89,7 +89,7 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
 
 
 def column_parts(columns: int, *, gated: bool) -> tuple[int, int]:
-    """How many parts of the columns a program takes, and columns of a part, a multiple of 64.
+    """Number of parts of the columns that a program takes, and columns of a part, a multiple of 64.
 
     Raises:
       NotImplementedError: none divides the columns.

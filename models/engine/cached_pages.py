@@ -42,7 +42,7 @@ class CachedSequence:
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """What a row of a cache group consists of.
+    """Arrays that a row of a cache group consists of.
 
     Attributes:
       num_heads: rows of a page.

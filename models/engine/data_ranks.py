@@ -41,7 +41,7 @@ class DataRanks:
 
     @property
     def found_tokens(self) -> int:
-        """Those of `looked_up_tokens` that were found."""
+        """Tokens of `looked_up_tokens` that were found."""
         return sum(scheduler.found_tokens for scheduler in self.schedulers)
 
     def add(self, request: Request) -> None:

@@ -1,4 +1,5 @@
-"""How many drafts a step verifies: as many as measured acceptance pays for, down to none. Plain Python, on the host."""
+"""Number of drafts that a step verifies: as many as measured acceptance pays for, down to none. It is
+plain Python, on the host."""
 
 from collections.abc import Callable, Sequence
 

@@ -558,7 +558,7 @@ class Engine:
 
     @functools.cached_property
     def cache_format(self) -> dict[str, Any]:
-        """What an engine must have in common with this one to take its pages; JSON, by name."""
+        """Facts that an engine must have in common with this one to take its pages; JSON, by name."""
         groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 

@@ -191,7 +191,7 @@ def decode_metadata(
 
 
 def tree_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], reach: Bool[Array, "B Q Q"]) -> Int32[Array, "BQ"]:
-    """As `query_lens`, of the tokens that each query sees in a tree."""
+    """Number of tokens that each query sees in a tree; see `query_lens`."""
     seen = (kv_lens - q_lens)[:, None] + jnp.sum(reach, axis=2, dtype=jnp.int32)
     return jnp.where(jnp.arange(reach.shape[1], dtype=jnp.int32)[None] < q_lens[:, None], seen, 0).reshape(-1)
 

@@ -110,7 +110,7 @@ class Runner:
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
-        self._specs = [model.cache_spec(num_pages, *cache) for num_pages in pages]
+        self._specs = model.cache_specs(pages, *cache)
         self._make_state: Callable[[], tuple[Caches, Any]] = lambda: (
             model.allocate_caches(pages, *cache),
             self._make_last_tokens(),
@@ -165,7 +165,7 @@ class Runner:
         return allocate_state(speculate.proposer, self._proposer_sizes)
 
     def row_format(self, group: GroupSizes) -> RowFormat:
-        """What a row of a cache group has in it."""
+        """Format of a row of a cache group."""
         paged = {
             f"{layer}.{name}": (tuple(a.shape[2 if group.head_wise else 1 :]), np.dtype(a.dtype))
             for layer in group.layers
@@ -203,8 +203,8 @@ class Runner:
         self._caches = (*self._caches[:layer], cache, *self._caches[layer + 1 :])
 
     def cache_format(self) -> dict[str, Any]:
-        """What tells caches apart whose contents must not be exchanged, by name: the model's configuration, shapes and
-        dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
+        """Facts that tell caches apart whose contents must not be exchanged, by name: the model's configuration, shapes
+        and dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
         weight."""
         scales = self._config.kv_scales
         arrays = {

@@ -109,7 +109,7 @@ class Scheduler:
 
     @property
     def found_tokens(self) -> int:
-        """Those of `looked_up_tokens` that were found."""
+        """Tokens of `looked_up_tokens` that were found."""
         return self._found_tokens
 
     @property

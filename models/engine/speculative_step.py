@@ -352,7 +352,7 @@ def _observe(
     hidden: Float[Array, "T D"] | None,
     rows: DraftRows,
 ) -> ObservedStep:
-    """What a step did, for the proposer."""
+    """Result of a step, for the proposer."""
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
     index, ends = jnp.arange(num_prefill, dtype=jnp.int32), step.cu_q_lens[1:]
     after_end = jnp.where(step.prefill_next < 0, jnp.maximum(of_prefill, 0), step.prefill_next)

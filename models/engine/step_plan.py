@@ -35,7 +35,7 @@ class ScheduledRow:
 
 
 class RowTokens(NamedTuple):
-    """What a row of a step got.
+    """Tokens that a row of a step got.
 
     Attributes:
       tokens: Sampled ids in order: one, and one more for each accepted draft. NONFINITE, as the last, where there was

@@ -2,7 +2,16 @@
 
 
 class CacheError(Exception):
-    """Base of every failure that a page pool or prefix cache reports."""
+    """Base of every failure that a page pool or prefix cache reports.
+
+    Example:
+      >>> pool = pallas_attn.cache.PagePool(4)
+      >>> try:
+      ...     pool.release([2])
+      ... except pallas_attn.cache.CacheError as error:
+      ...     print(error)
+      cannot release page 2 1x: it has 0 references
+    """
 
 
 class OutOfPages(CacheError):
@@ -11,6 +20,14 @@ class OutOfPages(CacheError):
     Attributes:
         requested: Pages asked for.
         free: Pages that were free.
+
+    Example:
+      >>> pool = pallas_attn.cache.PagePool(4)
+      >>> try:
+      ...     pool.allocate(6)
+      ... except pallas_attn.cache.OutOfPages as error:
+      ...     print(error.requested, error.free)
+      6 4
     """
 
     def __init__(self, requested: int, free: int) -> None:
@@ -20,8 +37,19 @@ class OutOfPages(CacheError):
 
 
 class PageError(CacheError):
-    """A page id is unknown, already free, or holds other contents than the call assumes."""
+    """A page id is unknown, already free, or holds other contents than the call assumes.
+
+    Example:
+      >>> pallas_attn.cache.PagePool(4).refcount(4)
+      Traceback (most recent call last):
+      pallas_attn.cache.errors.PageError: page 4 is not of this pool of 4
+    """
 
 
 class InconsistentCache(CacheError):
-    """`check()` found a broken invariant."""
+    """`check()` found a broken invariant.
+
+    Example:
+      >>> pool = pallas_attn.cache.PagePool(4)
+      >>> pool.check()  # it has none
+    """

@@ -16,6 +16,16 @@ class GroupPools:
 
     Properties of one pool hold for all of them together: a sequence gets room in every group or in none. A call that
     raises changes nothing. Not thread-safe.
+
+    Example:
+      >>> sizes = {"page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 4}
+      >>> windows = [pallas_attn.HeadWindow([pallas_attn.FULL], [0]), pallas_attn.HeadWindow([4], [0])]
+      >>> pools = pallas_attn.cache.GroupPools([pallas_attn.cache.HeadPagePool(4, w, **sizes) for w in windows])
+      >>> pools.allocate(0, num_tokens=12)
+      >>> pools.recycle([0], [11])  # what tokens from 11 on see: in the second group those from 8 on
+      ([], [0, 1])
+      >>> pools.num_owned
+      (3, 1)
     """
 
     def __init__(self, pools: Sequence[HeadPagePool]) -> None:

@@ -47,6 +47,15 @@ class HeadPagePool:
 
     With `recycle` before each `allocate`, a sequence holds at most `peak_rows`. Row ids depend on the order of calls
     only, so processes that make equal calls hand out equal rows. A call that raises changes nothing. Not thread-safe.
+
+    Example:
+      >>> window = pallas_attn.HeadWindow([pallas_attn.FULL, 4], [0, 0])  # of the two KV heads
+      >>> pool = pallas_attn.cache.HeadPagePool(8, window, page_size=4, max_num_seqs=2, max_pages_per_seq=4)
+      >>> pool.allocate(0, num_tokens=12)
+      >>> pool.recycle([0], [11])  # the second head will see tokens from 8 on
+      [1, 3]
+      >>> pool.tables([0]).tolist()
+      [[[0, 2, 4, -1], [-1, -1, 5, -1]]]
     """
 
     def __init__(

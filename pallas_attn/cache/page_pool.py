@@ -12,6 +12,14 @@ class PagePool:
     A page is *owned* while its reference count is positive and *free* otherwise. Free pages are handed out again least
     recently freed first, so the contents of a free page survive for as long as possible and a prefix cache can still
     `reclaim` it. Every operation costs O(1) per page, and one that raises has changed nothing. Not thread-safe.
+
+    Example:
+      >>> pool = pallas_attn.cache.PagePool(num_pages=4)
+      >>> pages = pool.allocate(2)
+      >>> pool.retain(pages[:1])  # a second sequence begins with the same page
+      >>> pool.release(pages)
+      >>> pages, pool.refcount(pages[0]), pool.num_free
+      ([0, 1], 1, 3)
     """
 
     def __init__(self, num_pages: int) -> None:

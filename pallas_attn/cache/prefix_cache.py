@@ -50,6 +50,19 @@ class PrefixCache:
     The cache holds no references. A published row without references is free, and matchable until its pool hands it out
     again; then it is forgotten. The pages after it are forgotten with it if none of them can be part of a hit any more:
     if its head sees everything, or its tokens are sink tokens.
+
+    Example:
+      >>> window = pallas_attn.HeadWindow([pallas_attn.FULL], [0])  # one row is a page of all heads
+      >>> sizes = {"page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 4}
+      >>> pools = pallas_attn.cache.GroupPools([pallas_attn.cache.HeadPagePool(8, window, **sizes)])
+      >>> prefixes = pallas_attn.cache.PrefixCache(pools)
+      >>> prompt = list(range(10))
+      >>> prefixes.match(0, prompt)
+      0
+      >>> pools.allocate(0, num_tokens=10)
+      >>> prefixes.publish(0, prompt)  # once its first two pages have been written
+      >>> prefixes.match(1, prompt)  # the second sequence has to compute two tokens
+      8
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What `reference.py` and `xla.py` share: plain JAX that runs on any device."""
+"""Code that `reference.py` and `xla.py` share: plain JAX that runs on any device."""

@@ -19,7 +19,7 @@ from pallas_attn.types import PagedIndexKeys
 
 
 class IndexCall(Protocol):
-    """What calls that score index keys hold; see `index_scores`."""
+    """Fields of calls that score index keys; see `index_scores`."""
 
     @property
     def q(self) -> Float[Array, "T Hi Di"]: ...

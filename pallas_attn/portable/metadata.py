@@ -1,4 +1,4 @@
-"""Where a step's tokens stand: worked out on the device from lengths and block tables, and checked on the host.
+"""Positions and slots of a step's tokens, computed on the device from lengths and block tables, checked on the host.
 
 On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. But every operation first
 bounds it (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change

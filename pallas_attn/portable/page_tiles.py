@@ -13,7 +13,7 @@ from pallas_attn.types import PAGE_NONE, HeadWindow, PagedKV
 
 
 class HeadRows(NamedTuple):
-    """How (sequence, head) pairs become rows of heads that walk the same pages.
+    """Grouping of (sequence, head) pairs into rows of heads that walk the same pages.
 
     With one window for all heads a row is a sequence and its H = Hkv heads walk together. Head-wise windows or tables
     make every head a row of its own (H = 1), so that each walks only its own pages.

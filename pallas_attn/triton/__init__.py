@@ -1,1 +1,1 @@
-"""What Triton kernels share: launching them on jax arrays, the interpreter, and device functions."""
+"""Code that Triton kernels share: launching them on jax arrays, the interpreter, and device functions."""

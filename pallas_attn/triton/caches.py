@@ -1,4 +1,4 @@
-"""What attention kernels over pages in Triton take, and how the scales of a cache lie."""
+"""Caches that attention kernels over pages in Triton take, and the layout of their scales."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_width(head_dim: int) -> None:
 
 
 def scale_groups(kv: PagedKV) -> int | str | None:
-    """How scales lie: None, "head", "channel", or the number of groups of a page that have one each."""
+    """Layout of scales: None, "head", "channel", or the number of groups of a page that have one each."""
     if kv.k_scale is None:
         return None
     return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])

@@ -314,7 +314,7 @@ def _attend(
                         visible = tl.where(seen, token, 2147483647)[None, :] <= position[:, None]
                         if window_ptr is not None:
                             visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
-                    scores = tl.where(visible, scores, float("-inf"))
+                    scores = tl.where(visible, scores, float("-inf"))  # pyrefly: ignore[unbound-name]
                 elif IS_PAGED:  # a page may be absent
                     scores = tl.where(seen[None, :], scores, float("-inf"))
                 top, total, keep, weights = softmax_step(scores, top, total, BASE)

@@ -138,7 +138,7 @@ def launch(
     constants: Mapping[str, Any],
     aliases: Mapping[int, int],
 ) -> list[jax.Array]:
-    """As `launch.launch`, on the CPU, under any transformation that a callback takes."""
+    """Run `launch.launch` on the CPU, under any transformation that a callback takes."""
     is_array = [hasattr(x, "dtype") for x in operands]
 
     def callback(*arrays: jax.Array) -> list[np.ndarray]:
@@ -199,7 +199,7 @@ def _unwritten(shape: Any) -> np.ndarray:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a kernel raised, beneath the interpreter's own errors."""
+    """Error that a kernel raised, beneath the interpreter's own."""
     while isinstance(error, interpreter.InterpreterError) and error.__cause__ is not None:
         error = error.__cause__
     return error

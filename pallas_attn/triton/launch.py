@@ -67,7 +67,7 @@ def block_columns(width: int) -> int:
 
 
 class CompiledKernel(NamedTuple):
-    """What comes of a kernel for a set of dtypes and constants.
+    """Kernel compiled for a set of dtypes and constants.
 
     Attributes:
       name: of the function in the PTX.

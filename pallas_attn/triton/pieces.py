@@ -109,7 +109,7 @@ def softmax_step(scores, top, total, BASE: tl.constexpr):
 
 
 SMALLEST_UNIT = tl.constexpr(1e-30)
-"""What `weights_in_units` starts with."""
+"""Initial unit of `weights_in_units`."""
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from pallas_attn.types import DecodePlan
 
 
 def followed(plan: DecodePlan) -> tuple[jax.Array, ...]:
-    """What a program follows: rows by their place in the plan's order, and where each program starts."""
+    """Arrays that a program follows: rows by their place in the plan's order, and where each program starts."""
     return (
         *(plan.row_order, plan.sink_pages, plan.first_page, plan.num_pages, plan.next_row),
         *(plan.cta_row, plan.cta_page, plan.cta_split),

@@ -23,7 +23,7 @@ from models.engine import Difference, EngineStats, RequestOutput, Verification
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """What loading a model took.
+    """Time and memory that loading a model took.
 
     Attributes:
       seconds: from its first file to the last weight.
@@ -126,7 +126,7 @@ class Report:
 
     @property
     def accepted(self) -> list[int]:
-        """Those of `drafted` that were accepted."""
+        """Drafts of `drafted` that were accepted."""
         return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:

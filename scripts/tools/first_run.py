@@ -180,7 +180,7 @@ def error_of(name: str, implementation: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """End of a process.
 
     Attributes:
       status: exit status; None if it was ended for want of a result.
@@ -234,7 +234,7 @@ def run_process(arguments: list[str], seconds: float, log: Path | None = None) -
 
 
 def _text(output: str | bytes | None) -> str:
-    """What a process wrote until it was ended; `subprocess` keeps it as bytes."""
+    """Output of a process until it was ended; `subprocess` keeps it as bytes."""
     return output.decode(errors="backslashreplace") if isinstance(output, bytes) else output or ""
 
 

@@ -45,7 +45,7 @@ PACKAGES = {
     "torch": ("torch", "flash$"),
     "nvidia-cudnn-cu13": ("cuDNN", "cudnn"),
 }
-"""What readers call a package, and the contenders that run it."""
+"""Name of a package for readers, and the contenders that run it."""
 
 
 @cache
@@ -234,7 +234,7 @@ def engine_on_cpu(stem: str) -> Callable[[str], str]:
 
 
 def head_windows(*stems: str) -> Callable[[str], str]:
-    """What windows of KV heads save in the engine: each cell without and with recycling or windows."""
+    """Savings by windows of KV heads in the engine: each cell without and with recycling or windows."""
 
     def write(document: str) -> str:
         rows = []

@@ -202,7 +202,7 @@ CONFIGURATIONS = configurations()
 
 
 def sm100_configurations() -> list[Configuration]:
-    """As `configurations`, for a B200."""
+    """Do as `configurations`, for a B200."""
     every = [
         Configuration(cache, head_dim, columns, out, card="B200")
         for cache, head_dim, out in itertools.product(CACHES, HEAD_DIMS, (jnp.bfloat16, jnp.float32))

@@ -1,4 +1,4 @@
-"""Where the packages are that compile for an NVIDIA GPU on a machine without one, and how a process finds them.
+"""Packages that compile for an NVIDIA GPU on a machine without one, and the way in which a process finds them.
 
 They stay outside the environment of the other tests, because jax warns at every start when its CUDA plugin finds no
 driver. `make aot-cuda13` and `make aot-cuda12` bring them into folders that only the gate's own processes look into.
@@ -44,6 +44,7 @@ def variables(plugin: str) -> dict[str, str]:
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_ROOT": str(assembler.parents[1]),
         "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # XLA takes most of a card's memory, also where it compiles for another
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_TRACEBACK_FILTERING": "off",
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which tries variants, and has nothing to time them on

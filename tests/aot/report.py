@@ -23,7 +23,7 @@ TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
 """Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
 
 OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
-"""How the names of those begin that use all of a card's tensor cores; there are no kernels for an L4."""
+"""Beginnings of the names of those that use all of a card's tensor cores; there are no kernels for an L4."""
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 

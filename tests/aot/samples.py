@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.aot.case import Case, Tile, shape
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How 16-bit operands of the tensor cores lie in shared memory."""
+"""Layout of 16-bit operands of the tensor cores in shared memory."""
 
 
 def copy_pages(cache: jax.Array, page_ids: jax.Array) -> jax.Array:

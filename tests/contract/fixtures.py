@@ -30,7 +30,7 @@ def variant(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) 
 
 
 def backend_of(item: pytest.Item) -> Backend | None:
-    """What a test is parametrised by, None if by no backend."""
+    """Backend that a test is parametrised by; None if there is none."""
     parameters = getattr(item, "callspec", None)
     found = {} if parameters is None else parameters.params
     return next((value for value in found.values() if isinstance(value, Backend)), None)

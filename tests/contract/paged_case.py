@@ -202,7 +202,7 @@ class Inputs:
         return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
 
     def make_live_values_infinite(self) -> None:
-        """Those that some query sees."""
+        """Make values infinite that some query sees."""
         self.kv["v"][~self.dead] = np.inf
 
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:

@@ -244,4 +244,4 @@ PREFILL = SHARED | {
 }  # fmt: skip
 
 SAMPLE = windowed((9, 1), (FULL, 0))
-"""What calls are transformed, repeated and reordered with."""
+"""Case whose calls are transformed, repeated and reordered."""

@@ -208,7 +208,7 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("paged_prefill")
 def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
-    """What a sequence gets is what it gets alone; rows of no sequence are 0 and -inf."""
+    """A sequence gets what it gets alone; rows of no sequence are 0 and -inf."""
     target = TARGETS["prefill"]
     out, lse = np.zeros((9, HQ, D), np.float32), np.full((9, HQ), -np.inf, np.float32)
     for s, (first, end) in enumerate(segments(sums, 9)):

@@ -64,7 +64,7 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
 
 @backends.every_case("index_scores", SCORES)
 def test_scores(backend: Backend, name: str) -> None:
-    """Those spelt out in numpy, and poison changes no bit of them."""
+    """Scores are those spelt out in numpy, and poison changes no bit of them."""
     inputs = draw(backend, SCORES[name])
     scores = call(index_scores, backend, sm_scale=SM_SCALE)
     got = scores(**inputs.arguments())
@@ -122,7 +122,7 @@ def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
 
 @backends.every_backend("index_top_k")
 def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
-    """As the last token of a chunk, a draft, or a decode row of its own."""
+    """Compare a token that is last in a chunk, a draft, or a decode row of its own."""
     inputs = draw(backend, replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
     choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
     arguments = inputs.arguments()

@@ -283,7 +283,7 @@ def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
 @few_and_many_heads
 @every_backend
 def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
-    """They are 0, although all that others of their sequence see is NaN."""
+    """Outputs are 0, although all that other queries of the sequence see is NaN."""
     inputs = draw(backend, replace(QUERIES["4 each, of rows with fewer tokens"], heads=heads, q_lens=(4,) * 6))
     empty = np.isneginf(inputs.expected()[1])
     inputs.pages[~inputs.dead] = np.nan
@@ -294,7 +294,7 @@ def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
 
 @every_backend
 def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
-    """They are 0, although their scores are NaN: all pages of their sequences are absent."""
+    """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
     inputs = draw(backend, BASE)
     arguments = inputs.arguments()
     spoilt = {name: np.full_like(arguments[name], np.nan) for name in ("q_latent", "q_rope")}

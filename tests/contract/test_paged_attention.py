@@ -30,7 +30,7 @@ PROGRAMS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What the suite calls decode and prefill by.
+    """Decode or prefill, as the suite calls them.
 
     Attributes:
       arguments: array arguments of a call with given inputs.
@@ -128,7 +128,7 @@ def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str
 
 @both()
 def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
-    """They are 0, whatever others of their sequence see."""
+    """Outputs are 0, whatever other queries of the sequence see."""
     case = replace(paged_cases.DRAFTS, kv_lens=(3, 5, 2, 1, 9), q_lens=(4,) * 5, sinks="-inf")
     inputs = draw(backend, case)
     empty = np.isneginf(operation.expected(inputs)[1])
@@ -184,9 +184,9 @@ def test_agrees_with_decode(backend: Backend) -> None:
     harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(inputs.case.dtype))
 
 
-@every_backend("paged_decode", lambda backend: not backend.interpreted)
+@every_backend("paged_decode")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
-    """They give what the same queries give that are rounded by the call, to the bit."""
+    """Results are those of the same queries rounded by the call, to the bit."""
     case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
     inputs = draw(backend, case)
     arrays = inputs.decode()
@@ -288,7 +288,7 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
 
 @both()
 def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
-    """They are 0, although their scores are NaN: all pages of their sequences are absent."""
+    """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[:] = PAGE_NONE
     arrays = operation.arguments(inputs, poisoned=True)
@@ -442,7 +442,7 @@ def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
     ("dtype", "scales"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.int8, 4), (jnp.float8_e4m3fn, 16)]
 )
 def test_no_copy_of_the_cache(operation: Operation, backend: Backend, dtype: Any, scales: Any) -> None:
-    """As one step of a loop that carries the donated cache."""
+    """Compile one step of a loop that carries the donated cache."""
 
     def loop(kv: PagedKV, **arrays: Any) -> Any:
         def step(kv: PagedKV, _: None) -> Any:

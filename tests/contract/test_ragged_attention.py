@@ -261,7 +261,7 @@ def test_options(backend: Backend, name: str) -> None:
 
 @backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")
 def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
-    """As many tiles of 16 keys are walked as the windows of four queries reach into, however long the sequence is."""
+    """Tiles of 16 keys are walked as the windows of four queries reach into them, however long the sequence is."""
     case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
     inputs = draw(backend, case)
     with mock.patch.object(xla, "attend_rows", wraps=xla.attend_rows) as walk, backend.variant.settings():
@@ -327,7 +327,7 @@ def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: 
 
 
 def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
-    """They are 0, whatever others of their sequence see."""
+    """Outputs are 0, whatever other queries of the sequence see."""
     inputs = draw(backend, case)
     inputs.v[inputs.visible.any(axis=0)] = np.inf
     empty = ~inputs.visible.any(axis=1)

@@ -1,4 +1,4 @@
-"""What every attention operation goes through unharmed, whichever arguments it takes: repetition, loops that carry a
+"""Transformations that every attention operation goes through unharmed: repetition, loops that carry a
 donated cache, vmap, export, and other values of the same shapes.
 
 `call` is an operation from `harness.compiled` that returns output and LSE; `arrays` are its arguments by name.

@@ -51,7 +51,7 @@ class KnowingTreeProposer(KnowingProposer):
     PARENTS = (-1, -1, 1, 0, 1, 4, 2, 5)
 
     def depths(self, num_drafts: int) -> list[int]:
-        """How far after the newest token each draft is."""
+        """Distance of each draft from the newest token."""
         depths: list[int] = []
         for parent in self.PARENTS[:num_drafts]:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))

@@ -67,7 +67,7 @@ GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2, 
 def test_bits_are_the_same_alone_and_in_company(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig, implementation: str, num_pages: int, pages_alone: int
 ):
-    """It takes its time because every configuration is a compilation."""
+    """Takes its time because every configuration is a compilation."""
     monkeypatch.setattr(plain_step, "sample", sample_bits)
     model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
     stats = expect_equal_bits(model, dataclasses.replace(SIZES, num_pages=num_pages), [*PROMPTS], pages_alone)

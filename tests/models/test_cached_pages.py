@@ -31,8 +31,14 @@ QWEN3 = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, voca
 LATENT = dataclasses.replace(engine_case.CONFIG, kv_lora_rank=128)
 
 SPARSE = dataclasses.replace(
-    engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
+    engine_case.CONFIG,
+    model_type="glm_moe_dsa",
+    index_topk=12,
+    index_n_heads=4,
+    index_head_dim=12,
+    indexer_types=("full", "shared"),
 )
+"""Its first layer has index keys; the second one, which attends to what the first chose, has none."""
 
 MODELS = {"latents": engine_case.CONFIG, "sparse": SPARSE, "wide latents": LATENT, "windows": QWEN3}
 KINDS = {
@@ -71,7 +77,7 @@ def hit(engine: Engine, tokens: Sequence[int]) -> int:
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """What arrives on the other side of a file or a socket."""
+    """Pages as they arrive on the other side of a file or a socket."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
@@ -118,7 +124,7 @@ def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
 
 
 def test_pages_arrive_while_every_slot_is_taken() -> None:
-    """They are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
+    """Pages are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
     first, tokens = computed(HEADWISE)
     second = make(HEADWISE, max_num_seqs=2)
     ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]

@@ -1,4 +1,4 @@
-"""What an engine remembers: a bounded history unless all of it is asked for, and nothing that `generate` leaves
+"""An engine remembers a bounded history unless all of it is asked for, and nothing that `generate` leaves
 behind."""
 
 from __future__ import annotations

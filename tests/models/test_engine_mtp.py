@@ -63,7 +63,7 @@ def modules() -> tuple[Decoder, MTP]:
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """What was proposed for a row: its known tokens, the hidden state that the first draft was made of, and drafts."""
+    """Proposal for a row: its known tokens, the hidden state that the first draft was made of, and drafts."""
 
     tokens: list[int]
     hidden: np.ndarray

@@ -155,7 +155,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
 
 
 def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPatch):
-    """If programs share the pages, a step plans once a cache group, and its layers are one function that takes the
+    """Programs share the pages: a step plans once a cache group, and its layers are one function that takes the
     plan."""
     planned_for = []
     right = gqa.plan_decode

@@ -72,7 +72,7 @@ def received(connection: Connection) -> CachedPages:
 @pytest.mark.slow  # pages as bytes are those of test_cached_pages.py, and processes below die, too
 @pytest.mark.parametrize("dies_at", [None, 4], ids=["whole", "killed half-way"])
 def test_tokens_are_those_of_one_engine(tmp_path: Path, dies_at: int | None) -> None:
-    """Where the other process dies, what had arrived whole counts, and the rest is computed here."""
+    """Pages that had arrived whole when the other process dies count, and the rest is computed here."""
     _, tokens = computed("windows of heads, int8")
     engine = make("windows of heads, int8")
     with Listener(str(tmp_path / "pages"), "AF_UNIX") as listener:

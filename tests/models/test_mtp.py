@@ -230,7 +230,7 @@ def test_modules_take_turns():
 
 @dataclasses.dataclass
 class Fed:
-    """What modules are fed, for a mistake to change."""
+    """Inputs of modules, for a mistake to change."""
 
     hidden: np.ndarray
     tokens: np.ndarray

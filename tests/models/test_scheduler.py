@@ -360,7 +360,7 @@ def test_stop_tokens_are_any_sequence_of_integers():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_sampling_params_are_kept_as_plain_numbers():
-    """What means one number is taken, and no step has to look at it again."""
+    """Values that mean one number are taken, and no step has to look at them again."""
     given: dict[str, Any] = {
         "max_tokens": np.int64(4),
         "temperature": np.float32(0.5),

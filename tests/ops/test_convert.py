@@ -150,7 +150,7 @@ def test_tables_of_tokens() -> None:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_tables_of_index_pointers() -> None:
-    """Those of every sequence, of none, too long for the table, and not there at all."""
+    """Sequences have pages, have none, are too long for the table, and are not there at all."""
     arrays: tuple[Any, ...] = ([0, 2, 2, 5, 6], [7, 3, 3, 9, 0], [4, 9, 1, 2])
     tables, lens = from_csr(*arrays, page_size=4, table_pages=2)
     assert tables.tolist() == [[7, 3], [-1, -1], [3, 9], [-1, -1]]
@@ -178,7 +178,7 @@ def test_index_pointers_under_jit(seed: int) -> None:
 
 
 def test_a_record_is_latents_scales_and_rotated_keys() -> None:
-    """As FlashMLA's README has it: 512 float8_e4m3 values, 4 float32 scales, 64 bfloat16 values."""
+    """The record of FlashMLA's README: 512 float8_e4m3 values, 4 float32 scales, 64 bfloat16 values."""
     rng = fresh_rng()
     latents = rng.integers(0, 256, 512, np.uint8).tobytes()
     scales = rng.uniform(0.1, 9.0, 4).tolist()

@@ -219,7 +219,7 @@ def test_what_cannot_be_imported_is_refused(implement: Callable[..., None], monk
 
 @pytest.fixture
 def of_a_card(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """As `implement`, and "mosaic" is for the card that calls are traced for."""
+    """Register as `implement` does, with "mosaic" for the card that calls are traced for."""
 
     def register(**functions: Callable[..., Any]) -> None:
         implement(**functions)

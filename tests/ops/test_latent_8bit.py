@@ -193,7 +193,7 @@ def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, An
 
 @lean_variant
 def test_prefill_reads_what_the_cache_means_however_it_is_cut(variant: Variant) -> None:
-    """As over float32 pages that hold the same numbers: tokens count alike while they are new and once written."""
+    """Results are those over float32 pages of the same numbers: tokens count alike, new or written."""
     arguments = prefill_arguments(fresh_rng(), NEW)
     meant = arguments | {
         "cache": PagedLatent(jnp.asarray(numpy_meant(arguments["cache"], np.float32))),

@@ -68,7 +68,7 @@ def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ..
 
 @pytest.mark.parametrize("empty", [[1], [0, 2, 3], [0, 1, 2, 3, 4]])
 def test_an_lse_of_inf_marks_a_part_without_keys(empty: list[int]) -> None:
-    """As -inf does, whatever the part's output holds."""
+    """Give it the meaning of -inf, whatever the part's output holds."""
     outs, lses = split_attention(*queries_and_keys(np.random.default_rng(0)), np.arange(KEYS) % PARTS, PARTS)
     marked = []
     for mark in (-np.inf, np.inf):

@@ -50,7 +50,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_ids_whose_slots_no_int32_holds_have_none(page_size: int) -> None:
-    """They would wrap around to slots of other pages."""
+    """Such slots would wrap around to slots of other pages."""
     last = 2**31 // page_size - 1
     tables = jnp.asarray([[last], [min(last + 1, 2**31 - 1)], [min(last + 2, 2**31 - 1)]], jnp.int32)
     sums, lens = jnp.arange(4, dtype=jnp.int32), jnp.ones((3,), jnp.int32)

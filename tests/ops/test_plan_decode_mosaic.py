@@ -113,7 +113,7 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
 
 
 def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many programs as rows whose lengths differ, so that groups in snake order are taken. Threads of two
+    """Run as many programs as rows of different lengths, so that groups in snake order are taken. Threads of two
     warpgroups.
     """
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)

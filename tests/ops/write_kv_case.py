@@ -21,7 +21,7 @@ QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
 PLAIN = ["bfloat16", "float16", "float32"]
 
 RUNNABLE = [backend.variant for backend in backends.backends_of("write_kv", lambda backend: not backend.interpreted)]
-"""As many as are quick to run one after the other."""
+"""Variants that are quick to run one after the other."""
 
 each_variant = backends.every_variant("write_kv")
 """Runs a test, which takes `variant`, for each implementation."""

@@ -214,7 +214,8 @@ def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
 
 def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp_path):
     """Uses a model that is dense without the option; the plain run chooses keys, too."""
-    config = dataclasses.replace(PRESETS["v32-tiny"], num_hidden_layers=1, index_topk=2000)  # quick to compile
+    tiny = dataclasses.replace(PRESETS["glm-tiny"], num_hidden_layers=2, indexer_types=("full", "shared"))
+    config = dataclasses.replace(tiny, index_topk=2000)
     save_random_checkpoint(tmp_path / "model", config)
     sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
     asked = ["--model", tmp_path / "model", *sizes, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--verify"]
@@ -315,7 +316,7 @@ def test_an_interrupt_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tm
 
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
 def test_ctrl_c_anywhere_in_a_run_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tmp_path, at, golden):
-    """It comes at the given line that runs in the engine and its pools."""
+    """Interrupt at the given line that runs in the engine and its pools."""
     engines, engine_of = [], run_decode._engine
     fault = Fault(at)
 

@@ -227,7 +227,7 @@ class ScoreTransform(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What becomes of finished rows.
+    """Treatment of finished rows.
 
     Attributes:
       sink: [rows] learned logits; None where rows are merged, after which sinks enter.

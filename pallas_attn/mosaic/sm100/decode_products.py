@@ -45,7 +45,7 @@ def layout_of(rows: int) -> RegisterLayout:
 
 
 def column_step(tokens: int, value_dim: int) -> int:
-    """What the columns of a tile have to be a multiple of: 16, or 32 where a product has 64 rows."""
+    """Divisor of the number of columns of a tile: 16, or 32 where a product has 64 rows."""
     return 32 if tokens % 128 or value_dim % 128 else 16
 
 

@@ -1,4 +1,4 @@
-"""What `gather_latent` computes, one token after the other."""
+"""Definition of `gather_latent`: one token after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `index_scores` computes: every token gathers every page of its sequence."""
+"""Definition of `index_scores`: every token gathers every page of its sequence."""
 
 from __future__ import annotations
 

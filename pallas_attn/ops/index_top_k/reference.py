@@ -1,4 +1,4 @@
-"""What `index_top_k` computes: a stable sort of all scores of each token."""
+"""Definition of `index_top_k`: a stable sort of all scores of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be tuned in `mla_decode`."""
+"""Tunable sizes of `mla_decode`."""
 
 from __future__ import annotations
 

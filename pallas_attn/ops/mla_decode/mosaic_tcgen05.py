@@ -396,7 +396,7 @@ class TcgenSplit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TcgenRole:
-    """What each role of a program has at hand."""
+    """Operands and memory that every role of a program has."""
 
     static: TcgenStatic
     x: RowInputs

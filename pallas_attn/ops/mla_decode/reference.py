@@ -1,4 +1,4 @@
-"""What `mla_decode` computes: one KV head; its key is the latent and the rotated columns, its value the latent."""
+"""Definition of `mla_decode`: one KV head; its key is the latent and the rotated columns, its value the latent."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks, device, tuning
+from pallas_attn import checks, device, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
@@ -25,6 +25,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
 
+@sharded_calls.over_devices
 def mla_prefill(
     q_nope: Float[Array, "T Hq nope"],
     q_rope: Float[Array, "T Hq R"],
@@ -156,7 +157,7 @@ def mla_prefill(
 
 @dataclasses.dataclass(frozen=True)
 class PieceConfig:
-    """How much of the prefix is expanded at a time.
+    """Length of the pieces in which the prefix is expanded.
 
     A piece costs memory for its keys and values, and a pass over the outputs of all queries that merges its result:
     16 bytes an element, which on an H200 take as long as attending 500 tokens does. Expanding a piece costs the same
@@ -234,8 +235,8 @@ def _visible_latents(
     window: int,
     implementation: Implementation,
 ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
-    """What the windows of a chunk's queries show: of each sequence the cached pages with its last window - 1 tokens,
-    and the new ones; and the prefix sums of their numbers.
+    """Gather what the windows of a chunk's queries show: of each sequence the cached pages with its last window - 1
+    tokens, and the new ones; with the prefix sums of their numbers.
     """
     page_size = cache.page_size
     skipped = jnp.maximum(num_cached - (window - 1), 0) // page_size
@@ -254,7 +255,7 @@ def _visible_latents(
 
 
 def _tables_from(block_tables: Int32[Array, "S P"], first: Int32[Array, "S"], width: int) -> Int32[Array, "S width"]:
-    """As many entries of each table, from one on; the last one where there are no more."""
+    """Take `width` entries of each table from one on; the last one where there are no more."""
     entry = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(block_tables, jnp.minimum(entry, block_tables.shape[1] - 1), axis=1)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks
+from pallas_attn import checks, sharded_calls
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.write_latent import write_latent
 from pallas_attn.portable.gradients import refuse_gradients
@@ -29,6 +29,7 @@ MAX_QUERIES = 8
 """Queries of a row, at most: a decode pays for the room that it leaves."""
 
 
+@sharded_calls.over_devices
 def mla_ragged_paged_attention(
     q_latent: Float[Array, "T Hq L"],
     q_rope: Float[Array, "T Hq R"],

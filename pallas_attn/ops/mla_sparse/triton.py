@@ -188,7 +188,7 @@ def _attend(
 
 @kernel
 def _end_of_chosen(chosen_ptr, first, end, pool_slots):
-    """Where the slots from `first` to `end` that are in the pool end: most often, none come last."""
+    """End of the slots from `first` to `end` that are in the pool: most often, the last ones are none."""
     last = first
     for start in range(first, end, 1024):
         place = start + tl.arange(0, 1024)

@@ -1,4 +1,4 @@
-"""What can be tuned in `paged_decode`."""
+"""Tunable sizes of `paged_decode`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ MAX_COLUMNS_SM100 = 32
 
 
 def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = False) -> int:
-    """What the columns of a tile are a multiple of."""
+    """Divisor of the number of columns of a tile."""
     from pallas_attn.mosaic.sm100.decode_products import column_step
 
     return column_step(_tile_tokens_sm100(head_dim, cache_bytes, fp8_products=fp8_products), head_dim)
@@ -163,7 +163,7 @@ def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> Decod
 
 
 def mosaic_sm100_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
-    """As `mosaic_tile`, for the kernel of data-center Blackwell."""
+    """Tile of the kernel of data-center Blackwell; see `mosaic_tile`."""
     from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
 
     return _tile(key, tile_tokens, Tcgen05Products(), packs_queries=False)

@@ -1,4 +1,4 @@
-"""What `paged_decode` computes: gather every page, mask, softmax."""
+"""Definition of `paged_decode`: gather every page, mask, softmax."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def sm100_config(key: PagedPrefillKey) -> FlashConfig:
 
 
 def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
-    """As many rows, then keys, then stages as fit shared memory, with staging buffers where a cache has 8 bits, and
+    """Take as many rows, then keys, then stages as fit shared memory, with staging buffers for a cache of 8 bits, and
     TMEM. Pages of 16 take small tiles, as on Hopper. Nothing fits 8-bit heads of width 256 with scales by channel or
     token.
     """

@@ -1,4 +1,4 @@
-"""What `paged_prefill` computes: every token gathers every page of its sequence; mask, softmax."""
+"""Definition of `paged_prefill`: every token gathers every page of its sequence; mask, softmax."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from pallas_attn.portable.schedule import Sharing
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
 FIXED_PIECE_TOKENS = 2048
-"""Where `fixed` mode cuts: every row at multiples of this many of its visible tokens."""
+"""Visible tokens between the cuts of a row in `fixed` mode."""
 
 MAX_PROGRAMS = 32 * 512
 """No card runs more programs side by side: 32 thread blocks a multiprocessor, and fewer than 512 of those."""
@@ -238,7 +238,7 @@ def _planned_queries(
 
 
 def sharing_of(mode: Mode, page_size: int) -> Sharing:
-    """What rows and cuts cost in a mode."""
+    """Costs of rows and cuts in a mode."""
     if mode == "fixed":
         return Sharing(overhead=0, cut=0, least=1, split_pages=max(1, FIXED_PIECE_TOKENS // page_size))
     costs = plan_config(page_size)

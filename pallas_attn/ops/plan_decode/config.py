@@ -1,4 +1,4 @@
-"""What can be turned in `plan_decode`."""
+"""Tunable sizes of `plan_decode`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 from pallas_attn import tuning
 
 ROW_OVERHEAD_TOKENS = 256
-"""What starting a piece costs a program (loading queries, filling its stages, writing a state), in tokens, unless
+"""Cost for a program of starting a piece (loading queries, filling its stages, writing a state), in tokens, unless
 measured. Of 1 to 8 pages of 64, the least time was that of 4 or 5 with 64 and 128 heads of latents, of 3 to 5 with 16,
 of 4 or 6 with KV heads (benchmarks/log/020-rows-dealt-to-groups.md).
 """
 
 CUT_TOKENS = 512
-"""What cutting rows costs each program, likewise: a state written where its share begins and one where it ends, and a
+"""Cost for each program of cutting rows, likewise: a state written where its share begins and one where it ends, and a
 kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
 of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/log/018-no-needless-splits.md).
 """
@@ -46,5 +46,5 @@ def plan_config(page_size: int) -> PlanConfig:
 
 
 def heuristic_costs(page_size: int) -> PlanConfig:
-    """Where nothing was measured."""
+    """Costs that were not measured for the device."""
     return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size), CUT_TOKENS // page_size)

@@ -60,7 +60,7 @@ def sm100_config(key: RaggedAttentionKey) -> FlashConfig:
 
 
 def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
-    """As many rows, then keys, then stages as fit shared memory and TMEM: one consumer where heads are wide, or where
+    """Take as many rows, then keys, then stages as fit shared memory and TMEM: one consumer if heads are wide, or if
     the blocks of two would be half empty.
     """
     if key.value_dim > 128:

@@ -135,7 +135,7 @@ class RaggedFrontEnd:
     compiler_params = plgpu.CompilerParams(approx_math=True)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
-        """There is none of its own."""
+        """Return None: a tile needs no scratch memory of its own."""
 
     def tile(self, x: RaggedInputs, scratch: None, work: FlashWorkTile) -> RaggedTile:
         return RaggedTile.of(self, x, work)

@@ -1,4 +1,4 @@
-"""What `ragged_attention` computes: every query against every key, those of other sequences masked."""
+"""Definition of `ragged_attention`: every query against every key, those of other sequences masked."""
 
 from __future__ import annotations
 

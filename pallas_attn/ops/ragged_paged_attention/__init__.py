@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from pallas_attn import checks
+from pallas_attn import checks, sharded_calls
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
@@ -23,10 +23,11 @@ from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
-type StaticScale = Float[Array, "*shape"] | float | None
+type StaticScale = Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None
 """One scale for all heads, one a head [Hkv], one a channel [Hkv, D], or None for the cache's own."""
 
 
+@sharded_calls.over_devices
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k: Num[Array, "T Hkv D"] | None,

@@ -1,4 +1,4 @@
-"""What `select_top_k` computes: a stable sort of each row."""
+"""Definition of `select_top_k`: a stable sort of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `write_index_keys` computes, one token after the other."""
+"""Definition of `write_index_keys`: one token after the other."""
 
 from __future__ import annotations
 

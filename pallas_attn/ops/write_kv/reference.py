@@ -1,4 +1,4 @@
-"""What `write_kv` computes, over the whole pool: every token is put into its slot, then each group is scaled once."""
+"""Definition of `write_kv`, over the whole pool: every token is put into its slot, then each group is scaled once."""
 
 from __future__ import annotations
 

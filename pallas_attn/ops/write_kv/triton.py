@@ -189,7 +189,7 @@ def _row_constants(call: WriteKVCall) -> dict[str, Any]:
 
 
 def _thirds(prefix: str, width: int, half: int) -> dict[str, int]:
-    """How columns are cut into three tiles: two of `half`, and the rest."""
+    """Sizes of the three tiles that columns are cut into: two of `half`, and the rest."""
     return {
         f"{prefix}WIDTH": width,
         f"{prefix}HALF": half,

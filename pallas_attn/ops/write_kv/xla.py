@@ -16,7 +16,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23
-"""How much of the cache is in flight at a time while earlier tokens are re-quantised."""
+"""Elements of the cache in flight at a time while earlier tokens are re-quantised."""
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
@@ -38,7 +38,7 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 
 
 class _Location(NamedTuple):
-    """Where each of the E = T·Hkv entries (one token of one head) goes.
+    """Destination of each of the E = T·Hkv entries (one token of one head).
 
     Page, head and offset are kept apart because their product may not fit an int32. An entry that is not written has a
     page past the end of the pool, a different one for each entry, so that scatters may be told all indices are unique.

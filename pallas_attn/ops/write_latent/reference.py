@@ -1,4 +1,4 @@
-"""What `write_latent` computes, one token after the other."""
+"""Definition of `write_latent`: one token after the other."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CONFIGS = PRESETS | GQA_PRESETS
 
 @dataclasses.dataclass(frozen=True)
 class HandOver:
-    """What is measured.
+    """Model and traffic that are measured.
 
     Attributes:
       config: name of the model's configuration; weights are random.

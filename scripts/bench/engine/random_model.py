@@ -10,23 +10,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from models.checkpoints import weight_axes
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder
+from models.decoder.mesh import num_devices
 
 
-def random_model(config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0) -> Decoder:
+def random_model(
+    config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0, mesh: Mesh | None = None
+) -> Decoder:
     """Makes a model whose weights keep activations near 1, so that tokens go to experts evenly and nothing
-    overflows."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, settings, dtype)))
+    overflows. On a mesh each device makes its own slices, whose values are not those of a model on one device."""
+    model = nnx.eval_shape(lambda: Decoder(config, settings, dtype, mesh))
+    graph, state = nnx.split(model)
+    axes = {} if model.mesh is None else weight_axes(config, model.mesh)
+    whole = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Decoder(config, settings, dtype))))
+    shapes = {".".join(map(str, path)): weight.shape for path, weight in whole}
 
     def make(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
-        name = ".".join(map(str, path))
+        name, sharding, shape = ".".join(map(str, path)), None, parameter.shape
+        if model.mesh is not None:
+            sharding = NamedSharding(model.mesh, PartitionSpec(axes[name] or None))
+            shape = (shape[0] * num_devices(model.mesh, axes[name]), *shape[1:])
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(name.encode()))
         return parameter.replace(
-            _random(key, parameter.shape, parameter.dtype, *_centre_and_spread(name, parameter.shape))
+            _random(key, shape, parameter.dtype, *_centre_and_spread(name, shapes[name]), sharding)
         )
 
     return nnx.merge(graph, nnx.map_state(make, state))
@@ -42,6 +54,17 @@ def _centre_and_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]
     return 0.0, columns_in**-0.5
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _random(key: Array, shape: tuple[int, ...], dtype: DTypeLike, centre: float, spread: float) -> Array:
-    return (centre + spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+def _random(
+    key: Array, shape: tuple[int, ...], dtype: DTypeLike, centre: float, spread: float, sharding: NamedSharding | None
+) -> Array:
+    return _maker(shape, dtype, sharding)(key, jnp.float32(centre), jnp.float32(spread))
+
+
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding | None) -> Any:
+    """A compiled function that draws values of a shape, each device its own."""
+
+    def values(key: Array, centre: Array, spread: Array) -> Array:
+        return (centre + spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(values, out_shardings=sharding)

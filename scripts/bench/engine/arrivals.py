@@ -1,0 +1,140 @@
+"""Measures waiting times while requests arrive at random: Poisson arrivals at set rates, prompts and outputs of random
+lengths.
+
+Time to the first token counts from when a request was due, so a step that was running then counts, too. Time between
+tokens is that of each request's neighbouring tokens, as its caller gets them. Of the steps from the first arrival to
+the last, the longest is compared with the median: how much a prompt that arrives holds up those that decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.config import GQA_PRESETS, PRESETS, ModelConfig
+from models.decoder import AttentionSettings
+from models.engine import Engine, EngineConfig, SamplingParams
+from scripts.bench.engine.random_model import random_model
+
+CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrivals:
+    """Requests that arrive.
+
+    Attributes:
+      rates: requests a second, one measurement for each.
+      requests: requests of a measurement.
+      prompt_tokens, new_tokens: means of their lengths, each drawn from half to one and a half of it.
+      step_tokens: new tokens of a step at most; one engine for each.
+      max_num_seqs: requests that run at once.
+      page_size: tokens a page holds.
+    """
+
+    rates: tuple[float, ...]
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    step_tokens: tuple[int, ...]
+    max_num_seqs: int = 64
+    page_size: int = 64
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens * 3 // 2 + self.new_tokens * 3 // 2 + 1
+
+    def engine_config(self, step_tokens: int) -> EngineConfig:
+        rows = tuple(sorted({min(2**i, self.max_num_seqs) for i in range(2, 12)}))
+        return EngineConfig(
+            num_pages=self.max_num_seqs * -(-self.longest // self.page_size),
+            page_size=self.page_size,
+            max_batched_tokens=step_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.longest,
+            prefix_caching=False,
+            decode_buckets=rows,
+            prefill_buckets=(step_tokens,),
+            history=None,
+        )
+
+
+def run(
+    config: ModelConfig, work: Arrivals, settings: AttentionSettings, dtype: str, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yields the result of each rate for each size of steps."""
+    model = random_model(config, dtype, settings)
+    for step_tokens in work.step_tokens:
+        engine = Engine(model, work.engine_config(step_tokens))
+        engine.warmup()
+        engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, ignore_eos=True))
+        for rate in work.rates:
+            rng = np.random.default_rng([seed, step_tokens])
+            yield {"step_tokens": step_tokens, "rate": rate} | measure(engine, work, rate, config.vocab_size, rng)
+
+
+def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Serves requests that arrive at a rate, to the end of the last one."""
+    due = np.cumsum(rng.exponential(1 / rate, work.requests))
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in _lengths(rng, work.prompt_tokens, work.requests)]
+    outputs = _lengths(rng, work.new_tokens, work.requests)
+    times: list[list[float]] = [[] for _ in prompts]
+    first_step, added = engine.stats().num_steps, 0
+    began = time.perf_counter()
+    last_arrival = first_step
+    while added < len(prompts) or engine.has_unfinished:
+        now = time.perf_counter() - began
+        while added < len(prompts) and due[added] <= now:
+            params = SamplingParams(max_tokens=outputs[added], ignore_eos=True)
+            engine.add_request(prompts[added], params, on_token=_noting(times[added], began))
+            added += 1
+            last_arrival = engine.stats().num_steps
+        if engine.has_unfinished:
+            engine.step()
+        else:
+            time.sleep(max(0.0, due[added] - (time.perf_counter() - began)))
+    ended = time.perf_counter() - began
+    if any(len(got) != wanted for got, wanted in zip(times, outputs, strict=True)):
+        raise RuntimeError("a request ended early")
+    steps = [step.duration_s for step in engine.stats().steps[first_step : max(last_arrival, first_step + 1)]]
+    return {
+        "ttft_ms": summary([got[0] - at for got, at in zip(times, due, strict=True)]),
+        "between_tokens_ms": summary(np.concatenate([np.diff(got) for got in times])),
+        "step_ms": summary(steps),
+        "longest_step_over_median": max(steps) / float(np.median(steps)),
+        "tokens_per_s": sum(outputs) / ended,
+        "offered_tokens_per_s": rate * work.new_tokens,
+    }
+
+
+def _noting(times: list[float], began: float) -> Callable[..., None]:
+    """A callback that notes when each token came."""
+    return lambda *_: times.append(time.perf_counter() - began)
+
+
+def _lengths(rng: np.random.Generator, mean: int, count: int) -> list[int]:
+    return rng.integers(max(2, mean // 2), max(3, mean * 3 // 2 + 1), count).tolist()
+
+
+def summary(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Milliseconds: median, 90th and 99th percentile, and the largest."""
+    milliseconds = 1e3 * np.asarray(seconds)
+    quantiles = np.quantile(milliseconds, (0.5, 0.9, 0.99)).tolist()
+    return dict(zip(("p50", "p90", "p99"), quantiles, strict=True)) | {"max": float(milliseconds.max())}
+
+
+def line(result: dict[str, Any]) -> str:
+    """A result in one line."""
+
+    def times(name: str) -> str:
+        return " / ".join(f"{result[name][key]:,.1f}" for key in ("p50", "p90", "p99"))
+
+    return (
+        f"{result['rate']:g} requests/s, steps of {result['step_tokens']}: first token after {times('ttft_ms')} ms"
+        f" (p50 / p90 / p99), others {times('between_tokens_ms')} ms, {result['tokens_per_s']:,.0f} tokens/s,"
+        f" longest step {result['longest_step_over_median']:.1f}x the median"
+    )

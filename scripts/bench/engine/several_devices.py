@@ -1,0 +1,286 @@
+"""Measures the engine on several devices: prefill and decode speed of each layout of a mesh beside one device's, and
+what the layouts exchange.
+
+- Cases. Requests that arrive at once, as scripts/bench/engine/serving.py measures them, on one model after the other:
+  one device's, then each layout's. Weights are random, and made on their devices.
+- Exchanges. An all-reduce and an exchange of parts among all devices, by bytes, in a compiled program.
+- Operation. `mla_decode` of 128 heads, contexts on one device and split over all (`decode_over_contexts`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.config import GQA_PRESETS, PRESETS, ModelConfig
+from models.decoder import AttentionSettings, make_mesh
+from models.decoder.mesh import DATA
+from models.engine import Engine
+from pallas_attn import PagedLatent, mla_decode, parallel, plan_decode
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import Serving, generate, summary
+from scripts.bench.harness.timing import SERIAL, Stopwatch
+
+CONFIGS: dict[str, ModelConfig] = {
+    "v3-tiny": PRESETS["v3-tiny"],
+    "qwen3-tiny": GQA_PRESETS["qwen3-tiny"],
+    "v2-lite": PRESETS["v2-lite"],
+    "llama-8b": dataclasses.replace(
+        GQA_PRESETS["qwen3-tiny"],
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=5e5,
+        max_position_embeddings=131072,
+        dtype="bfloat16",
+    ),
+    "v3-3-layers": dataclasses.replace(
+        PRESETS["mla-25m"],
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_hidden_layers=3,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        dtype="bfloat16",
+    ),
+}
+"""Name to configuration: tiny ones for trying, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and three layers
+of DeepSeek-V3's widths, one dense and two of experts."""
+
+type Layout = Mapping[str, int]
+"""Devices along each axis of a mesh; empty for one device without a mesh."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshWork:
+    """Models, layouts and traffic that are measured.
+
+    Attributes:
+      config: name of a configuration in `CONFIGS`.
+      layouts: meshes, in their order.
+      batches: requests that arrive at once, of all devices together; with `per_device`, of each.
+      contexts: tokens of a prompt.
+      new_tokens: new tokens of the last request.
+      max_batched_tokens: new tokens of a step, on each data rank.
+      page_size: tokens a page holds.
+    """
+
+    config: str
+    layouts: tuple[Layout, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    new_tokens: int
+    per_device: bool = False
+    max_batched_tokens: int = 4096
+    page_size: int = 64
+
+    def serving(self, mesh: Mesh | None) -> Serving:
+        """Workload of each data rank of a mesh."""
+        devices, ranks = (1, 1) if mesh is None else (mesh.size, mesh.shape[DATA])
+        total = [batch * devices if self.per_device else batch for batch in self.batches]
+        of_rank = tuple(sorted({-(-batch // ranks) for batch in total}))
+        return Serving(of_rank, self.contexts, self.new_tokens, float("inf"), self.page_size, self.max_batched_tokens)
+
+
+def run(work: MeshWork, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
+    """Yields the result of each layout as it grows: once it is compiled, and after each case."""
+    for layout in work.layouts:
+        mesh = make_mesh(layout) if layout else None
+        result: dict[str, Any] = {"mesh": dict(layout), "devices": 1 if mesh is None else mesh.size, "cases": []}
+        began = time.perf_counter()
+        model = jax.block_until_ready(random_model(CONFIGS[work.config], dtype, settings, mesh=mesh))
+        made = time.perf_counter()
+        serving = work.serving(model.mesh)
+        engine = Engine(model, dataclasses.replace(serving.engine_config(), mesh=model.mesh))
+        engine.warmup()
+        ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
+        generate(engine, [[1, 2, 3]] * ranks, [3] * ranks)
+        stats = engine.stats()
+        result |= {"made_s": made - began, "compile_s": stats.compile_s, "cache_bytes": stats.cache_bytes}
+        yield result
+        for batch, context in serving.cases:
+            prompts = np.random.default_rng(batch).integers(0, model.config.vocab_size, (batch * ranks, context))
+            result["cases"].append(measure(engine, serving, prompts.tolist(), ranks))
+            yield result
+        del engine, model
+        gc.collect()  # the next model needs the memory
+
+
+def measure(engine: Engine, serving: Serving, prompts: list[list[int]], ranks: int) -> dict[str, Any]:
+    """Measures prompts of equal lengths, which data ranks take in turn."""
+    batch, context = len(prompts), len(prompts[0])
+    new_tokens = [tokens for tokens in serving.tokens_each(batch // ranks, context) for _ in range(ranks)]
+    outputs, steps = generate(engine, prompts, new_tokens)
+    prefill_s = sum(step.duration_s for step in steps if step.prefill_tokens)
+    decodes = [step.duration_s for step in steps if not step.prefill_tokens and step.decode_tokens == batch]
+    return {
+        "batch": batch,
+        "context": context,
+        "prefill_tokens_per_s": batch * context / prefill_s,
+        "decode_tokens_per_s": batch / statistics.median(decodes),
+        "ttft_s": summary([output.ttft_s for output in outputs if output.ttft_s is not None]),
+        "between_tokens_s": summary(decodes),
+    }
+
+
+def line(result: dict[str, Any]) -> str:
+    """The newest of a layout's results, for people."""
+    name = ",".join(f"{axis}={size}" for axis, size in result["mesh"].items()) or "one device"
+    if not result["cases"]:
+        return f"{name}: made in {result['made_s']:.1f} s, compiled in {result['compile_s']:.1f} s"
+    case = result["cases"][-1]
+    prefill, decode = (case[f"{kind}_tokens_per_s"] for kind in ("prefill", "decode"))
+    return (
+        f"{name}, batch {case['batch']}, context {case['context']}: prefill {prefill:,.0f} tokens/s,"
+        f" decode {decode:,.0f} tokens/s ({decode / result['devices']:,.0f} a device)"
+    )
+
+
+# --- exchanges
+
+
+def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]:
+    """Times exchanges among all devices, each in a chain of calls that depend on one another: bytes on each device, and
+    microseconds."""
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
+    found = []
+    for rows in (1, 8, 64, 512, 4096):
+        for name, exchange in EXCHANGES.items():
+            x = jnp.ones((rows * devices, 2048), jnp.bfloat16, device=NamedSharding(mesh, P("all")))
+
+            def chain(x: jax.Array, exchange: Callable[..., jax.Array] = exchange) -> jax.Array:
+                for _ in range(num_calls):
+                    x = exchange(x) * jnp.bfloat16(0.5)
+                return x
+
+            split = jax.shard_map(chain, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
+            seconds = _time(jax.jit(split, donate_argnums=0, compiler_options=serial()), x, stopwatch) / num_calls
+            found.append({"exchange": name, "rows": rows, "bytes": rows * 4096, "us": 1e6 * seconds})
+    return found
+
+
+def _all_to_all(x: jax.Array) -> jax.Array:
+    devices = lax.axis_size("all")
+    padded = jnp.pad(x, ((0, -x.shape[0] % devices), (0, 0)))
+    return lax.all_to_all(padded, "all", 0, 0, tiled=True)[: x.shape[0]]
+
+
+EXCHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "all-reduce": lambda x: lax.psum(x, "all"),
+    "all-to-all": _all_to_all,
+}
+"""Exchanges of [rows, 2048] in bfloat16."""
+
+
+def serial() -> dict[str, str]:
+    """Options of the compiler that keep a chain in order."""
+    return SERIAL if jax.default_backend() == "gpu" else {}
+
+
+def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
+    """Median seconds of a program that gives back what it is given."""
+    held = [given]
+
+    def repeat(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            held[0] = run(held[0])
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(held[0])  # devices share threads, and wait for ever if others' runs hold them
+        jax.block_until_ready(held[0])
+        return time.perf_counter() - began
+
+    samples, _ = stopwatch.take(repeat)
+    return statistics.median(samples)
+
+
+# --- the operation
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitDecode:
+    """Latent decode whose contexts are split.
+
+    Attributes:
+      batch, context, heads: of the call.
+      calls: calls in a chain, each with queries that follow from the output before.
+    """
+
+    batch: int = 64
+    context: int = 32768
+    heads: int = 128
+    page_size: int = 64
+    calls: int = 16
+
+
+def decode_over_contexts(work: SplitDecode, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
+    """Times `mla_decode` on one device, and with contexts split over all of them."""
+    columns = -(-work.context // work.page_size)
+    table = np.random.default_rng(0).permutation(work.batch * columns).astype(np.int32).reshape(work.batch, columns)
+    for devices in (1, jax.device_count()):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("context",), axis_types=(AxisType.Auto,))
+        # Page j of a sequence is on device j % devices.
+        order = np.arange(columns) % devices
+        ids = np.empty_like(table)
+        each = work.batch * columns // devices
+        for device in range(devices):
+            own = table[:, order == device]
+            ids[:, order == device] = device * each + np.argsort(np.argsort(own.ravel())).reshape(own.shape)
+        seconds = _decode_seconds(work, mesh, jnp.asarray(ids), stopwatch)
+        yield dataclasses.asdict(work) | {"devices": devices, "us": 1e6 * seconds}
+
+
+def _decode_seconds(work: SplitDecode, mesh: Mesh, table: jax.Array, stopwatch: Stopwatch) -> float:
+    devices, dtype, pages = mesh.size, jnp.bfloat16, P("context")
+    shape = (table.size, work.page_size, 576)
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, pages))
+    def cache() -> jax.Array:
+        return jax.random.normal(jax.random.key(0, impl="rbg"), shape, dtype)
+
+    lens = jnp.full(work.batch, work.context, jnp.int32)
+    q = jax.random.normal(jax.random.key(1), (work.batch, 1, work.heads, 576), dtype)
+
+    def chain(q: jax.Array, latents: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
+        latent = PagedLatent(latents)
+        q_latent, q_rope = q[..., :512], q[..., 512:]
+        part = parallel.context_part(table, lens, latent, axis="context")
+        plan = plan_decode((q_latent, q_rope), latent, part.block_tables, part.kv_lens)
+        for _ in range(work.calls):
+            out, _ = parallel.decode_over_contexts(
+                mla_decode, [q_latent, q_rope], latent, table, lens, axis="context", sm_scale=192**-0.5, plan=plan
+            )
+            # Heads of this device take its output, as their projections would: the next call depends on this one.
+            first = lax.axis_index("context") * (work.heads // devices)
+            own = lax.dynamic_slice_in_dim(q_latent, first, work.heads // devices, axis=2)
+            q_latent = lax.dynamic_update_slice_in_dim(q_latent, own + 0 * out, first, axis=2)
+        return jnp.concatenate([q_latent, q_rope], axis=-1)
+
+    split = jax.shard_map(chain, mesh=mesh, in_specs=(P(), pages, P(), P()), out_specs=P(), check_vma=False)
+    latents, run = cache(), jax.jit(split, donate_argnums=0, compiler_options=serial())
+    given = jax.device_put(q, NamedSharding(mesh, P()))
+    return _time(lambda q: run(q, latents, table, lens), given, stopwatch) / work.calls

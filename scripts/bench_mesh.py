@@ -1,0 +1,109 @@
+"""Measures the engine on several devices beside one: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
+
+What is measured: scripts/bench/engine/several_devices.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from models.decoder import AttentionSettings, device_part, make_mesh
+from scripts.bench.engine import several_devices
+from scripts.bench.engine.several_devices import CONFIGS, MeshWork, SplitDecode
+from scripts.bench.harness.device import description, measure_rates
+from scripts.bench.harness.timing import Stopwatch
+from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, exit_status, write_report
+from scripts.cli.mesh import parse_mesh
+
+PROG = "bench_mesh"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
+    parser.add_argument(
+        "--mesh", nargs="*", default=["none"], metavar="AXIS=N[,AXIS=N...]", help="layouts in turn; none is one device"
+    )
+    parser.add_argument("--batch", nargs="+", type=int, default=[64], help="requests at once (default: 64)")
+    parser.add_argument("--per-device", action="store_true", help="--batch is of each device")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024], help="tokens of a prompt (default: 1024)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="at least 2 (default: 64)")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="of a step, on each data rank (default: 4096)")
+    parser.add_argument("--exchanges", action="store_true", help="also time an all-reduce and an all-to-all")
+    parser.add_argument("--operation", action="store_true", help="also time latent decode over split contexts")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    args = parser.parse_args(argv)
+    if min(*args.batch, *args.contexts, args.step_tokens) < 1 or args.new_tokens < 2:
+        parser.error("--batch, --contexts and --step-tokens are at least 1, --new-tokens 2")
+    try:
+        args.layouts = tuple({} if given == "none" else parse_mesh(given) or {} for given in args.mesh)
+        for layout in filter(None, args.layouts):
+            with as_usage_error(ValueError, NotImplementedError, prefix="--mesh: "):
+                device_part(CONFIGS[args.config], make_mesh(layout))
+    except UsageError as error:
+        parser.error(str(error))
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs({"--json": args.json})
+    console, stopwatch = Console(), Stopwatch(samples=3)
+    work = MeshWork(
+        args.config,
+        args.layouts,
+        tuple(args.batch),
+        tuple(args.contexts),
+        args.new_tokens,
+        args.per_device,
+        args.step_tokens,
+    )
+    report: dict[str, Any] = description() | {"devices": jax.device_count(), "dtype": args.dtype}
+    report |= {"xla_flags": os.environ.get("XLA_FLAGS", ""), "workload": dataclasses.asdict(work)}
+    report["rates"] = dataclasses.asdict(measure_rates(stopwatch))
+
+    def write() -> None:
+        if args.json is not None:
+            write_report("--json", args.json, report)
+
+    if args.exchanges:
+        report["exchanges"] = several_devices.exchanges(stopwatch)
+        for found in report["exchanges"]:
+            console.print(f"{found['exchange']} of {found['rows']} rows: {found['us']:.1f} us", highlight=False)
+        write()
+    if args.operation:
+        report["mla_decode"] = []
+        for found in several_devices.decode_over_contexts(SplitDecode(), stopwatch):
+            report["mla_decode"].append(found)
+            console.print(f"mla_decode on {found['devices']}: {found['us']:.1f} us", highlight=False)
+            write()
+    results: list[dict[str, Any]] = []
+    report["results"] = results
+    for result in several_devices.run(work, AttentionSettings(), args.dtype):
+        if not results or results[-1] is not result:
+            results.append(result)
+        console.print(several_devices.line(result), highlight=False, soft_wrap=True)
+        write()
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before the device is looked at
+    return exit_status(PROG, lambda: run(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The benchmark of several devices: weights that each device makes, and a report that adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.checkpoints import random_model as model_from_files
+from models.config import PRESETS
+from models.decoder import AttentionSettings, make_mesh
+from scripts import bench_mesh
+from scripts.bench.engine import several_devices
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.several_devices import MeshWork, SplitDecode
+from scripts.bench.harness.timing import Stopwatch
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "expert": 4}, {"context": 2}])
+def test_weights_lie_where_those_of_a_checkpoint_do(layout: dict[str, int]):
+    mesh, config = make_mesh(layout), PRESETS["v3-tiny"]
+    made, read = (
+        dict(nnx.to_flat_state(nnx.state(model)))
+        for model in (
+            random_model(config, jnp.float32, AttentionSettings(), mesh=mesh),
+            model_from_files(config, mesh=mesh),
+        )
+    )
+    assert made.keys() == read.keys()
+    for path, weight in made.items():
+        assert (weight.shape, weight.dtype) == (read[path].shape, read[path].dtype), path
+        assert weight[...].sharding.is_equivalent_to(read[path][...].sharding, weight.ndim), path
+
+
+def test_a_layout_has_the_requests_of_its_devices():
+    work = MeshWork("v3-tiny", ({}, {"data": 2}), (4, 6), (64,), new_tokens=8, per_device=True)
+    assert work.serving(None).batches == (4, 6)
+    assert work.serving(make_mesh({"data": 2})).batches == (4, 6)
+    assert work.serving(make_mesh({"tensor": 2})).batches == (8, 12)
+    split = MeshWork("v3-tiny", ({},), (4, 5), (64,), new_tokens=8).serving(make_mesh({"data": 2}))
+    assert split.batches == (2, 3)
+
+
+def test_a_report_of_a_small_model(tmp_path: Path, capsys):
+    out = tmp_path / "mesh.json"
+    sizes = ["--batch", "4", "--contexts", "24", "--new-tokens", "4", "--step-tokens", "16", "--dtype", "float32"]
+    assert bench_mesh.main(["--config", "v3-tiny", "--mesh", "data=2", *sizes, "--json", str(out)]) == 0
+    [result] = json.loads(out.read_text())["results"]
+    assert (result["mesh"], result["devices"]) == ({"data": 2}, 2)
+    [case] = result["cases"]
+    assert (case["batch"], case["context"]) == (4, 24)
+    assert min(case["prefill_tokens_per_s"], case["decode_tokens_per_s"]) > 0
+    assert "data=2, batch 4, context 24: prefill" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # that it runs; its parts are tested with parallel
+def test_latent_decode_over_split_contexts_is_timed():
+    stopwatch = Stopwatch(samples=1, sample_seconds=0.001)
+    found = [*several_devices.decode_over_contexts(SplitDecode(2, 256, 8, 16, 2), stopwatch)]
+    assert [result["devices"] for result in found] == [1, jax.device_count()]
+    assert all(np.isfinite(result["us"]) for result in found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--mesh", "tensor=3"], "--mesh: mesh: tensor"),
+        (["--mesh", "rows=2"], "--mesh"),
+        (["--new-tokens", "1"], "--new-tokens 2"),
+        (["--batch", "0"], "--batch"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(wrong, named, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_mesh.main(["--config", "v3-tiny", *wrong])
+    assert named in capsys.readouterr().err
