@@ -51,10 +51,10 @@ class Splittable:
 
 
 OPERATIONS: dict[str, Splittable] = {
-    "paged_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq D | T Hq D", "B Q Hq")),
+    "paged_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq Dv | T Hq Dv", "B Q Hq")),
     "cascade_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq D", "B Q Hq")),
     "mla_decode": Splittable(("B", "Hq"), ("B Q Hq L", "B Q Hq")),
-    "paged_prefill": Splittable(("Hq", "Hkv"), ("T Hq D", "T Hq")),
+    "paged_prefill": Splittable(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
     "ragged_attention": Splittable(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
     "ragged_paged_attention": Splittable(("Hq", "Hkv"), ("T Hq D",)),
     "mla_prefill": Splittable(("Hq",), ("T Hq v", "T Hq")),

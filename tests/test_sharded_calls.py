@@ -143,6 +143,7 @@ CASES: dict[str, Case] = {
     "decode, windows and scales of heads, sinks": decode_case(
         HEADS, P(), HEADS, kv=kv_of("head"), window=WINDOWS, sinks=values(HQ)
     ),
+    "decode, fused": decode_case(BOTH, BATCH, BOTH, kv=pa.PagedKV(values(N, HKV, PS, 2 * D))),
     "latents, heads": latent_case(HEADS, P()),
     "latents, heads and sequences": latent_case(BOTH, BATCH),
     "prefill": Case(
