@@ -284,6 +284,7 @@ def _attend(
                     place = row * PAGE + token % PAGE
                 if IS_PAGED:
                     seen = seen & (page_id >= 0) & (page_id < num_ids)
+                visible = seen[None, :]
                 if masked and draft_ptr is not None:
                     visible = _shown(draft_ptr, token, kv_len - q_len, first_token + query, real_row, MASK_COLUMNS)
                     visible = visible & seen[None, :]

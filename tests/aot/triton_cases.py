@@ -158,6 +158,8 @@ MLA_DECODE = {
     },
     "mla-decode-drafts": mla_decode(queries=4),
     "mla-decode-fixed": mla_decode(fixed=True),
+    "mla-decode-h128-window-cap": mla_decode(heads=128, window=1024, soft_cap=30.0),
+    "mla-decode-fp8-drafts-window-cap": mla_decode("fp8", queries=4, window=1024, soft_cap=30.0),
 }
 
 
@@ -265,6 +267,7 @@ def paged_prefill(
     head_windows: bool = False,
     head_wise: bool = False,
     sinks: bool = False,
+    mask: int | None = None,
     **options: Any,
 ) -> TritonCase:
     """A chunk of 8 sequences, for 8 heads over 2 KV heads; `cache` names a dtype, and the layout of its scales."""
@@ -292,6 +295,8 @@ def paged_prefill(
         arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
     if sinks:
         arguments["sinks"] = shape(4 * kv_heads, dtype=jnp.float32)
+    if mask is not None:
+        arguments["draft_mask"] = shape(num_tokens, mask, dtype=jnp.bool_)
     call = functools.partial(pallas_attn.paged_prefill, implementation="triton", return_lse=True, **options)
     return TritonCase(call, arguments)
 
@@ -321,6 +326,8 @@ PAGED_PREFILL = {
     },
     "paged-prefill-f16-p16-full": paged_prefill("f16", page_size=16, causal=False),
     "paged-prefill-bf16-p1": paged_prefill(page_size=1),
+    "paged-prefill-bf16-mask": paged_prefill(mask=1024, window=2048),
+    "paged-prefill-fp8-64-d256-mask-cap": paged_prefill("fp8-64", 256, mask=1024, soft_cap=30.0),
     "paged-prefill-bf16-d192-v128": paged_prefill(head_dim=192, value_dim=128),
     "paged-prefill-bf16-fused": paged_prefill(lanes=128, page_size=1),
     "paged-prefill-int8-head-d64-fused": paged_prefill("int8-head", head_dim=64, lanes=128, page_size=1),

@@ -93,9 +93,10 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
-    card, quantised, tree = device.triton_card(), call.cache.is_quantised, call.draft_mask is not None
-    widths = call.latent_dim, call.rope_dim
-    return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=tree)
+    card, quantised, widths = device.triton_card(), call.cache.is_quantised, (call.latent_dim, call.rope_dim)
+    # A window and a cap take registers, as a tree does.
+    demanding = not (call.draft_mask is call.window is call.soft_cap is None)
+    return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=demanding)
 
 
 @kernel

@@ -101,9 +101,6 @@ def mla_prefill(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
     cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
-    as_given: Any = latent_new  # in its own dtype
-    if latent_new is not None:
-        latent_new = as_read_back(latent_new, cache)
     if piece_tokens is None:
         piece_tokens = _piece_config(q_nope.shape[1], w_uk.shape[1] + q_rope.shape[2] + w_uv.shape[1]).piece_tokens
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -136,9 +133,11 @@ def mla_prefill(
         else:
             num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
             if window is None:
-                state = attend(latent_new, cu_q_lens, True)
+                state = attend(as_read_back(latent_new, cache), cu_q_lens, True)
             else:
-                visible = _visible_latents(cache, as_given, block_tables, cu_q_lens, num_cached, window, implementation)
+                visible = _visible_latents(
+                    cache, latent_new, block_tables, cu_q_lens, num_cached, window, implementation
+                )
                 state = attend(*visible, True)
         if window is not None:
             out = state[0].astype(q.dtype)

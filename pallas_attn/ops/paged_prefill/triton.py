@@ -18,7 +18,9 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
     card = device.triton_card()
     num_tokens, _, head_dim = call.q.shape
     rows = call.group * -(-num_tokens // call.num_sequences)
-    demanding = call.kv.k_scale is not None or call.soft_cap is not None
+    demanding = call.kv.k_scale is not None or call.soft_cap is not None or call.draft_mask is not None
+    # A mask takes registers: the tile of the widest heads leaves them.
+    width = max(head_dim, call.value_dim) if call.draft_mask is None else caches.WIDEST_HEAD
     return flash.attend(
         call.q,
         call.kv.k,
@@ -36,6 +38,6 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
         scale=call.scale,
         soft_cap=call.soft_cap,
         out_dtype=call.output_dtype,
-        tile=config.triton_tile(card, rows, max(head_dim, call.value_dim), demanding=demanding),
+        tile=config.triton_tile(card, rows, width, demanding=demanding),
         native=tiles.has_e4m3(card),
     )
