@@ -60,6 +60,7 @@ from pallas_attn.convert import split_kv as split_kv
 from pallas_attn.convert import to_nhd as to_nhd
 from pallas_attn.convert import to_records as to_records
 from pallas_attn.convert import token_tables as token_tables
+from pallas_attn.convert import view_fused as view_fused
 from pallas_attn.convert import view_nhd as view_nhd
 
 # What runs here, and why nothing better does.

@@ -73,6 +73,11 @@ class Dims:
         if dtypes is not None:
             check_dtype(name, array, dtypes)
 
+    def bind(self, symbol: str, size: int, why: str = "") -> None:
+        """Binds a symbol to a size that no shape says; raises ValueError with the reason if it has another one."""
+        if self._sizes.setdefault(symbol, size) != size:
+            raise ValueError(f"{why}, expected {symbol} = {size}, got {self._sizes[symbol]}")
+
     def _size(self, symbol: str) -> int | None:
         if symbol.isdigit():
             return int(symbol)
@@ -227,10 +232,13 @@ def check_class(name: str, value: Any, wanted: type) -> None:
 
 
 def check_kv(kv: PagedKV, dims: Dims) -> None:
-    """Checks a K/V cache, binding N, Hkv, ps and D."""
+    """Checks a K/V cache, against D and Dv if they are bound, binding N, Hkv, ps, D and Dv."""
     check_class("kv", kv, PagedKV)
-    dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
-    dims.check("kv.v", kv.v, "N Hkv ps D", (kv.k.dtype,))
+    if kv.is_fused:
+        _check_fused(kv.k, dims)
+    else:
+        dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
+        dims.check("kv.v", kv.v, "N Hkv ps Dv", (kv.k.dtype,))
     quantised = jnp.dtype(kv.k.dtype) in QMAX
     for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
         if scale is None:
@@ -240,16 +248,32 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
         if not quantised:
             raise ValueError(f"{name}: a {kv.k.dtype.name} cache has no scales, got some of shape {list(scale.shape)}")
         check_dtype(name, scale, F32)
-        _check_scale_shape(name, scale, dims)
-    if quantised and kv.k_scale.shape != kv.v_scale.shape:  # pyrefly: ignore[missing-attribute]
+        _check_scale_shape(name, scale, dims, "Dv" if name == "kv.v_scale" else "D")
+    if not quantised:
+        return
+    k_layout, v_layout = ((s.ndim, s.shape[2:]) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
+    if k_layout != v_layout:
         raise ValueError("kv.v_scale: expected the layout of kv.k_scale")
 
 
-def _check_scale_shape(name: str, scale: Any, dims: Dims) -> None:
-    n, hkv, ps, d = dims["N"], dims["Hkv"], dims["ps"], dims["D"]
+def _check_fused(pages: Any, dims: Dims) -> None:
+    """Checks pages of keys and values beside each other: W >= D columns of either, D of all where it is not bound."""
+    dims.check("kv.k", pages, "N Hkv ps columns", (*PLAIN, *QMAX))
+    width = dims["D"] if "D" in dims else dims["columns"] // 2
+    if dims["columns"] % 2 or dims["columns"] < 2 * width:
+        raise ValueError(
+            f"kv.k: expected an even number of columns, keys in the first half and values in the second, of"
+            f" D={width} or more each, where kv.v is None; got {dims['columns']}"
+        )
+    dims.bind("D", width)
+    dims.bind("Dv", width, "kv: fused values are as wide as keys")
+
+
+def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
+    n, hkv, ps, d = dims["N"], dims["Hkv"], dims["ps"], dims[width]
     groups = scale.shape[-1] if scale.ndim == 3 else 1
     if scale.shape not in ((hkv,), (hkv, d), (n, hkv, groups)) or groups < 1 or ps % groups:
-        wanted = f"[Hkv={hkv}], [Hkv={hkv}, D={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}"
+        wanted = f"[Hkv={hkv}], [Hkv={hkv}, {width}={d}] or [N={n}, Hkv={hkv}, g] with g dividing ps={ps}"
         if not scale.shape:
             wanted += f" (one scale of all heads is jnp.full(({hkv},), scale))"
         raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")

@@ -15,7 +15,8 @@ others, which `from_records` and `to_records` convert.
 These copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
 
 `view_nhd` copies nothing: pages of ps tokens that lie tokens before heads are pages of one token each,
-[N·ps, Hkv, 1, D], with the same slots. `token_tables` makes their tables:
+[N·ps, Hkv, 1, D], with the same slots. `view_fused` is the same for arrays that hold the key and the value of a head
+beside each other. `token_tables` makes their tables:
 
     kv, tables = view_nhd(k, v), token_tables(block_tables, page_size=k.shape[1])
 
@@ -24,6 +25,8 @@ is 4 bytes, beside its Hkv·D keys and values.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,7 +38,7 @@ from pallas_attn.types import LATENT_GROUP, PAGE_NONE, QMAX, PagedKV, PagedLaten
 
 def from_nhd(
     k: Num[Array, "N ps Hkv D"],
-    v: Num[Array, "N ps Hkv D"],
+    v: Num[Array, "N ps Hkv Dv"],
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
@@ -56,7 +59,7 @@ def from_nhd(
     """
     dims = checks.Dims()
     dims.check("k", k, "N ps Hkv D", (*checks.PLAIN, *QMAX))
-    dims.check("v", v, "N ps Hkv D", (k.dtype,))
+    dims.check("v", v, "N ps Hkv Dv", (k.dtype,))
     kv = PagedKV(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), _swap_groups(k_scale), _swap_groups(v_scale))
     checks.check_kv(kv, checks.Dims())
     return kv
@@ -64,8 +67,9 @@ def from_nhd(
 
 def to_nhd(
     kv: PagedKV,
-) -> tuple[Num[Array, "N ps Hkv D"], Num[Array, "N ps Hkv D"], Float[Array, "..."] | None, Float[Array, "..."] | None]:
-    """The cache's k, v, k_scale and v_scale with tokens before heads, as `from_nhd` takes them.
+) -> tuple[Num[Array, "N ps Hkv D"], Num[Array, "N ps Hkv Dv"], Float[Array, "..."] | None, Float[Array, "..."] | None]:
+    """The cache's k, v, k_scale and v_scale with tokens before heads, as `from_nhd` takes them; of fused ones, the two
+    halves of the columns.
 
     Raises:
       ValueError: a cache whose arrays do not fit each other.
@@ -77,7 +81,8 @@ def to_nhd(
       ((6, 4, 2, 8), None)
     """
     checks.check_kv(kv, checks.Dims())
-    return jnp.swapaxes(kv.k, 1, 2), jnp.swapaxes(kv.v, 1, 2), _swap_groups(kv.k_scale), _swap_groups(kv.v_scale)
+    k, v = jnp.split(kv.k, 2, axis=-1) if kv.v is None else (kv.k, kv.v)
+    return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), _swap_groups(kv.k_scale), _swap_groups(kv.v_scale)
 
 
 def _swap_groups(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
@@ -86,7 +91,7 @@ def _swap_groups(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | Non
 
 def view_nhd(
     k: Num[Array, "N ps Hkv D"],
-    v: Num[Array, "N ps Hkv D"],
+    v: Num[Array, "N ps Hkv Dv"],
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
@@ -117,23 +122,82 @@ def view_nhd(
     """
     dims = checks.Dims()
     dims.check("k", k, "N ps Hkv D", (*checks.PLAIN, *QMAX))
-    dims.check("v", v, "N ps Hkv D", (k.dtype,))
-    num_pages, page_size, heads, width = k.shape
+    dims.check("v", v, "N ps Hkv Dv", (k.dtype,))
+    tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
+    kv = PagedKV(
+        *(jnp.reshape(x, (tokens, heads, 1, x.shape[-1])) for x in (k, v)),
+        *(_scale_of_tokens(name, scale, dims) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))),
+    )
+    checks.check_kv(kv, checks.Dims())
+    return kv
 
-    def scale_of_tokens(name: str, scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-        if scale is None or scale.ndim != 3:
-            return scale
-        if scale.shape[1] != page_size:
-            raise NotImplementedError(
-                f"{name}: takes static scales, or one for each of ps={page_size} tokens of a page and head, got"
-                f" {list(scale.shape)}: pages of one token share no scale; from_nhd converts the cache"
-            )
-        dims.check(name, scale, "N ps Hkv", checks.F32)
-        return scale.reshape(num_pages * page_size, heads, 1)
 
-    of_tokens = (num_pages * page_size, heads, 1, width)
-    scales = (scale_of_tokens("k_scale", k_scale), scale_of_tokens("v_scale", v_scale))
-    kv = PagedKV(jnp.reshape(k, of_tokens), jnp.reshape(v, of_tokens), *scales)
+def _scale_of_tokens(name: str, scale: Float[Array, "..."] | None, dims: checks.Dims) -> Float[Array, "..."] | None:
+    """Scales of pages of one token; N, ps and Hkv are bound."""
+    if scale is None or scale.ndim != 3:
+        return scale
+    if scale.shape[1] != dims["ps"]:
+        raise NotImplementedError(
+            f"{name}: takes static scales, or one for each of ps={dims['ps']} tokens of a page and head, got"
+            f" {list(scale.shape)}: pages of one token share no scale; from_nhd converts the cache"
+        )
+    dims.check(name, scale, "N ps Hkv", checks.F32)
+    return jnp.reshape(scale, (dims["N"] * dims["ps"], dims["Hkv"], 1))
+
+
+def view_fused(
+    pages: Num[Array, "N ps *heads columns"],
+    num_kv_heads: int,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+) -> PagedKV:
+    """The cache of pages of one token that pages of keys and values in one array are, tokens before heads, without a
+    copy.
+
+    What `view_nhd` says of tables, slots, returned arrays and implementations holds here. All that is asked of the
+    array is that behind each token the key and then the value of each head follow, W columns each:
+
+    - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
+    - [N, ps, 2·Hkv / packing, packing, W], the same with more axes;
+    - [N, ps, Hkv, 2·W], side by side.
+
+    Queries, and new keys and values, may be narrower than W: what is behind their columns, such as the padding to 128
+    lanes, is neither read nor written.
+
+    Args:
+      pages: of a dtype `PagedKV` holds.
+      num_kv_heads: Hkv.
+      k_scale, v_scale: as `view_nhd` has them.
+
+    Raises:
+      ValueError: columns that are not those of so many heads; shapes or dtypes that do not fit each other.
+      NotImplementedError: scales that several tokens share.
+
+    Example:
+      >>> pages = jnp.ones((6, 4, 4, 8))  # 6 pages of 4 tokens, 2 KV heads, keys and values alternating
+      >>> kv = pallas_attn.view_fused(pages, 2)
+      >>> kv.k.shape, kv.v
+      ((24, 2, 1, 16), None)
+      >>> tables = pallas_attn.token_tables(jnp.array([[3, 1]], jnp.int32), page_size=4)
+      >>> q, kv_lens = jnp.ones((1, 1, 2, 8)), jnp.array([6], jnp.int32)
+      >>> pallas_attn.paged_decode(q, kv, tables, kv_lens).shape
+      (1, 1, 2, 8)
+    """
+    num_kv_heads = checks.size("num_kv_heads", num_kv_heads)
+    checks.check_dtype("pages", pages, (*checks.PLAIN, *QMAX))
+    if pages.ndim < 4 or not pages.size:
+        raise ValueError(
+            f"pages: expected shape [N, ps, 2·Hkv, W] or with other axes behind ps, got {list(pages.shape)}"
+        )
+    num_pages, page_size, *rest = pages.shape
+    columns, left = divmod(math.prod(rest), num_kv_heads)
+    if left or columns % 2:
+        raise ValueError(
+            f"pages: expected keys and values of num_kv_heads={num_kv_heads} heads behind N and ps, got {rest}"
+        )
+    dims = checks.Dims(N=num_pages, ps=page_size, Hkv=num_kv_heads)
+    scales = (_scale_of_tokens(name, scale, dims) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)))
+    kv = PagedKV(jnp.reshape(pages, (num_pages * page_size, num_kv_heads, 1, columns)), None, *scales)
     checks.check_kv(kv, checks.Dims())
     return kv
 

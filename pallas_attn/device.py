@@ -6,9 +6,11 @@ that of a mesh, one that is only described (compiled for and never run on), or t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -199,6 +201,20 @@ def interpreted() -> bool:
     from jax.experimental.pallas import mosaic_gpu as plgpu  # not at the top: it takes long, and only kernels need it
 
     return isinstance(mode, plgpu.InterpretGPUParams)
+
+
+@contextlib.contextmanager
+def on_one_device(mesh: jax.sharding.AbstractMesh) -> Iterator[None]:
+    """Within it the mesh in use is of one device of another's kind: whatever is traced is one device's."""
+    if mesh.empty:
+        yield
+        return
+    one = jax.sharding.AbstractMesh(
+        (1,), ("device",), (jax.sharding.AxisType.Auto,), abstract_device=mesh.abstract_device
+    )
+    none = jax.sharding.AbstractMesh((), ())  # one mesh may not replace another of another size
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
+        yield
 
 
 def _traced_device() -> Any:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import device, kernel_cache
+from pallas_attn import device, kernel_cache, sharded_calls
 from pallas_attn.device import Architecture
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.varying import call_unvarying
@@ -64,7 +64,7 @@ MODULES: dict[str, Modules] = {
     "index_scores": {**_IN_TRITON, **_ANYWHERE},
     "select_top_k": {**_IN_TRITON, **_ANYWHERE},
     "index_top_k": {**_IN_TRITON, **_ANYWHERE},
-    "mla_sparse": {**_IN_TRITON, **_ANYWHERE},
+    "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
 """By operation, which modules implement it."""
@@ -221,16 +221,30 @@ def run(call: Call, implementation: Implementation) -> Any:
     Implementations get jax arrays for those of numpy. Raises as `choose` does.
     """
     call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
+    implementation = tuple(implementation) if isinstance(implementation, list) else implementation
     with jax.named_scope(call.op):
-        return choose(call.op, implementation, functools.partial(_attempt, call))
+        return sharded_calls.run(call.op, _Chosen(call.op, implementation), refuse_gradients(call.op, call))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """An operation as one function of its call, equal for equal names of implementations."""
+
+    op: str
+    implementation: Implementation
+
+    def __call__(self, call: Call) -> Any:
+        return choose(self.op, self.implementation, functools.partial(_attempt, call))
 
 
 def _attempt(call: Call, name: str, module: ModuleType) -> Any:
     function = getattr(module, call.op)
-    call = refuse_gradients(call.op, call).bounded()  # in this order: rounding has a gradient, of 0
+    call = call.bounded()  # after gradients were refused: rounding has one, of 0
     if name not in KERNELS:
         return function(call)
     interpreted = name == "triton" and device.interprets_triton()
+    if interpreted or device.interpreted():
+        sharded_calls.refuse_callbacks()
     return call_unvarying(function if interpreted else functools.partial(kernel_cache.run_kept, function), call)
 
 

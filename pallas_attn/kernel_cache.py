@@ -27,7 +27,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +102,6 @@ def _enabled() -> bool:
 
 def _has_typed_mesh() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-@contextlib.contextmanager
-def _on_one_device() -> Iterator[None]:
-    """Within it a mesh has one card of the kind that the call is for, in place of several: each lowers the same."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        yield
-        return
-    one = jax.sharding.AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=mesh.abstract_device)
-    none = jax.sharding.AbstractMesh((), ())  # one mesh may not replace another of another size
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
-        yield
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
@@ -230,7 +217,7 @@ def _export(key: _Key) -> export.Exported | LoweringError:
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    with _on_one_device():
+    with device.on_one_device(jax.sharding.get_abstract_mesh()):
         jitted.trace(*key.avals)
         try:
             return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)

@@ -105,13 +105,16 @@ def kv_cache_spec(
     head_dim: int,
     dtype: jax.typing.DTypeLike,
     scales: ScaleLayout = None,
+    value_dim: int | None = None,
 ) -> CacheSpec:
     """Shapes and dtypes of a `PagedKV`.
 
     Args:
+      head_dim: D, width of keys.
       dtype: bfloat16, float16, float32, int8 or float8_e4m3fn.
       scales: None for unquantised dtypes; for int8 and float8_e4m3fn "head" or "channel" (static), or the number g of
         token groups a page has (dynamic; g divides page_size, g = page_size is one scale per token and head).
+      value_dim: Dv, width of values; None for D.
 
     Raises:
       ValueError: a size below 1, a dtype no cache has, or scales that do not go with the dtype or the page size.
@@ -123,10 +126,14 @@ def kv_cache_spec(
       >>> spec.bytes_per_page, spec.arrays["k_scale"].shape
       (4096, (2,))
     """
-    _positive(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
+    _positive(
+        num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=widths["v"]
+    )
     dtype = jnp.dtype(dtype)
-    pages = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype)
-    arrays = {"k": pages, "v": pages}
+    arrays = {
+        name: jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, width), dtype) for name, width in widths.items()
+    }
     if dtype in PLAIN_DTYPES:
         if scales is not None:
             raise ValueError(f"scales must be None for a {dtype.name} cache, which is not quantised; got {scales!r}")
@@ -135,16 +142,16 @@ def kv_cache_spec(
         raise ValueError(f"dtype must be one of {[d.name for d in (*PLAIN_DTYPES, *QMAX)]}, got {dtype.name}")
     match scales:
         case "head":
-            shape = (num_kv_heads,)
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(widths, (num_kv_heads,))
         case "channel":
-            shape = (num_kv_heads, head_dim)
+            shapes = {name: (num_kv_heads, width) for name, width in widths.items()}
         case int() if scales >= 1 and page_size % scales == 0:
-            shape = (num_pages, num_kv_heads, scales)
+            shapes = dict.fromkeys(widths, (num_pages, num_kv_heads, scales))
         case _:
             wanted = f"'head', 'channel' or a divisor of page_size={page_size}"
             raise ValueError(f"scales of a {dtype.name} cache must be {wanted}, got {scales!r}")
-    scale = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return CacheSpec(num_pages, page_size, {**arrays, "k_scale": scale, "v_scale": scale})
+    of_scales = {f"{name}_scale": jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    return CacheSpec(num_pages, page_size, arrays | of_scales)
 
 
 def latent_cache_spec(
@@ -242,10 +249,12 @@ class PagedKV:
     """The paged K/V cache of one layer.
 
     Attributes:
-      k, v: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
-      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D], or dynamic per token
-        group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value times its
-        scale is the value meant.
+      k: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
+      v: [N, Hkv, ps, Dv], likewise; or None where keys and values are fused. Then k is [N, Hkv, ps, 2·W], W >= D = Dv:
+        columns [:D] are the key and columns [W : W + D] the value, and others are neither read nor written.
+      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D] and [Hkv, Dv], or dynamic
+        per token group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value
+        times its scale is the value meant.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -254,9 +263,9 @@ class PagedKV:
     """
 
     k: Num[Array, "N Hkv ps D"]
-    v: Num[Array, "N Hkv ps D"]
-    k_scale: Float[Array, "..."] | None = None
-    v_scale: Float[Array, "..."] | None = None
+    v: Num[Array, "N Hkv ps Dv"] | Any = None  # not Optional: few caches are fused, and all others have an array here
+    k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
+    v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | Float[Array, "N Hkv g"] | None = None
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedKV:
@@ -266,6 +275,24 @@ class PagedKV:
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether k holds keys and values, beside each other."""
+        return self.v is None
+
+    def value_dim(self, head_dim: int) -> int:
+        """Dv, for keys of width D."""
+        return head_dim if self.v is None else self.v.shape[-1]
+
+    @property
+    def values(self) -> tuple[Num[Array, "N Hkv ps columns"], int]:
+        """The array that holds values, and their first column in it."""
+        return (self.k, self.k.shape[-1] // 2) if self.v is None else (self.v, 0)
+
+    def with_pages(self, k: Array, v: Array, k_scale: Array | None, v_scale: Array | None) -> PagedKV:
+        """The cache with other contents; v is not looked at where it is fused."""
+        return PagedKV(k, None if self.is_fused else v, k_scale, v_scale)
 
 
 @jax.tree_util.register_dataclass

@@ -22,7 +22,8 @@ SLOW = (
     r"scripts/test_bench_serving.py::test_all_decode_side_by_side",
     r"scripts/test_bench_peers.py::test_latent_attention_comes_to_ours\[(1-decode|2-)|test_paged_attention_comes_to_ours\[3",
     # Prompt logits of every golden family are in every run, and greedy tokens of one of each kind of attention.
-    r"models/test_parity.py::test_greedy_tokens\[(v2-|v3-fp8|v32|glm-dsa|qwen3-|gpt-oss-mxfp4)",
+    r"models/test_parity.py::test_greedy_tokens\[(v2-|v3-fp8|v32|glm-|qwen3-|gpt-oss-mxfp4)",
+    r"models/test_parity.py::test_(prompt_logits|cached_latents|cached_index_keys)\[glm-dsa",  # glm-shared has all
     r"models/test_parity.py::test_cached_keys_and_values\[gpt-oss",
     # Engines: a scenario of each kind of cache stays, which has chunks, hits, preemptions and drawn tokens together.
     r"models/test_cached_pages.py::.*\[(latents|latents in 8 bits|windows of heads)\]",  # others have index keys, int8

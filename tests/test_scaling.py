@@ -11,32 +11,36 @@ from scripts.tools import scaling
 V3, LINKS = scaling.MODELS["DeepSeek-V3"], scaling.Links()
 
 
-def test_data_ranks_send_rows_to_experts_and_get_results_back():
-    step = scaling.data_step(V3, 64, 8, LINKS)
-    sent = 64 * 8 * 14336 * 7 / 8
+def test_data_ranks_gather_all_rows_and_add_up_parts():
+    step, sent = scaling.data_step(V3, 64, 8, LINKS), 7 * 64 * 14336
     assert step.sent_mb == pytest.approx(58 * 2 * sent / 1e6)
-    assert step.ms == pytest.approx(58 * (3 * 18 + 2 * sent / 250e3) / 1e3)
+    assert step.ms == pytest.approx(58 * 2 * (24 + sent / 270e3) / 1e3)
 
 
-def test_of_two_hosts_the_slower_link_counts():
-    step = scaling.data_step(V3, 64, 16, LINKS)
-    sent = 64 * 8 * 14336
-    assert step.sent_mb == pytest.approx(58 * 2 * sent * 15 / 16 / 1e6)
-    assert step.ms == pytest.approx(58 * (3 * 30 + 2 * sent / 2 / 50e3) / 1e3)
+def test_hosts_gather_from_each_other_and_share_within():
+    step, rows = scaling.data_step(V3, 64, 16, LINKS), 64 * 14336
+    assert step.sent_mb == pytest.approx(58 * 2 * 15 * rows / 1e6)
+    assert step.ms == pytest.approx(58 * 2 * (30 + 14 * rows / 270e3 + rows / 50e3) / 1e3)
+
+
+def test_very_many_ranks_send_rows_to_experts_and_get_results_back():
+    step, sent = scaling.data_step(V3, 64, 64, LINKS), 64 * 8 * 14336
+    assert step.sent_mb == pytest.approx(58 * 2 * sent * 63 / 64 / 1e6)
+    assert step.ms == pytest.approx(58 * (3 * 30 + 2 * sent * 56 / 64 / 50e3) / 1e3)
 
 
 def test_every_row_is_added_up_twice_a_layer_on_all_gpus():
     step = scaling.tensor_step(V3, 1, 16, LINKS)
     near, far = 2 * 7 / 8 * 16 * 14336, 2 * 1 / 2 * 16 * 14336 / 8
     assert step.sent_mb == pytest.approx(122 * (near + far) / 1e6)
-    assert step.ms == pytest.approx(122 * (30 + near / 250e3 + far / 50e3) / 1e3)
+    assert step.ms == pytest.approx(122 * (30 + near / 270e3 + far / 50e3) / 1e3)
 
 
-def test_hosts_add_up_within_and_exchange_among_each_other():
-    step, sums = scaling.host_step(V3, 64, 16, LINKS), scaling.tensor_step(V3, 64, 8, LINKS)
-    sent = 64 * 8 * 14336 / 2
+@pytest.mark.parametrize(("gpus", "sent", "latencies"), [(16, 8 * 64 * 14336, 2), (64, 64 * 8 * 14336 * 7 / 8, 3)])
+def test_hosts_add_up_within_and_gather_or_exchange_among_each_other(gpus: int, sent: float, latencies: int):
+    step, sums = scaling.host_step(V3, 64, gpus, LINKS), scaling.tensor_step(V3, 64, 8, LINKS)
     assert step.sent_mb == pytest.approx(sums.sent_mb + 58 * 2 * sent / 1e6)
-    assert step.ms == pytest.approx(sums.ms + 58 * (3 * 30 + 2 * sent / 50e3) / 1e3)
+    assert step.ms == pytest.approx(sums.ms + 58 * (latencies * 30 + 2 * sent / 50e3) / 1e3)
 
 
 def test_the_document_has_the_table(capsys):
@@ -44,4 +48,4 @@ def test_the_document_has_the_table(capsys):
     page = Path(__file__).parents[1] / "docs" / "scaling.md"
     assert capsys.readouterr().out.strip() in page.read_text()
     scaling.main(["--rows", "1"])
-    assert "| DeepSeek-V3 | 8 | `data=8` | 12 | 3.2 | 197.5 |" in capsys.readouterr().out
+    assert "| DeepSeek-V3 | 8 | `data=8` | 12 | 2.8 | 197.5 |" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoints import mxfp4
-from models.config import GQAConfig, ModelConfig, read_config
+from models.config import DeepSeekConfig, GQAConfig, ModelConfig, read_config
 from models.config.entries import is_integer, token_ids
 from models.config.gqa import MXFP4_GROUP
 from models.config.json_files import is_present, parse_json, read_json, shown
@@ -185,12 +185,21 @@ class Checkpoint:
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) in self.config.mtp_layers
 
+    def _is_of_unused_indexer(self, name: str) -> bool:
+        """Whether a tensor is of an indexer that config.json leaves out, which the checkpoint was trained with."""
+        layer = _LAYER.match(name)
+        if layer is None or not name[layer.end() :].startswith("self_attn.indexer."):
+            return False
+        return isinstance(self.config, DeepSeekConfig) and self.config.shares_choice(int(layer[1]))
+
     def _why_ignored(self, name: str, with_mtp: bool) -> str | None:
         if self._is_of_mtp(name):
             if not with_mtp:
                 return "belongs to a multi-token prediction layer"
             if name.endswith(MTP_COPIES):
                 return "is a copy of the model's own"
+        if self._is_of_unused_indexer(name):
+            return "belongs to an indexer in a layer that shares the choice of another"
         if name.endswith(".rotary_emb.inv_freq"):
             return "follows from the rope parameters"
         if name == "lm_head.weight" and self.config.tie_word_embeddings:

@@ -140,7 +140,7 @@ def _layer(
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
-        **_under("self_attn", _attention(config, f"{name}.self_attn", contexts)),
+        **_under("self_attn", _attention(config, index, f"{name}.self_attn", contexts)),
         **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
     }
 
@@ -162,15 +162,15 @@ def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
     return tensor if order is None else tensor[order()]
 
 
-def _attention(config: ModelConfig, name: str, contexts: int) -> dict[str, Source]:
+def _attention(config: ModelConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
     """Sources of a layer's attention; the output's projection takes the heads that a device along `context` merges."""
     is_mla = isinstance(config, DeepSeekConfig)
-    sources = _mla(config, name, contexts) if is_mla else _gqa(config, name, contexts)
+    sources = _mla(config, index, name, contexts) if is_mla else _gqa(config, name, contexts)
     of_heads = ("q_proj.weight", "q_b_proj.weight", "w_uk", "w_uv", "qkv_proj.weight", "qkv_proj.bias", "sinks")
     return {path: dataclasses.replace(source, of_heads=path in of_heads) for path, source in sources.items()}
 
 
-def _mla(config: DeepSeekConfig, name: str, contexts: int) -> dict[str, Source]:
+def _mla(config: DeepSeekConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
 
@@ -205,7 +205,7 @@ def _mla(config: DeepSeekConfig, name: str, contexts: int) -> dict[str, Source]:
         sources["o_proj.bias"] = _bias(f"{name}.o_proj", width, added_once=True)
         if config.q_lora_rank is not None:
             sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
-    if config.is_sparse:
+    if config.has_indexer(index):
         sources |= _under("indexer", _indexer(config, f"{name}.indexer"))
     return sources
 

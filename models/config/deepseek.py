@@ -12,6 +12,7 @@ from models.config.entries import (
     check_scalars,
     dtype_of,
     fp8_block,
+    integer,
     quantization_entry,
     read_fields,
     refuse_unsupported,
@@ -26,7 +27,8 @@ class DeepSeekConfig:
     """A model of the DeepSeek-V2, V3 or V3.2 family. Fields have the names and meanings of Hugging Face's config.json.
 
     V2 and V3 differ in how experts are chosen, and here only in the fields for it. V3.2 and GLM-5 are V3 with an
-    indexer in every layer. Layers before `first_k_dense_replace` are dense, the others mixtures of experts.
+    indexer in every layer, or in some that others share it with (arXiv:2603.12201). Layers before
+    `first_k_dense_replace` are dense, the others mixtures of experts.
 
     Attributes:
       q_lora_rank: rank of the query projection, None where it is full.
@@ -37,6 +39,8 @@ class DeepSeekConfig:
       norm_topk_prob: whether the chosen weights are made to sum to 1 before they are scaled.
       index_topk: keys that each token attends to; 0 for all, without an indexer.
       index_n_heads, index_head_dim: heads of the indexer, and width of its queries and keys.
+      indexer_types: "full" for a layer with an indexer, "shared" for one that attends to the keys that the last full
+        layer before it chose; None where all are full.
       rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
       yarn: None for plain rotary embedding.
       eos_token_ids: ids that end a sequence.
@@ -70,6 +74,7 @@ class DeepSeekConfig:
     index_topk: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0
+    indexer_types: tuple[Literal["full", "shared"], ...] | None = None
     rope_theta: float = 10000.0
     rope_interleave: bool = True
     yarn: YarnConfig | None = None
@@ -98,6 +103,8 @@ class DeepSeekConfig:
         check_scalars(self.rope_theta, self.rms_norm_eps)
         if self.is_sparse:
             self._check_indexer()
+        if self.indexer_types is not None:
+            _check_indexer_types("indexer_types", self.indexer_types, self.num_hidden_layers, self.model_type)
         if self.num_moe_layers:
             self._check_experts()
 
@@ -152,6 +159,14 @@ class DeepSeekConfig:
         """Whether tokens choose which keys they attend to."""
         return self.model_type in INDEX_ROPE_INTERLEAVE
 
+    def has_indexer(self, layer: int) -> bool:
+        """Whether a layer chooses keys by itself, as multi-token prediction modules past the last layer do."""
+        return self.is_sparse and not self.shares_choice(layer)
+
+    def shares_choice(self, layer: int) -> bool:
+        """Whether a layer attends to the keys that an earlier one chose."""
+        return self.indexer_types is not None and self.indexer_types[layer : layer + 1] == ("shared",)
+
     @property
     def rotary_dim(self) -> int:
         """R: columns of a query or key that are rotated."""
@@ -193,7 +208,7 @@ class DeepSeekConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
-        left_out = () if self.is_sparse else INDEXER
+        left_out = () if self.is_sparse else (*INDEXER, "indexer_types")
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         yarn, fp8_block, eos = entries.pop("yarn"), entries.pop("fp8_block"), entries.pop("eos_token_ids")
         entries["architectures"] = [_ARCHITECTURES[self.model_type]]
@@ -202,6 +217,8 @@ class DeepSeekConfig:
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(yarn)
+        if self.indexer_types is not None:
+            entries["indexer_types"] = list(self.indexer_types)
         if fp8_block is not None:
             entries["quantization_config"] = quantization_entry(fp8_block)
         return entries
@@ -227,6 +244,12 @@ INDEX_ROPE_INTERLEAVE = {"deepseek_v32": False, "glm_moe_dsa": True}
 
 INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 """Entries of an indexer."""
+
+SHARING = ("glm_moe_dsa",)
+"""Families whose layers may share the choice of an earlier one."""
+
+INDEXER_LETTERS = {"F": "full", "S": "shared"}
+"""Letters of `index_topk_pattern`, and the entries of `indexer_types` that they stand for."""
 
 # Entries without which two readers of one config.json could build two models. The nullable ones may be null, but must
 # be present.
@@ -265,6 +288,8 @@ def _from_hf(config: Json) -> DeepSeekConfig:
         "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
         "fp8_block": fp8_block(config),
     }
+    if model_type in INDEX_ROPE_INTERLEAVE:
+        special["indexer_types"] = _indexer_types(config, entries["num_hidden_layers"])
     model = DeepSeekConfig(**{**entries, **routing, **special})
     if model.is_sparse:
         _check_layers(config, model)
@@ -316,7 +341,6 @@ def _check_layers(config: Json, model: DeepSeekConfig) -> None:
     kinds = {
         "layer_types": [("indexed_attention", "deepseek_sparse_attention")] * model.num_hidden_layers,
         "mlp_layer_types": [("dense",)] * dense + [("sparse",)] * model.num_moe_layers,
-        "indexer_types": [("full",)] * model.num_hidden_layers,
     }
     for name, wanted in kinds.items():
         given = config.get(name)
@@ -327,15 +351,66 @@ def _check_layers(config: Json, model: DeepSeekConfig) -> None:
         for i, (kind, known) in enumerate(zip(given, wanted, strict=True)):
             if kind not in known:
                 raise NotImplementedError(f"{name} {shown(kind)} of layer {i}: expected {known[0]}")
-    if config.get("indexer_types") is None:
-        pattern, period = config.get("index_topk_pattern"), config.get("index_topk_freq", 1)
-        if period not in (None, 1) or (pattern is not None and not _is_full(pattern)):
-            raise NotImplementedError(
-                f"index_topk_freq {shown(period)}, index_topk_pattern {shown(pattern)}: layers that share the choice of"
-                " an earlier one are not supported"
-            )
 
 
-def _is_full(pattern: Any) -> bool:
-    """Whether a pattern of indexers, a string or a list, gives every layer one of its own."""
-    return isinstance(pattern, str | list) and all(kind in ("F", "full") for kind in pattern)
+def _indexer_types(config: Json, num_layers: int) -> tuple[str, ...] | None:
+    """Reads which layers share a choice of keys, from a list or from the schedule of older files, which has to say the
+    same where both are given. None where all layers choose.
+
+    Raises:
+      ValueError: malformed entries, or such as contradict each other.
+    """
+    given = {name: _types_of(config, name) for name in ("indexer_types", "index_topk_pattern")}
+    if given["index_topk_pattern"] is None:  # which the schedule has no say in
+        given["index_topk_freq"] = _scheduled_types(config, num_layers)
+    known = {name: types for name, types in given.items() if types is not None}
+    for name, types in known.items():
+        _check_indexer_types(name, types, num_layers, config["model_type"])
+    if len({*known.values()}) > 1:
+        raise ValueError(f"{' and '.join(known)} contradict each other")
+    types = next(iter(known.values()), ())
+    return types if "shared" in types else None
+
+
+def _check_indexer_types(name: str, types: tuple[str, ...], num_layers: int, model_type: str) -> None:
+    """Raises ValueError unless there is full or shared for each layer, full for the first; NotImplementedError for
+    layers that share in a family whose layers do not.
+    """
+    if len(types) != num_layers:
+        raise ValueError(f"{name}: expected one for each of {num_layers} layers, got {len(types)}")
+    for layer, kind in enumerate(types):
+        if kind not in INDEXER_LETTERS.values():
+            raise ValueError(f"{name} of layer {layer}: expected full or shared, got {shown(kind)}")
+    if "shared" in types[:1]:
+        raise ValueError(
+            f"{name}: expected full for layer 0, which has none before it to share a choice of, got shared"
+        )
+    if "shared" in types and model_type not in SHARING:
+        raise NotImplementedError(
+            f"{name}: layer {types.index('shared')} of a {model_type} shares a choice, as only those of"
+            f" {' and '.join(SHARING)} do"
+        )
+
+
+def _types_of(config: Json, name: str) -> tuple[str, ...] | None:
+    """Reads full or shared for each layer, of a list of them or a string of F and S; None if absent."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and name == "index_topk_pattern" and set(value) <= INDEXER_LETTERS.keys():
+        return tuple(INDEXER_LETTERS[letter] for letter in value)
+    if isinstance(value, list) and all(kind in ("full", "shared") for kind in value):
+        return tuple(value)
+    letters = " or a string of F and S" if name == "index_topk_pattern" else ""
+    raise ValueError(f"{name}: expected a list of full and shared{letters}, got {shown(value)}")
+
+
+def _scheduled_types(config: Json, num_layers: int) -> tuple[str, ...] | None:
+    """Types of layers of which every `index_topk_freq`-th chooses, from layer `index_skip_topk_offset` - 1 on, and all
+    before it; None without a schedule. Defaults are those of transformers."""
+    schedule = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
+    period, offset = (integer(n, default if config.get(n) is None else config[n]) for n, default in schedule.items())
+    at_least(0, {"index_topk_freq": period, "index_skip_topk_offset": offset})
+    if config.get("index_topk_freq") is None:
+        return None
+    return tuple("shared" if max(i - offset + 1, 0) % max(period, 1) else "full" for i in range(num_layers))

@@ -74,8 +74,8 @@ def read_fields(cls: type, entries: Json) -> dict[str, Any]:
       ValueError: an entry of another type.
     """
     read: dict[Any, Any] = {
-        "int": _integer,
-        "int | None": _integer,
+        "int": integer,
+        "int | None": integer,
         "float": number,
         "float | None": number,
         "bool": _flag,
@@ -85,7 +85,8 @@ def read_fields(cls: type, entries: Json) -> dict[str, Any]:
     return fields | {f.name: None for f in given if entries[f.name] is None and f.type == "int | None"}
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
+    """Validates an integer no larger than such an entry may be; raises ValueError for anything else."""
     if not is_integer(value):
         raise ValueError(f"{name}: expected an integer, got {shown(value)}")
     _at_most(name, value)

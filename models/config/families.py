@@ -37,7 +37,8 @@ def require_mtp(config: ModelConfig) -> DeepSeekConfig:
     if not config.num_nextn_predict_layers:
         raise ValueError("num_nextn_predict_layers: expected at least 1 for multi-token prediction, got 0")
     # With the modules' layers for further ones, what is asked of a decoder's layers is asked of theirs.
-    dataclasses.replace(config, num_hidden_layers=config.mtp_layers.stop, num_nextn_predict_layers=0)
+    layers = {"num_hidden_layers": config.mtp_layers.stop, "indexer_types": None}
+    dataclasses.replace(config, **layers, num_nextn_predict_layers=0)
     return config
 
 

@@ -65,6 +65,23 @@ PRESETS = {
     "v32-tiny": dataclasses.replace(
         _V3_TINY, model_type="deepseek_v32", kv_lora_rank=128, index_topk=48, index_n_heads=8, index_head_dim=32
     ),
+    "glm-tiny": _tiny(
+        model_type="glm_moe_dsa",
+        num_hidden_layers=4,
+        q_lora_rank=64,
+        kv_lora_rank=128,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        index_topk=48,
+        index_n_heads=8,
+        index_head_dim=32,
+        indexer_types=("full", "shared", "shared", "full"),
+    ),
     "v2-lite-tiny": _tiny(
         model_type="deepseek_v2",
         q_lora_rank=None,
@@ -111,8 +128,8 @@ PRESETS = {
         dtype="bfloat16",
     ),
 }
-"""Name to configuration: `v3-tiny`, `v32-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m` for
-benchmarks on a CPU with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
+"""Name to configuration: `v3-tiny`, `v32-tiny`, `glm-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m`
+for benchmarks on a CPU with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
 """
 
 GQA_PRESETS = {

@@ -80,11 +80,17 @@ class KVScales:
 
 
 def cache_spec(
-    config: ModelConfig, num_pages: int, page_size: int, dtype: DTypeLike, scales: KVScales | None = None
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    scales: KVScales | None = None,
+    *,
+    layer: int = 0,
 ) -> CacheSpec:
     """Shapes of one layer's cache.
 
-    Arrays of index keys are named index_keys and index_scale.
+    Arrays of index keys are named index_keys and index_scale. Layers without an indexer have none.
 
     Args:
       config: the model.
@@ -92,6 +98,7 @@ def cache_spec(
       dtype: bfloat16, float16, float32 or float8_e4m3fn; for keys and values also int8. Rotated keys beside
         float8_e4m3fn latents are bfloat16.
       scales: static scales of int8 or float8_e4m3fn keys and values; without, every token and head has one of its own.
+      layer: which; past the last one, a multi-token prediction module's.
 
     Raises:
       ValueError: a size below 1, a dtype such a cache does not have, latents too narrow to have scales, or scales of
@@ -102,7 +109,7 @@ def cache_spec(
             raise ValueError("kv_scales: expected none, quantised latents get a scale each as they are written")
         pool = {"num_pages": num_pages, "page_size": page_size}
         spec = latent_cache_spec(**pool, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim, dtype=dtype)
-        if not config.is_sparse:
+        if not config.has_indexer(layer):
             return spec
         index = index_cache_spec(**pool, index_dim=config.index_head_dim, dtype=dtype)
         return CacheSpec(

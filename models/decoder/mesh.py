@@ -14,8 +14,8 @@ attention and once after the feed-forward layer; all else is the code of one dev
   them, and the sum after the layer, which there is anyway, brings the results together: nothing else is exchanged.
 - Over `context`, each device has a share of the tokens of every page (`contexts`), computes queries and what is cached
   for all heads of its place along the other axes, and has a share of all other columns.
-- Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they send one
-  another tokens (`expert_exchange`).
+- Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they gather
+  one another's tokens, or, of very many ranks, send each token to those of its experts (`expert_exchange`).
 - An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
   weight they are slices of: no code outside `jax.shard_map` reads it.
 """

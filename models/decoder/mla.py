@@ -96,6 +96,9 @@ class Chunks:
 
 type Part = Rows | Chunks
 
+type Choice = list[Int32[Array, "_ K"] | None]
+"""Slots that the tokens of each part of a step attend to, -1 for none; None in place of a part that attends to all."""
+
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
     """Splits a step into its decode part and its prefill part, each in the way `mla` chooses; omits an empty part."""
@@ -211,10 +214,12 @@ def latents_of(cache: LatentCache) -> PagedLatent:
 
 
 class MLA(nnx.Module):
-    """Latent attention of one layer, with an indexer where it is sparse. Where contexts are split, each device has the
-    output's projection of its share of the heads."""
+    """Latent attention of one layer, with an indexer where it is sparse and chooses by itself. Where contexts are
+    split, each device has the output's projection of its share of the heads."""
 
-    def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1):
+    def __init__(
+        self, config: DeepSeekConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1
+    ):
         self.config, self.settings, self.contexts = config, settings, contexts
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         query_width = heads * config.qk_head_dim
@@ -233,7 +238,8 @@ class MLA(nnx.Module):
             raise NotImplementedError(
                 f"mla: a {config.model_type} attends to the latents that tokens choose; mla auto or absorb does"
             )
-        self.indexer = Indexer(config, dtype) if config.is_sparse else None
+        self.indexer = Indexer(config, dtype) if config.has_indexer(index) else None
+        self.shares_choice = config.shares_choice(index)
 
     def __call__(
         self,
@@ -242,8 +248,17 @@ class MLA(nnx.Module):
         cache: LatentCache,
         slots: Int32[Array, "T"],
         parts: list[Part],
-    ) -> tuple[Float[Array, "T D"], LatentCache]:
-        """Attention output of every token, and the cache with the step's latents in it."""
+        choice: Choice | None = None,
+    ) -> tuple[Float[Array, "T D"], LatentCache, Choice | None]:
+        """Attention output of every token, the cache with the step's latents in it, and what tokens attended to; None
+        in a model whose layers share no choice, where programs of single layers would return it for nothing.
+
+        Args:
+          choice: of the layer before; needed by a layer that shares it.
+
+        Raises:
+          ValueError: no choice where the layer shares one, or a cache that lacks index keys or has some too many.
+        """
         residual = None if self.config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
         q_nope, q_rope = self._queries(self.q_proj(x) if residual is None else self.q_b_proj(residual), rope)
         latent, latents = self._latent(x, rope), latents_of(cache)
@@ -252,24 +267,50 @@ class MLA(nnx.Module):
         if self.contexts > 1:
             slots = split_contexts.own_slots(slots, latents.page_size)
         latents = write_latent(latents, latent, slots, implementation=self.settings.implementation)
-        chosen = [None] * len(parts)
-        if isinstance(cache, IndexedLatent) and self.indexer is not None and residual is not None:
-            keys = self.indexer.keys(x, rope)
-            index = write_index_keys(cache.index, keys, slots, implementation=self.settings.implementation)
-            written: LatentCache = IndexedLatent(latents, index)
-            queries, weights = self.indexer.queries(residual, x, rope)
-            chosen = [self._choose(queries[part.tokens], weights[part.tokens], index, part) for part in parts]
+        written: LatentCache = latents
+        if self.indexer is None:
+            choice = self._given_choice(cache, parts, choice)
         else:
-            written = latents
+            index, choice = self._choices(self.indexer, cache, x, residual, rope, slots, parts)
+            written = IndexedLatent(latents, index)
         outputs = [
             self._sparse(q_nope[part.tokens], q_rope[part.tokens], latents, slots_of_keys)
             if slots_of_keys is not None
             else self._absorbed(q_nope[part.tokens], q_rope[part.tokens], latents, part)
             if isinstance(part, Rows)
             else self._expanded(q_nope[part.tokens], q_rope[part.tokens], latent[part.tokens], latents, part)
-            for part, slots_of_keys in zip(parts, chosen, strict=True)
+            for part, slots_of_keys in zip(parts, choice, strict=True)
         ]
-        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written
+        handed_on = None if self.config.indexer_types is None else choice
+        return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written, handed_on
+
+    def _given_choice(self, cache: LatentCache, parts: list[Part], choice: Choice | None) -> Choice:
+        """Slots that a layer without an indexer attends to: those that an earlier one chose, or all."""
+        if isinstance(cache, IndexedLatent):
+            raise ValueError("cache: expected one without index keys, the layer has no indexer")
+        if not self.shares_choice:
+            return [None] * len(parts)
+        if choice is None:
+            raise ValueError("choice: expected that of the layer before, the layer has no indexer of its own")
+        return choice
+
+    def _choices(
+        self,
+        indexer: Indexer,
+        cache: LatentCache,
+        x: Float[Array, "T D"],
+        residual: Float[Array, "T rank"] | None,
+        rope: CosSin,
+        slots: Int32[Array, "T"],
+        parts: list[Part],
+    ) -> tuple[PagedIndexKeys, Choice]:
+        """Writes index keys of the step's tokens, and chooses what the tokens attend to."""
+        if not isinstance(cache, IndexedLatent) or residual is None:
+            raise ValueError("cache: expected one with index keys, the layer has an indexer")
+        keys = indexer.keys(x, rope)
+        index = write_index_keys(cache.index, keys, slots, implementation=self.settings.implementation)
+        queries, weights = indexer.queries(residual, x, rope)
+        return index, [self._choose(queries[part.tokens], weights[part.tokens], index, part) for part in parts]
 
     def _choose(
         self, q: Float[Array, "T Hi Di"], weights: Float32[Array, "T Hi"], index: PagedIndexKeys, part: Part

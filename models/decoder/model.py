@@ -30,7 +30,7 @@ from models.decoder.mesh import (
     num_devices,
     own_kv_heads,
 )
-from models.decoder.mla import MLA, Part, plan_rows, step_parts
+from models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
 from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
 from models.decoder.settings import AttentionSettings
@@ -72,10 +72,15 @@ class DecoderLayer(nnx.Module):
         contexts: int = 1,
     ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = _attention(config, settings, dtype, contexts)
+        self.self_attn = _attention(config, index, settings, dtype, contexts)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = _feed_forward(config, index, dtype, split)
         self.axes = axes
+
+    @property
+    def shares_choice(self) -> bool:
+        """Whether it attends to the keys that an earlier layer chose."""
+        return isinstance(self.self_attn, MLA) and self.self_attn.shares_choice
 
     def __call__(
         self,
@@ -84,14 +89,20 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache,
         slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: AttentionStep,
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
-        attended, cache = self.self_attn(self.input_layernorm(x), rope, cache, slots, step)
+        choice: Choice | None = None,
+    ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
+        attend: Callable[..., Any] = self.self_attn
+        arguments = (self.input_layernorm(x), rope, cache, slots, step)
+        if isinstance(self.self_attn, MLA):
+            attended, cache, choice = attend(*arguments, choice)
+        else:
+            attended, cache = attend(*arguments)
         x = x + self._added_up(attended)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE | BiasedMoE):
             is_live = slots >= 0 if slots.ndim == 1 else jnp.any(slots >= 0, axis=1)
-            return x + self._added_up(self.mlp(normed, is_live)), cache
-        return x + self._added_up(self.mlp(normed)), cache
+            return x + self._added_up(self.mlp(normed, is_live)), cache, choice
+        return x + self._added_up(self.mlp(normed)), cache, choice
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return jax.lax.psum(x, self.axes) if self.axes else x
@@ -157,9 +168,10 @@ class Decoder(nnx.Module):
         x, rope, groups = self.begin(tokens, caches, metadata)
         of_layer = self.layer_groups
         apply_layer = layer_function()
-        written = []
+        written, choice = [], None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, cache = apply_layer(*nnx.split(layer), x, rope, cache, *groups[of_layer[index]])
+            given = choice if layer.shares_choice else None  # so that all layers that choose are alike
+            x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *groups[of_layer[index]], given)
             written.append(cache)
         return x, tuple(written)
 
@@ -223,7 +235,13 @@ class Decoder(nnx.Module):
                 raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
 
     def cache_spec(
-        self, num_pages: int, page_size: int, dtype: DTypeLike | None = None, scales: KVScales | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        scales: KVScales | None = None,
+        *,
+        layer: int = 0,
     ) -> CacheSpec:
         """Shapes of one layer's cache on a device, in the model's dtype unless told otherwise; see
         `caches.cache_spec`. Where contexts are split, a device has a part of each page's tokens.
@@ -238,10 +256,22 @@ class Decoder(nnx.Module):
         if self.contexts > 1 and jnp.dtype(dtype) in QUANTISED and isinstance(self.config, GQAConfig):
             raise NotImplementedError(f"cache_dtype: a chunk is not attended to as it is stored, over {CONTEXT}")
         page_size //= self.contexts
-        spec = cache_spec(self.config, num_pages, page_size, dtype, scales)
+        spec = cache_spec(self.config, num_pages, page_size, dtype, scales, layer=layer)
         if self.mesh is None:
             return spec
-        return cache_spec(self.part, num_pages, page_size, dtype, scales and scales.of_part(self.part))
+        scales = scales and scales.of_part(self.part)
+        return cache_spec(self.part, num_pages, page_size, dtype, scales, layer=layer)
+
+    def cache_specs(
+        self,
+        num_pages: int | Sequence[int],
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        scales: KVScales | None = None,
+    ) -> list[CacheSpec]:
+        """Shapes of the caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer."""
+        pages = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
+        return [self.cache_spec(n, page_size, dtype, scales, layer=layer) for layer, n in enumerate(pages)]
 
     def allocate_caches(
         self,
@@ -250,10 +280,9 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocates empty caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer. On a mesh
-        they are a device's, made inside `jax.shard_map`."""
-        layers = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
-        specs = [self.cache_spec(n, page_size, dtype, scales) for n in layers]
+        """Allocates empty caches of all layers; arguments as for `cache_specs`. On a mesh they are a device's, made
+        inside `jax.shard_map`."""
+        specs = self.cache_specs(num_pages, page_size, dtype, scales)
         if scales is None or self.mesh is None:
             return allocate_caches(self.config, specs, scales)
         return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, num_devices(self.mesh, HEADS)))
@@ -268,11 +297,12 @@ def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
 
 
 def _attention(
-    config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int
-) -> Callable[..., tuple[Array, LayerCache]]:
-    """Makes the attention module of the family: (x, rope, cache, slots, step) -> (output, cache)."""
+    config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int
+) -> MLA | GQA:
+    """Makes the attention module of a layer: (x, rope, cache, slots, step) -> (output, cache), of MLA also with the
+    choice of keys."""
     if isinstance(config, DeepSeekConfig):
-        return MLA(config, settings, dtype, contexts)
+        return MLA(config, index, settings, dtype, contexts)
     return GQA(config, settings, dtype, contexts)
 
 
@@ -289,7 +319,7 @@ def vocabulary_logits(x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: 
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def layer_function() -> Callable[..., tuple[Array, Any]]:
+def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:
     """`_apply_layer`, jitted: made anew for each trace, which depends on implementations and tunings, and these may
     change between calls."""
     return jax.jit(functools.partial(_apply_layer), static_argnums=0)
@@ -303,18 +333,22 @@ def _apply_layer(
     cache: LayerCache,
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,
-) -> tuple[Float[Array, "T D"], LayerCache]:
+    choice: Choice | None = None,
+) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
     """Applies a layer as a pure function; jitted, it is lowered once for all equal layers, and its kernels compiled
     once."""
-    return nnx.merge(graph, state)(x, rope, cache, slots, step)
+    return nnx.merge(graph, state)(x, rope, cache, slots, step, choice)
 
 
-def split_layers(model: Decoder) -> tuple[Callable[..., tuple[Array, LayerCache]], list[tuple[Any, Any]]]:
+def split_layers(
+    model: Decoder,
+) -> tuple[Callable[..., tuple[Array, LayerCache, Choice | None]], list[tuple[Any, Any]]]:
     """Splits every layer into a hashable graph, equal for layers that are alike, and its weights.
 
     Returns:
-      A pure function (graph, weights, x, rope, cache, slots, step) -> (x, cache), to be jitted with the graph static;
-      and each layer's graph and weights, which are the model's own arrays.
+      A pure function (graph, weights, x, rope, cache, slots, step, choice) -> (x, cache, choice), to be jitted with the
+      graph static; and each layer's graph and weights, which are the model's own arrays. The choice that a layer gets
+      is that of the layer before, where it shares it, else None.
     """
     return _apply_layer, [nnx.split(layer) for layer in model.layers]
 

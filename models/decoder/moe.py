@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.expert_exchange import ExpertExchange
 from models.decoder.layers import MLP, Linear, project, swiglu
-from models.decoder.mesh import DATA, EXPERT, ExpertSplit
+from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
 from pallas_attn import capability, run_kept
 
 
@@ -170,25 +170,63 @@ def routed_experts(
     """Sum over each token's chosen experts of weight · expert(x).
 
     Over several devices, inside `jax.shard_map`, `experts` are the device's own, and the sum is one of its parts: those
-    of the devices along `expert`, which have the same tokens, are to be added up. Tokens go to the experts of other
-    devices along `data`, and their results come back. Where `is_live` is False, for padding and idle rows, nothing is
-    sent or multiplied, and the sum is 0; one device alone multiplies them, too.
+    of the devices along `expert`, which have the same tokens, are to be added up. Devices along `data` have other
+    tokens, which go to the experts' devices, and their results come back. Where `is_live` is False, for padding and
+    idle rows, nothing is multiplied, and the sum is 0; one device alone multiplies them, too.
     """
-    num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
     if split.devices == 1:
-        return _weighted_sum(apply_experts(x, expert, experts), weights, x.dtype)
-    device, own = expert // num_own, expert % num_own
-    is_own = device % split.expert == jax.lax.axis_index(EXPERT)
-    if is_live is not None:
-        is_own &= jnp.repeat(is_live, chosen.shape[1])
-    # Experts of all devices along `data` that have this device's number along `expert`.
-    own += device // split.expert * num_own
-    own = jnp.where(is_own, own, split.data * num_own)
-    if split.data == 1:
-        y = apply_experts(x, own, experts, expected=len(own) // split.expert)
-    else:
-        y = send_to_experts(x, own, experts, split)
-    return _weighted_sum(jnp.where(is_own[:, None], y, jnp.zeros_like(y)), weights, x.dtype)
+        return apply_experts(x, chosen, weights, experts)
+    if is_live is None:
+        is_live = jnp.ones(x.shape[0], jnp.bool_)
+    if split.data > 1 and not is_gathered(split, chosen.shape[1]):
+        return _exchanged(x, chosen, weights, experts, split, is_live)
+    if split.data > 1:
+        x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
+        return jax.lax.psum_scatter(_own_part(x, chosen, weights, is_live, experts, split), DATA, tiled=True)
+    return _own_part(x, chosen, weights, is_live, experts, split)
+
+
+def is_gathered(split: ExpertSplit, copies: int) -> bool:
+    """Whether all ranks get all tokens, and add up what their experts made of them, in place of sending each of a
+    token's copies to the rank of its expert and back.
+
+    A device sends n - 1 times the tokens of one of n ranks then, in place of its share along `expert` of
+    copies · (n - 1) / n times. Up to twice as much is still faster: both collectives are of sizes known before, where
+    an exchange has to tell the host its sizes.
+    """
+    return split.devices <= 2 * copies
+
+
+def _own_part(
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    is_live: Bool[Array, "T"],
+    experts: Experts,
+    split: ExpertSplit,
+) -> Float[Array, "T D"]:
+    """The part of the sum that this device's experts have."""
+    num_own = experts.gate_up.shape[0]
+    own = chosen - jax.lax.axis_index(EXPERTS) * num_own
+    own = jnp.where((own >= 0) & (own < num_own) & is_live[:, None], own, num_own)
+    return apply_experts(x, own, weights, experts, expected=own.size // split.devices)
+
+
+def _exchanged(
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    experts: Experts,
+    split: ExpertSplit,
+    is_live: Bool[Array, "T"],
+) -> Float[Array, "T D"]:
+    """The part of the sum that the experts have of all devices along `data` with this one's number along `expert`."""
+    num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
+    device = expert // num_own
+    is_own = (device % split.expert == jax.lax.axis_index(EXPERT)) & jnp.repeat(is_live, chosen.shape[1])
+    own = jnp.where(is_own, expert % num_own + device // split.expert * num_own, split.data * num_own)
+    y = send_to_experts(x, own, experts, split)
+    return _weighted_sum(y, weights, x.dtype, is_own.reshape(chosen.shape))
 
 
 def send_to_experts(
@@ -199,38 +237,47 @@ def send_to_experts(
     num_own, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
     groups = ExpertGroups.of(expert, split.data * num_own)
     exchange = ExpertExchange.of(groups.sizes.reshape(split.data, num_own), DATA)
-    received = exchange.send(x[groups.row // copies])
-    expected = len(expert) // split.expert
-    y = apply_experts(received, exchange.experts(len(expert)), experts, expected=expected)
+    received, number = exchange.send(x[groups.row // copies]), exchange.experts(len(expert))[:, None]
+    y = apply_experts(
+        received, number, jnp.ones(number.shape, jnp.float32), experts, expected=len(expert) // split.expert
+    )
     return exchange.send_back(y)[groups.place]
 
 
 def apply_experts(
-    x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, expected: int | None = None
-) -> Float[Array, "M D"]:
-    """Applies experts to M / T copies of each row in turn: expert[i] to row i // (M / T). What is returned for a pair
-    whose expert is one past the last says nothing.
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    experts: Experts,
+    expected: int | None = None,
+) -> Float[Array, "T D"]:
+    """Sum over each row's chosen experts of weight · expert(x), of those that are among `experts`.
 
     Args:
       x: rows.
-      expert: of each pair.
-      experts: their weights.
-      expected: number of pairs that have an expert, on average; None for all. There may be more, which take longer:
-        pairs are multiplied in pieces of a quarter more than this, as many as there are.
+      chosen: experts of each row; one past the last for none.
+      weights: of each.
+      experts: weights of the experts.
+      expected: number of (row, expert) pairs that have an expert, on average; None for all. There may be more, which
+        take longer: pairs are multiplied in pieces of a quarter more than this, as many as there are.
     """
-    num_experts, num_pairs, copies = experts.gate_up.shape[0], expert.shape[0], expert.shape[0] // x.shape[0]
+    num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
+    num_pairs = chosen.size
+    has_expert = None if expected is None else chosen < num_experts
     if are_few(num_pairs, experts):
-        return row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(expert, num_experts - 1))
-    groups = ExpertGroups.of(expert, num_experts)
+        y = row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(chosen.reshape(-1), num_experts - 1))
+        return _weighted_sum(y, weights, x.dtype, has_expert)
+    groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
-    source = groups.row // copies
-    piece = num_pairs if expected is None else -(-5 * expected // 4 // 64) * 64
+    source, place = groups.row // copies, groups.place
+    piece = num_pairs if expected is None or num_pairs <= COUNTED_ROWS else -(-5 * expected // 4 // 64) * 64
     if piece >= num_pairs:
         y, row = multiply(x, source, experts, groups.sizes)
-        return y[row[groups.place]]
-    # Memory is that of a piece, and so is what is done for rows of no expert.
+        return _weighted_sum(y[row[place]], weights, x.dtype, has_expert)
+    # Memory is that of a piece, and so is what is done for pairs of no expert, which all read the same row.
     ends = jnp.cumsum(groups.sizes)
     source = jnp.pad(source, (0, -num_pairs % piece))
+    place = jnp.where(place < ends[-1], place, 0)
 
     def multiply_piece(i: ArrayLike, out: Array) -> Array:
         start = jnp.asarray(i, jnp.int32) * piece
@@ -239,7 +286,8 @@ def apply_experts(
         return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
 
     empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
-    return jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)[groups.place]
+    y = jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)
+    return _weighted_sum(y[place], weights, x.dtype, has_expert)
 
 
 class ExpertGroups(NamedTuple):
@@ -270,8 +318,16 @@ class ExpertGroups(NamedTuple):
         return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
 
 
-def _weighted_sum(y: Float[Array, "M D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:
+def _weighted_sum(
+    y: Float[Array, "M D"],
+    weights: Float32[Array, "T k"],
+    dtype: DTypeLike,
+    counted: Bool[Array, "T k"] | None = None,
+) -> Float[Array, "T D"]:
+    """Sum of each row's results by their weights; of those that are `counted`, others may be anything."""
     y = y.reshape(*weights.shape, -1).astype(jnp.float32)
+    if counted is not None:
+        y = jnp.where(counted[:, :, None], y, jnp.zeros_like(y))
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 

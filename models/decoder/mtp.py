@@ -111,7 +111,7 @@ class MTP(nnx.Module):
         rope = rope_table(self.config, metadata.positions)
         parts = step_parts(metadata, self.settings.mla)
         parts = plan_rows(parts, self.config, self.settings, cache, self.embed_tokens.dtype)
-        x, cache = layer_function()(*nnx.split(module.layer), x, rope, cache, metadata.of_group(0).slots, parts)
+        x, cache, _ = layer_function()(*nnx.split(module.layer), x, rope, cache, metadata.of_group(0).slots, parts)
         return module.norm(x), (*caches[:index], cache, *caches[index + 1 :])
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
@@ -120,5 +120,6 @@ class MTP(nnx.Module):
 
     def allocate_caches(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> MTPCaches:
         """Allocates an empty cache for each module, like those of the decoder's layers."""
-        spec = cache_spec(self.config, num_pages, page_size, dtype or self.embed_tokens.dtype)
-        return tuple(allocate_latents(spec) for _ in self.depths)
+        dtype = dtype or self.embed_tokens.dtype
+        layers = self.config.mtp_layers
+        return tuple(allocate_latents(cache_spec(self.config, num_pages, page_size, dtype, layer=i)) for i in layers)

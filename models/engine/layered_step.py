@@ -37,6 +37,7 @@ class LayeredStep:
         self._rebuild, self._weights = split_module(model)
         self._apply, layers = split_layers(model)
         self._layers = [(graph, *jax.tree.flatten(state)) for graph, state in layers]
+        self._shares_choice = [layer.shares_choice for layer in model.layers]
         self._of_buckets: dict[Bucket, tuple[Any, list[Any], Any]] = {}
         self._of_layers: dict[Any, Any] = {}
 
@@ -59,9 +60,14 @@ class LayeredStep:
         begin = jax.jit(functools.partial(self._begin, bucket))
         x, rope, groups = jax.eval_shape(begin, self._weights, caches, packed, last_tokens)
         finish = jax.jit(functools.partial(self._finish, bucket))
+        programs, choice = [], None
+        for layer, cache in enumerate(caches):
+            given = choice if self._shares_choice[layer] else None
+            program, choice = self._compile_layer(layer, x, rope, cache, groups, given, options)
+            programs.append(program)
         self._of_buckets[bucket] = (
             begin.lower(self._weights, caches, packed, last_tokens).compile(options),
-            [self._compile_layer(layer, x, rope, cache, groups, options) for layer, cache in enumerate(caches)],
+            programs,
             finish.lower(self._weights, x, packed, last_tokens).compile(options),
         )
 
@@ -88,19 +94,28 @@ class LayeredStep:
         """
         begin, programs, finish = self._of_buckets[bucket]
         x, rope, groups = begin(self._weights, caches, packed, last_tokens)
-        written = list(caches)
+        written, choice = list(caches), None
         for layer, program in enumerate(programs):
             (group, head_wise), weights = self._groups[layer], self._layers[layer][1]
-            x, written[layer] = program(weights, x, rope, written[layer], *groups[group])
+            given = choice if self._shares_choice[layer] else None
+            x, written[layer], choice = program(weights, x, rope, written[layer], *groups[group], given)
             on_layer(layer, gather_rows(written[layer], head_wise, rows[group]))
         tokens, logits, last_tokens = finish(self._weights, x, packed, last_tokens)
         return tokens, logits, tuple(written), last_tokens
 
     def _compile_layer(
-        self, layer: int, x: Any, rope: Any, cache: Any, groups: Any, options: dict[str, str | bool] | None
-    ) -> Any:
+        self,
+        layer: int,
+        x: Any,
+        rope: Any,
+        cache: Any,
+        groups: Any,
+        choice: Any,
+        options: dict[str, str | bool] | None,
+    ) -> tuple[Any, Any]:
+        """Compiles a layer's program; returns it, and shapes of the choice of keys that it hands to the next layer."""
         graph, weights, structure = self._layers[layer]
-        arguments = (weights, x, rope, cache, *groups[self._groups[layer][0]])
+        arguments = (weights, x, rope, cache, *groups[self._groups[layer][0]], choice)
         leaves, form = jax.tree.flatten(arguments)
         key = graph, structure, form, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._of_layers:
@@ -108,7 +123,9 @@ class LayeredStep:
             def apply(weights: Any, *rest: Any) -> Any:
                 return self._apply(graph, jax.tree.unflatten(structure, weights), *rest)
 
-            self._of_layers[key] = jax.jit(apply, donate_argnums=(1, 3)).lower(*arguments).compile(options)
+            lowered = jax.jit(apply, donate_argnums=(1, 3)).lower(*arguments)
+            shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info[2])
+            self._of_layers[key] = lowered.compile(options), shapes
         return self._of_layers[key]
 
     def _begin(self, bucket: Bucket, weights: Any, caches: Caches, packed: Array, last_tokens: Array) -> Any:

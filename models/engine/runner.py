@@ -110,7 +110,7 @@ class Runner:
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
-        self._specs = [model.cache_spec(num_pages, *cache) for num_pages in pages]
+        self._specs = model.cache_specs(pages, *cache)
         self._make_state: Callable[[], tuple[Caches, Any]] = lambda: (
             model.allocate_caches(pages, *cache),
             self._make_last_tokens(),

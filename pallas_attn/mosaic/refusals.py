@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_attn.types import QMAX, PagedLatent
+from pallas_attn.types import QMAX, PagedKV, PagedLatent
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -28,10 +28,27 @@ def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtype
         )
 
 
+def require_apart(kv: PagedKV) -> None:
+    """Raise NotImplementedError for keys and values that are fused, or of different widths."""
+    if kv.v is None:
+        raise NotImplementedError("takes keys and values in arrays of their own, got them fused")
+    if kv.k.shape[-1] != kv.v.shape[-1]:
+        raise NotImplementedError(
+            f"takes pages of keys and values of one width, got {kv.k.shape[-1]} and {kv.v.shape[-1]}"
+        )
+
+
 def require_16_bit_latents(cache: PagedLatent) -> None:
     """Raise NotImplementedError for latents in 8 bits, which no kernel takes."""
     if cache.is_quantised:
         raise NotImplementedError(f"takes no quantised latents, got {cache.pages.dtype.name}")
+
+
+def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
+    """Raise NotImplementedError for windows and soft caps, which kernels over latents do not have."""
+    for name, option in (("window", window), ("soft cap", soft_cap)):
+        if option is not None:
+            raise NotImplementedError(f"takes no {name} over latents, got {option}")
 
 
 def require_head_dim(head_dim: int) -> None:

@@ -37,6 +37,7 @@ class MixedStep:
 
         Args:
           page_indices: [S·P], [S, P], or [S, Hkv, P].
+          distribution: [3], or the number of sequences alone, [1] or []; None for S.
 
         Raises:
           ValueError: arrays that do not fit each other.
@@ -48,8 +49,7 @@ class MixedStep:
         dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
         block_tables = _as_tables(page_indices, dims)
         if distribution is not None:
-            dims.check("distribution", distribution, "3", checks.INT)
-            distribution = jnp.asarray(distribution)
+            distribution = _as_distribution(distribution, dims)
             place = jnp.arange(dims["S"] + 1, dtype=jnp.int32)
             cu_q_lens = jnp.where(place <= distribution[2], cu_q_lens, 0)  # zeros at the end are no new tokens
             kv_lens = jnp.where(place[:-1] < distribution[2], kv_lens, 0)
@@ -69,6 +69,16 @@ class MixedStep:
             return single
         sequence = jnp.arange(single.shape[0], dtype=jnp.int32)
         return single & ~((sequence >= self.distribution[0]) & (sequence < self.distribution[1]))
+
+
+def _as_distribution(distribution: Any, dims: checks.Dims) -> Int32[Array, "3"]:
+    """The three ends, of which those of decode and prefill are 0 where the number of sequences alone is given."""
+    checks.check_array("distribution", distribution)
+    if distribution.ndim == 1 and distribution.shape[0] != 1:
+        dims.check("distribution", distribution, "3", checks.INT)
+        return jnp.asarray(distribution)
+    dims.check("distribution", distribution, "1" if distribution.ndim else "", checks.INT)
+    return jnp.pad(jnp.reshape(distribution, 1), (2, 0))
 
 
 def _as_tables(page_indices: Any, dims: checks.Dims) -> Any:

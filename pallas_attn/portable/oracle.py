@@ -15,9 +15,11 @@ HIGHEST = jax.lax.Precision.HIGHEST  # GPUs would otherwise round float32 operan
 
 
 def gather_kv(
-    kv: PagedKV, block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"]
-) -> tuple[Float[Array, "B Hkv K D"], Float[Array, "B Hkv K D"], Bool[Array, "B Hkv K"]]:
+    kv: PagedKV, block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"], head_dim: int
+) -> tuple[Float[Array, "B Hkv K D"], Float[Array, "B Hkv K Dv"], Bool[Array, "B Hkv K"]]:
     """Keys and values of every table entry in float32, K = P·ps, and whether the entry names a page of the pool."""
+    pages, first = kv.values
+    keys, values = kv.k[..., :head_dim], pages[..., first : first + kv.value_dim(head_dim)]
     num_pages, num_kv_heads, page_size, _ = kv.k.shape
     rows = block_tables
     if block_tables.ndim == 2:
@@ -29,7 +31,7 @@ def gather_kv(
         in_pool = (rows >= 0) & (rows < num_pages * num_kv_heads)
         rows = jnp.where(in_pool, rows, 0)  # masked later; an unread entry may hold anything
     exists = jnp.repeat(in_pool, page_size, axis=-1)
-    return _gather(kv.k, kv.k_scale, rows), _gather(kv.v, kv.v_scale, rows), exists
+    return _gather(keys, kv.k_scale, rows), _gather(values, kv.v_scale, rows), exists
 
 
 def _gather(

@@ -121,20 +121,31 @@ class PageTiles:
 
 
 def load_kv(
-    kv: PagedKV, row_ids: Int32[Array, "W H pages"], heads: Int32[Array, "W H"]
-) -> tuple[Num[Array, "W H K D"], Num[Array, "W H K D"]]:
+    kv: PagedKV, row_ids: Int32[Array, "W H pages"], heads: Int32[Array, "W H"], head_dim: int
+) -> tuple[Num[Array, "W H K D"], Num[Array, "W H K Dv"]]:
     """Keys and values of rows of the pool, K = pages·ps, dequantised to float32 if the cache is quantised."""
-    return _load(kv.k, kv.k_scale, row_ids, heads), _load(kv.v, kv.v_scale, row_ids, heads)
+    keys = _rows(kv.k, row_ids)
+    pages, first = kv.values
+    values = keys if kv.is_fused else _rows(pages, row_ids)
+    return (
+        _dequantised(keys[..., :head_dim], kv.k_scale, row_ids, heads),
+        _dequantised(values[..., first : first + kv.value_dim(head_dim)], kv.v_scale, row_ids, heads),
+    )
 
 
-def _load(
-    pages: Num[Array, "N Hkv ps D"],
+def _rows(
+    pages: Num[Array, "N Hkv ps columns"], row_ids: Int32[Array, "W H pages"]
+) -> Num[Array, "W H pages ps columns"]:
+    return take(pages.reshape(-1, *pages.shape[2:]), row_ids)
+
+
+def _dequantised(
+    values: Num[Array, "W H pages ps D"],
     scale: Float[Array, "..."] | None,
     row_ids: Int32[Array, "W H pages"],
     heads: Int32[Array, "W H"],
 ) -> Num[Array, "W H K D"]:
-    page_size, width = pages.shape[2:]
-    values = take(pages.reshape(-1, page_size, width), row_ids)  # [W, H, pages, ps, D]
+    page_size, width = values.shape[3:]
     if scale is not None and scale.ndim == 3:  # dynamic: follows the row of the pool
         groups = scale.shape[-1]
         per_token = jnp.repeat(scale.reshape(-1, groups)[row_ids], page_size // groups, axis=-1)

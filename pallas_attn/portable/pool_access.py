@@ -19,11 +19,21 @@ def take(pool: Num[Array, "..."], *index: Int32[Array, "*#rows"]) -> Num[Array, 
     return lax.bitcast_convert_type(lax.bitcast_convert_type(pool, jnp.uint8)[index], pool.dtype)
 
 
-def put(pool: Num[Array, "..."], index: tuple[Int32[Array, "*#rows"], ...], values: Num[Array, "..."]) -> Array:
-    """The pool with values at unique places; those past its end are skipped."""
+def put(
+    pool: Num[Array, "..."],
+    index: tuple[Int32[Array, "*#rows"], ...],
+    values: Num[Array, "..."],
+    columns: slice | None = None,
+) -> Array:
+    """The pool with values at unique places; those past its end are skipped.
+
+    Args:
+      columns: of the pool's last axis, to write; None for all of them, or where that axis is indexed.
+    """
+    rest = () if columns is None or columns == slice(0, pool.shape[-1]) else (..., columns)
 
     def scatter(pool: Array, values: Array, *index: Array) -> Array:
-        return pool.at[index].set(values, mode="drop", unique_indices=True)
+        return pool.at[(*index, *rest)].set(values, mode="drop", unique_indices=True)
 
     def scatter_bits(pool: Array, values: Array, *index: Array) -> Array:
         bits = (lax.bitcast_convert_type(a, jnp.uint8) for a in (pool, values))

@@ -51,6 +51,8 @@ def attend(
     block_tables: Array | None = None,
     scales: tuple[Array | None, Array | None] = (None, None),
     groups: int | str | None = None,
+    value_columns: slice | None = None,
+    draft_mask: Array | None = None,
     window: HeadWindow | None,
     sinks: Array | None,
     causal: bool,
@@ -64,12 +66,15 @@ def attend(
 
     Args:
       k, v: pages [N, Hkv, ps, D], or with head-wise tables [N, 1, ps, D], of `block_tables` and `kv_lens`; or
-        [U, Hkv, Dk] and [U, Hkv, Dv] of `cu_kv_lens`.
+        [U, Hkv, Dk] and [U, Hkv, Dv] of `cu_kv_lens`. Keys are the first Dk columns.
       scales: of keys and values in 8 bits, laid out as `caches.scale_groups` says of `groups`.
+      value_columns: of v, which are the values; None for all.
+      draft_mask: [T, M], which new tokens of its sequence each sees, in place of causality among those.
       native: whether the card has instructions for float8_e4m3fn.
     """
     num_tokens, q_heads, key_dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[-1]
+    of_values = value_columns or slice(0, v.shape[-1])
+    kv_heads, value_dim = k.shape[1], of_values.stop - of_values.start
     group, num_sequences = q_heads // kv_heads, cu_q_lens.shape[0] - 1
     heads = tile.heads(group)
     queries = tile.rows // heads
@@ -84,6 +89,9 @@ def attend(
         "KV_HEADS": kv_heads,
         "DK": key_dim,
         "DV": value_dim,
+        "K_STRIDE": k.shape[-1],
+        "V_STRIDE": v.shape[-1],
+        "V_FIRST": of_values.start,
         "K_COLUMNS": max(16, first_columns),
         "K_REST": tiles.power_of_two(rest) if rest else 0,
         "V_COLUMNS": tiles.power_of_two(value_dim),
@@ -95,6 +103,7 @@ def attend(
         "BARE_STEPS": tile.bare_steps,
         "SEARCH_STEPS": (num_sequences + 1).bit_length(),
         "CAUSAL": causal,
+        "MASK_COLUMNS": 0 if draft_mask is None else draft_mask.shape[1],
         "SCALE": scale,
         "CAP": soft_cap,
         "HEAD_WISE": head_wise,
@@ -108,7 +117,7 @@ def attend(
         _attend,
         *(q, k, v, *scales, block_tables, cu_q_lens, kv_lens, cu_kv_lens),
         *((None, None) if window is None else (window.window, window.sink_tokens)),
-        *(sinks, num_tokens, num_sequences, block_tables.shape[-1] if paged else 0, num_ids),
+        *(draft_mask, sinks, num_tokens, num_sequences, block_tables.shape[-1] if paged else 0, num_ids),
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, q_heads, value_dim), out_dtype),
             jax.ShapeDtypeStruct((num_tokens, q_heads), jnp.float32),
@@ -125,8 +134,8 @@ def attend(
 @kernel
 def _attend(
     q_ptr,  # [T, Q_HEADS, DK]
-    k_ptr,  # [pool rows, PAGE, DK] or [U, KV_HEADS, DK]
-    v_ptr,  # likewise, DV
+    k_ptr,  # [pool rows, PAGE, K_STRIDE] or [U, KV_HEADS, K_STRIDE], keys from column 0
+    v_ptr,  # likewise V_STRIDE, values from column V_FIRST; maybe the same array
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
     v_scale_ptr,
     tables_ptr,  # [S, table_pages], [S, KV_HEADS, table_pages] or None
@@ -135,6 +144,7 @@ def _attend(
     cu_kv_lens_ptr,  # [S + 1] or None
     window_ptr,  # [KV_HEADS] or None
     sink_tokens_ptr,
+    draft_ptr,  # [T, MASK_COLUMNS] or None
     sinks_ptr,  # [Q_HEADS] or None
     num_tokens,
     num_sequences,
@@ -146,6 +156,9 @@ def _attend(
     KV_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_FIRST: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     K_REST: tl.constexpr,
     V_COLUMNS: tl.constexpr,
@@ -157,6 +170,7 @@ def _attend(
     BARE_STEPS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASK_COLUMNS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     HEAD_WISE: tl.constexpr,
@@ -194,16 +208,19 @@ def _attend(
             position = first_position + r // HEADS
             end = tl.maximum(tl.minimum(first_position + QUERIES, kv_len), 0)
             bare_end = first_position + 1
+            newest = end
+            if draft_ptr is not None:  # which shows new tokens of any place
+                end, bare_end = kv_len, tl.minimum(bare_end, kv_len - q_len)
         else:
             position = kv_len - 1 + tl.zeros([ROWS], tl.int32)
             end = kv_len
-            bare_end = end
+            bare_end, newest = end, end
         position = tl.where(real_row, tl.maximum(position, -1), -1)
         oldest, window, sink_tokens, bare = 0, 0, 0, 0
         if window_ptr is not None:
             window, sink_tokens = tl.load(window_ptr + head), tl.load(sink_tokens_ptr + head)
             oldest = tl.maximum(tl.maximum(first_position, 0) - window + 1, 0)
-            bare = tl.maximum(end - window, 0)
+            bare = tl.maximum(newest - window, 0)
         # In steps. Those in [bare, bare_end), whose keys all queries see, need no mask and come first. Then come those
         # of sinks, and those before and after.
         begin, end_step = oldest // TOKENS, (end + TOKENS - 1) // TOKENS
@@ -267,13 +284,19 @@ def _attend(
                     place = row * PAGE + token % PAGE
                 if IS_PAGED:
                     seen = seen & (page_id >= 0) & (page_id < num_ids)
-                k = columns(k_ptr + first_row * DK, place * DK, 0, seen, DK, K_COLUMNS)
+                if masked and draft_ptr is not None:
+                    visible = _shown(draft_ptr, token, kv_len - q_len, first_token + query, real_row, MASK_COLUMNS)
+                    visible = visible & seen[None, :]
+                    if window_ptr is not None:
+                        visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
+                    seen = tl.max(visible.to(tl.int32), 0) > 0  # a mask may hide a token from all queries
+                k = columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, 0, seen, DK, K_COLUMNS)
                 k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
                 scores = tl.dot(q, k)
                 if GROUPS == "channel":
                     scores = tl.dot(q_error, k, scores)
                 if K_REST:
-                    k = columns(k_ptr + first_row * DK, place * DK, K_COLUMNS, seen, DK, K_REST)
+                    k = columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, K_COLUMNS, seen, DK, K_REST)
                     k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
                     scores = tl.dot(q_more, k, scores)
                     if GROUPS == "channel":
@@ -285,18 +308,19 @@ def _attend(
                 if CAP is not None:
                     scores = soft_capped(scores * SCALE, CAP)
                 if masked:
-                    # One comparison says both whether a key is there and whether it is past the query.
-                    visible = tl.where(seen, token, 2147483647)[None, :] <= position[:, None]
-                    if window_ptr is not None:
-                        visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
-                    scores = tl.where(visible, scores, float("-inf"))
+                    if draft_ptr is None:
+                        # One comparison says both whether a key is there and whether it is past the query.
+                        visible = tl.where(seen, token, 2147483647)[None, :] <= position[:, None]
+                        if window_ptr is not None:
+                            visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
+                    scores = tl.where(visible, scores, float("-inf"))  # pyrefly: ignore[unbound-name]
                 elif IS_PAGED:  # a page may be absent
                     scores = tl.where(seen[None, :], scores, float("-inf"))
                 top, total, keep, weights = softmax_step(scores, top, total, BASE)
                 if BY_TOKEN:
                     weights = weights * _token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
                     weights, keep, unit = weights_in_units(weights, keep, unit)
-                v = columns(v_ptr + first_row * DV, place * DV, 0, seen, DV, V_COLUMNS)
+                v = columns(v_ptr + (first_row * V_STRIDE + V_FIRST), place * V_STRIDE, 0, seen, DV, V_COLUMNS)
                 v = tensor_core_operand(v, VALUE_DTYPE, NATIVE)
                 acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
 
@@ -309,6 +333,16 @@ def _attend(
             acc = acc * tl.load(v_scale_ptr + head * DV + d, mask=d < DV, other=0.0)[None, :]
         held = real_row[:, None] & (d < DV)[None, :]
         store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, DV)
+
+
+@kernel
+def _shown(draft_ptr, token, num_cached, row, real_row, MASK_COLUMNS: tl.constexpr):
+    """Whether the mask of each packed row shows a token: those before the new ones, and the new ones that it says."""
+    column = token - num_cached
+    at = draft_ptr + (row.to(tl.int64) * MASK_COLUMNS)[:, None] + column[None, :]
+    drafted = (column >= 0) & (column < MASK_COLUMNS)
+    in_mask = tl.load(at, mask=drafted[None, :] & real_row[:, None], other=0) != 0
+    return ((column < 0)[None, :] | in_mask) & real_row[:, None]
 
 
 @kernel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.cli.command_line import UsageError
 
-RANDOM_MODELS = ("v3-tiny", "v32-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
+RANDOM_MODELS = ("v3-tiny", "v32-tiny", "glm-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
 """Values of --kv-dtype, and the dtypes they mean."""

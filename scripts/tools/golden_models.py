@@ -238,6 +238,25 @@ GOLDENS = {
         ),
         seed=624,
     ),
+    # GLM-5.2's form: the second and third layer share the choice of keys of the first, the last one that of the fourth
+    "glm-shared": Golden(
+        GlmMoeDsaConfig(
+            **(DENSE_FIRST | {"num_hidden_layers": 5, "first_k_dense_replace": 3, "moe_intermediate_size": 24}),
+            **INDEXER,
+            indexer_types=["full", "shared", "shared", "full", "shared"],
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=40,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+        seed=304,
+    ),
     # Qwen3's form: normed queries and keys, heads wider than their share of the hidden size, plain rope
     "qwen3": Golden(
         Qwen3Config(

@@ -44,7 +44,8 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 
 def indexers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    return (attention.indexer for attention in attentions(model) if hasattr(attention, "indexer"))
+    """Find the indexers of sparse attention; a layer that shares the choice of an earlier one has None."""
+    return (attention.indexer for attention in attentions(model) if getattr(attention, "indexer", None) is not None)
 
 
 def is_v3(gate: nn.Module) -> bool:
@@ -193,6 +194,52 @@ def share_last_choice(model: PreTrainedModel) -> None:
 
     for indexer in indexers(model):
         indexer.forward = partial(choose, indexer.forward)
+
+
+def shared_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """Find layers that share an earlier layer's choice: the attention of each, and the indexer that chose."""
+    found, last = [], None
+    for attention in attentions(model):
+        last = attention.indexer if attention.indexer is not None else last
+        if attention.indexer is None:
+            found.append((attention, last))
+    return found
+
+
+def choose_anew(model: PreTrainedModel) -> None:
+    """Let shared layers choose by themselves, with the weights of the indexer whose choice they should share."""
+    for attention, indexer in shared_layers(model):
+        own = deepcopy(indexer)
+        own.layer_idx = attention.layer_idx
+        attention.indexer = own
+
+
+def give_shared_layers(model: PreTrainedModel, choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Let shared layers attend to other keys: `choose` makes them of the right choice and the mask."""
+
+    def attend(forward, *args, **kwargs):
+        kwargs["prev_topk_indices"] = choose(kwargs["prev_topk_indices"], kwargs["attention_mask"])
+        return forward(*args, **kwargs)
+
+    for attention, _ in shared_layers(model):
+        attention.forward = partial(attend, attention.forward)
+
+
+def every_key(chosen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.arange(mask.shape[-1], dtype=torch.int32).expand(*chosen.shape[:2], -1)
+
+
+def share_the_first_choice(model: PreTrainedModel) -> None:
+    """Let all shared layers attend to what the first layer chose, in place of the full layer before them."""
+    first, chosen = next(indexers(model)), {}
+    choose = first.forward
+
+    def remember(*args, **kwargs):
+        chosen["first"] = choose(*args, **kwargs)
+        return chosen["first"]
+
+    first.forward = remember
+    give_shared_layers(model, lambda *_: chosen["first"])
 
 
 def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> float:
@@ -490,6 +537,12 @@ def latent_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrained
             "index_keys_not_centred": partial(change_indexing, centred=False),
             "choice_of_the_first_layer": share_first_choice,
             "choice_of_the_last_token": share_last_choice,
+        }
+    if "shared" in (getattr(config, "indexer_types", None) or []):
+        table |= {
+            "shared_layers_choose_anew": choose_anew,
+            "shared_layers_attend_to_all_keys": partial(give_shared_layers, choose=every_key),
+            "shared_layers_take_the_first_choice": share_the_first_choice,
         }
     if config.model_type != "deepseek_v2":
         if config.topk_group < config.n_group:

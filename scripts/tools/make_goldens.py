@@ -348,12 +348,13 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
-    """Read the prompt's part of the cache: latents [layers, T, L + R], and index keys [layers, T, Di] of sparse
-    attention, or keys and values [layers, Hkv, T, D]."""
+    """Read the prompt's part of the cache: latents [layers, T, L + R], and index keys [layers with an indexer, T, Di]
+    of sparse attention, or keys and values [layers, Hkv, T, D]."""
     if is_latent(config):
         # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
-        index = [layer.indexer_keys[0] for layer in cache.layers] if is_sparse(config) else []
+        indexed = [layer for layer in cache.layers if getattr(layer, "indexer_keys", None) is not None]
+        index = [layer.indexer_keys[0] for layer in indexed]
         return {"latents": torch.stack(rows).numpy()} | ({"index_keys": torch.stack(index).numpy()} if index else {})
     return {
         kind: torch.stack([getattr(layer, kind)[0] for layer in cache.layers]).numpy() for kind in ("keys", "values")

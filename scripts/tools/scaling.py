@@ -22,9 +22,9 @@ class Links:
       host_gb_s, network_gb_s: bandwidth of a GPU in each direction, to its own host and to others.
     """
 
-    host_us: float = 18
+    host_us: float = 24
     network_us: float = 30
-    host_gb_s: float = 250
+    host_gb_s: float = 270
     network_gb_s: float = 50
 
     def latency_us(self, gpus: int) -> float:
@@ -44,6 +44,14 @@ class Links:
         near, far = (num_bytes * count / gpus for count in (min(gpus, HOST) - 1, max(gpus - HOST, 0)))
         us = max(near / self.host_gb_s, far / self.network_gb_s) / 1e3
         return near + far, self.latency_us(gpus) + us
+
+    def gather(self, num_bytes: float, gpus: int) -> tuple[float, float]:
+        """Bytes that a GPU gets of those that each of the GPUs has, and the microseconds it takes: those of its like on
+        other hosts first, which it then shares within the host. A reduce-scatter takes the same."""
+        inside, hosts = min(gpus, HOST), -(-gpus // HOST)
+        near, far = (inside - 1) * hosts * num_bytes, (hosts - 1) * num_bytes
+        us = self.latency_us(gpus) + near / self.host_gb_s / 1e3 + far / self.network_gb_s / 1e3
+        return near + far, us
 
     def among_hosts(self, num_bytes: float, hosts: int) -> tuple[float, float]:
         """Bytes that a GPU sends of those it has for one GPU on each host evenly, and the microseconds it takes."""
@@ -101,19 +109,28 @@ def tensor_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic
 
 
 def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N`: in each layer with experts numbers of rows, rows to experts, and results back."""
-    sent, us = links.all_to_all(2 * model.hidden * rows * model.top_k, gpus)
-    us = links.latency_us(gpus) + 2 * us
+    """`data=N`: in each layer with experts a gather of all rows and a sum in parts; of over twice as many GPUs as a
+    row has experts, numbers of rows, rows to experts, and results back."""
+    if gpus <= 2 * model.top_k:
+        sent, us = links.gather(2 * model.hidden * rows, gpus)
+        us = 2 * us
+    else:
+        sent, us = links.all_to_all(2 * model.hidden * rows * model.top_k, gpus)
+        us = links.latency_us(gpus) + 2 * us
     layers = model.moe_layers
     return StepTraffic(2 * layers * sent / 1e6, layers * us / 1e3, model.expert_gb / gpus + model.other_gb)
 
 
 def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N/8,expert=N`: sums within each host, whose GPUs share its rows, and exchanges among hosts."""
+    """`data=N/8,expert=N`: sums within each host, whose GPUs share its rows, and gathers or exchanges among hosts."""
     hosts = gpus // HOST
-    of_sums = tensor_step(model, rows, HOST, links)
-    sent, us = links.among_hosts(2 * model.hidden * rows * model.top_k, hosts)
-    us, layers = links.network_us + 2 * us, model.moe_layers
+    of_sums, layers = tensor_step(model, rows, HOST, links), model.moe_layers
+    if gpus <= 2 * model.top_k:
+        sent = (hosts - 1) * HOST * 2 * model.hidden * rows
+        us = 2 * (links.network_us + sent / links.network_gb_s / 1e3)
+    else:
+        sent, us = links.among_hosts(2 * model.hidden * rows * model.top_k, hosts)
+        us = links.network_us + 2 * us
     weights = model.expert_gb / gpus + model.other_gb / HOST
     return StepTraffic(of_sums.sent_mb + 2 * layers * sent / 1e6, of_sums.ms + layers * us / 1e3, weights)
 

@@ -7,6 +7,7 @@ from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
 from tests.aot.engine import ENGINE, SM100_ENGINE, TRITON_ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
+from tests.aot.mla_sparse import MLA_SPARSE, MLA_SPARSE_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
 from tests.aot.plans import PLANS
@@ -26,7 +27,8 @@ SM100_LATENT = on_b200(
 
 ALL: dict[str, Case | DeferredCase] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
+    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | MLA_SPARSE | MLA_SPARSE_MORE),
+    **(PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
     **(TRITON | TRITON_ENGINE),
@@ -41,6 +43,7 @@ MODULES = {
     **dict.fromkeys(LATENT | LATENT_MORE, "latent"),
     **dict.fromkeys(MLA_SWAP_AB | MLA_SWAP_AB_MORE, "mla_swap_ab"),
     **dict.fromkeys(MLA_SEESAW | MLA_SEESAW_MORE, "mla_seesaw"),
+    **dict.fromkeys(MLA_SPARSE | MLA_SPARSE_MORE, "mla_sparse"),
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
     **dict.fromkeys(ENGINE | TRITON_ENGINE, "engine"),
     **dict.fromkeys(REAL, "real"),
@@ -72,6 +75,7 @@ IN_EVERY_RUN = frozenset(
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
         "mla-swap-ab-draft-tree", "mla-swap-ab-fp8-draft-tree", "mla-seesaw-512-64-h128",
+        "mla-sparse-512-h128", "mla-sparse-512-h128-t8-fp8",
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
         "triton-write-latent-fp8-512-64", "triton-paged-decode-tree", "engine-triton-decode",

@@ -1,12 +1,14 @@
-"""Compiles decode over contexts split over two cards, and steps of models whose heads are; prints what the cards
-exchange in each.
+"""Compiles decode over contexts split over two cards, operations on arrays whose heads are outside `jax.shard_map`, and
+steps of models whose heads are; prints what the cards exchange in each.
 
-python -m tests.aot.several_cards contexts  # or steps; in the environment of tests/aot/environment.py
+python -m tests.aot.several_cards contexts  # or plain, or steps; in the environment of tests/aot/environment.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
 import sys
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
@@ -28,23 +30,32 @@ from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
 from models.engine.runner import GPU_OPTIONS
-from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec, mla_decode, paged_decode, parallel
+from pallas_attn import (
+    PagedKV,
+    PagedLatent,
+    kv_cache_spec,
+    latent_cache_spec,
+    mla_decode,
+    paged_decode,
+    parallel,
+    write_kv,
+)
 from tests.aot import device, engine
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
 
 
-def mesh(axis: str) -> Mesh:
+def mesh(axis: str, kind: AxisType = AxisType.Auto) -> Mesh:
     """Two H200s."""
     described = topologies.get_topology_desc(platform="cuda", topology="1x1x2", target_config=device.H200)
-    return Mesh(np.array(described.devices), (axis,))
+    return Mesh(np.array(described.devices), (axis,), axis_types=(kind,))
 
 
 def collectives(text: str) -> list[str]:
     """Collective operations of a compiled module, in the order of its text."""
-    if "mosaic_gpu" not in text:
+    if not re.search("mosaic_gpu|triton_kernel_call", text):
         raise ValueError("expected a kernel in the compiled call, found none")
-    found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter|collective-[a-z-]+)\(", text)
+    found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter[a-z-]*|collective-[a-z-]+)\(", text)
     return [name.removesuffix("-start") for name in found if not name.endswith("-done")]
 
 
@@ -134,9 +145,49 @@ def contexts() -> dict[str, list[str]]:
     }
 
 
+def plain() -> dict[str, Any]:
+    """Operations under a plain `jax.jit`, on arrays whose heads or sequences are split: by implementation, types of
+    axes and operation, what is exchanged, the kernel's calls, and copies of a device's part of a cache.
+    """
+    dtype, found = jnp.bfloat16, {}
+    spec = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
+    kv = jax.eval_shape(lambda: PagedKV.allocate(spec))
+    latents = latent_cache_spec(num_pages=1024, page_size=64, latent_dim=512, rope_dim=64, dtype=dtype)
+    cache = jax.eval_shape(lambda: PagedLatent.allocate(latents))
+    tables, lens, slots = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 16), (64,), (64,)))
+    q, q_latent, q_rope, new = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((64, 1, 32, 128), (64, 1, 128, 512), (64, 1, 128, 64), (64, 8, 128))
+    )
+    heads, kv_heads = PartitionSpec(None, None, "context"), PartitionSpec(None, "context")
+    latent = [q_latent, q_rope, cache, tables, lens]
+    calls: dict[str, tuple[Any, list[Any], list[PartitionSpec], dict[str, Any]]] = {
+        "decode": (paged_decode, [q, kv, tables, lens], [heads, kv_heads, WHOLE, WHOLE], {}),
+        "latents": (mla_decode, latent, [heads, heads, WHOLE, WHOLE, WHOLE], {"sm_scale": 0.1}),
+        "latents, sequences": (mla_decode, latent, [SPLIT, SPLIT, WHOLE, SPLIT, SPLIT], {"sm_scale": 0.1}),
+        "write": (write_kv, [kv, new, new, slots], [kv_heads, kv_heads, kv_heads, WHOLE], {}),
+    }
+    for implementation, kind in itertools.product(("mosaic", "triton"), (AxisType.Auto, AxisType.Explicit)):
+        cards = mesh("context", kind)
+        for name, (operation, arrays, specs, static) in calls.items():
+
+            def place(tree: Any, spec: PartitionSpec, cards: Mesh = cards) -> Any:
+                sharding = NamedSharding(cards, spec)
+                return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+            run = jax.jit(
+                functools.partial(operation, **static, implementation=implementation),
+                donate_argnums=0 if name == "write" else (),
+            )
+            text = str(run.lower(*map(place, arrays, specs)).compile().as_text())
+            copies = re.findall(r"= bf16\[1024,\d+,64,128\]\S* copy\(", text)
+            found[f"{implementation}, {kind.name}, {name}"] = [*collectives(text), *copies]
+    return found
+
+
 def steps() -> dict[str, dict[str, int]]:
     return {name: exchanges_of_step(*step) for name, step in STEPS.items()}
 
 
 if __name__ == "__main__":
-    print(json.dumps({"contexts": contexts, "steps": steps}[sys.argv[1]]()))
+    print(json.dumps({"contexts": contexts, "plain": plain, "steps": steps}[sys.argv[1]]()))

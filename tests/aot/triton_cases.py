@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import (
+    CacheSpec,
     HeadWindow,
     PagedIndexKeys,
     PagedKV,
@@ -160,11 +161,21 @@ MLA_DECODE = {
 }
 
 
+def _cache(spec: CacheSpec, lanes: int | None) -> PagedKV:
+    """Shapes of a cache of keys and values; `lanes` columns of each beside each other in one array."""
+    kv = allocated(PagedKV, spec)
+    if lanes is None:
+        return kv
+    return dataclasses.replace(kv, k=shape(*kv.k.shape[:3], 2 * lanes, dtype=kv.k.dtype), v=None)
+
+
 def paged_decode(
     cache: str = "bf16",
     head_dim: int = 128,
     group: int = 4,
     *,
+    value_dim: int | None = None,
+    lanes: int | None = None,
     page_size: int = 16,
     queries: int = 1,
     head_windows: bool = False,
@@ -186,11 +197,12 @@ def paged_decode(
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
         scales=scales,
+        value_dim=value_dim,
     )
     ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
-        "kv": allocated(PagedKV, spec),
+        "kv": _cache(spec, lanes),
         "block_tables": ints(batch, kv_heads, table_pages) if head_wise else ints(batch, table_pages),
         "kv_lens": ints(batch),
     }
@@ -235,6 +247,10 @@ PAGED_DECODE = {
         "int8-channel", 256, queries=8, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
     ),
     "paged-decode-fixed": paged_decode(fixed=True),
+    "paged-decode-bf16-d192-v128": paged_decode(head_dim=192, value_dim=128),
+    "paged-decode-fp8-16-d192-v128": paged_decode("fp8-16", head_dim=192, value_dim=128),
+    "paged-decode-bf16-fused": paged_decode(lanes=128, page_size=1),
+    "paged-decode-int8-head-d64-fused": paged_decode("int8-head", head_dim=64, lanes=128, page_size=1),
 }
 
 
@@ -243,6 +259,8 @@ def paged_prefill(
     head_dim: int = 128,
     num_tokens: int = 8192,
     *,
+    value_dim: int | None = None,
+    lanes: int | None = None,
     page_size: int = 64,
     head_windows: bool = False,
     head_wise: bool = False,
@@ -260,11 +278,12 @@ def paged_prefill(
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
         scales=scales,
+        value_dim=value_dim,
     )
     ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, 4 * kv_heads, head_dim, dtype=jnp.float16 if name == "f16" else jnp.bfloat16),
-        "kv": allocated(PagedKV, spec),
+        "kv": _cache(spec, lanes),
         "block_tables": ints(sequences, kv_heads, table_pages) if head_wise else ints(sequences, table_pages),
         "cu_q_lens": ints(sequences + 1),
         "kv_lens": ints(sequences),
@@ -302,6 +321,9 @@ PAGED_PREFILL = {
     },
     "paged-prefill-f16-p16-full": paged_prefill("f16", page_size=16, causal=False),
     "paged-prefill-bf16-p1": paged_prefill(page_size=1),
+    "paged-prefill-bf16-d192-v128": paged_prefill(head_dim=192, value_dim=128),
+    "paged-prefill-bf16-fused": paged_prefill(lanes=128, page_size=1),
+    "paged-prefill-int8-head-d64-fused": paged_prefill("int8-head", head_dim=64, lanes=128, page_size=1),
 }
 
 
@@ -337,6 +359,8 @@ def write_kv(
     head_dim: int = 128,
     half: int | None = None,
     *,
+    value_dim: int | None = None,
+    lanes: int | None = None,
     page_size: int = 64,
     head_slots: bool = False,
     **static: Any,
@@ -352,10 +376,16 @@ def write_kv(
         head_dim=head_dim,
         dtype=CACHE_DTYPES[name],
         scales=scales,
+        value_dim=value_dim,
     )
     new = shape(num_tokens, kv_heads, head_dim)
     slots = shape(num_tokens, *((kv_heads,) if head_slots else ()), dtype=jnp.int32)
-    arguments = {"kv": allocated(PagedKV, spec), "k": new, "v": new, "slots": slots}
+    arguments: dict[str, Any] = {
+        "kv": _cache(spec, lanes),
+        "k": new,
+        "v": shape(num_tokens, kv_heads, value_dim or head_dim),
+        "slots": slots,
+    }
     if half is not None:
         angles, weight = shape(num_tokens, half, dtype=jnp.float32), shape(head_dim)
         arguments["rope"] = Rope(angles, angles, weight, weight, **static)  # pyrefly: ignore[bad-argument-type]
@@ -371,6 +401,9 @@ WRITE_KV = {
     },
     "write-kv-bf16": write_kv(),
     "write-kv-bf16-p1": write_kv(page_size=1),
+    "write-kv-bf16-d192-v128": write_kv(head_dim=192, half=32, value_dim=128),
+    "write-kv-bf16-fused": write_kv(half=64, lanes=128, page_size=1),
+    "write-kv-fp8-4-d64-fused": write_kv("fp8-4", head_dim=64, half=32, lanes=128),
     "write-kv-f16-interleaved-partial-norm-after": write_kv(
         "f16", 128, 32, style="interleaved", norm_order="after_rope"
     ),

@@ -120,6 +120,10 @@ class Backend:
 CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 MOSAIC_REFUSALS = {
+    r"test_mla_sparse.py::test_values\[mosaic-float32": "takes bfloat16 and float16 queries, got float32",
+    r"test_mla_sparse.py::test_values\[mosaic-float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
+    r"test_mla_sparse.py::test_values\[mosaic-float16, latents of 96": "takes latents of 128 to 512 columns",
+    r"test_mla_sparse.py::test_values\[mosaic-rotated columns of 32": "and 64 rotated ones, got 128 and 32",
     r"mosaic-(gather|write of latents), 8 bits\]": "takes no quantised latents",
     r"latents_in_8_bits\[mosaic-absent pages, many heads": (
         "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
@@ -127,11 +131,16 @@ MOSAIC_REFUSALS = {
     r"test_(decode|prefill|dtypes|latents_in_8_bits)\[mosaic-float32( over .*)?\]": (
         "takes bfloat16 and float16 queries, got float32"
     ),
-    r"mosaic-bfloat16 over ": "takes queries and an unquantised cache of one dtype",
+    r"mosaic-bfloat16 over (?!8 bits)": "takes queries and an unquantised cache of one dtype",
     r"page of 1 token|test_tokens_before_heads\[mosaic": "takes pages of 16, 32, 64 or 128 tokens, got 1",
     r"(page of 8 tokens|pages of 8)\]": "takes pages of 16, 32, 64 or 128 tokens, got 8",
     r"test_paged_attention.*heads of 16\]": "takes heads of width 64, 128 or 256, got 16",
     r"large soft cap\]": "takes a soft cap of up to 4096, got 5000",
+    r"test_values_of_another_width": "takes pages of keys and values of one width",
+    r"test_(decode|prefill)\[.*-fused|test_fused_caches": "takes keys and values in arrays of their own, got them",
+    r"test_(decode|prefill)\[.*-(keys of 48|values narrower)": "takes pages of keys and values of one width",
+    r"test_prefill\[.*chunks, a tree": "takes no draft mask",
+    r"test_windows_and_soft_caps": "takes no (window|soft cap) over latents",
     r"test_decode\[.*G 67\]": "67 have no such divisor",
     r"latents of 96\]": "takes latents of a multiple of 64 columns up to 512, got 96",
     r"rotated columns of 16\]": "takes 32 or 64 rotated columns, got 16",
@@ -165,6 +174,9 @@ PORTABLE_SLOW = (
     r"|plain|static|dynamic)"
     r"[^\[]*\[([^\]]*-)?reference",
     r"test_memory_grows_with_the_queries.*-full|test_keys_before_every_window",
+    # Pages of two widths, and fused ones, are read alike for decode and prefill.
+    r"test_prefill\[\w+-(values narrower|fused)|test_prefill\[reference-(keys of|chunks, a tree, )",
+    r"test_windows_and_soft_caps\[(reference-(?!a window, 4)|xla-(a window (past|that)|a soft cap))",
     r"test_index_keys.py::test_memory_does_not_grow.*-chunk|test_a_choice_is_exact\[\w+-decode, absent",
 )
 
@@ -242,6 +254,7 @@ TRITON_SAMPLE = "|".join(
         "fp8 per token, windows",
         "fp8 queries of tokens, tree",
         "page of 1 token",
+        "fused in lanes, fp8 per token",
         "float32",
     )
 )
@@ -252,6 +265,7 @@ TRITON_MLA_SAMPLE = "|".join(
         r"test_several_queries\[triton-many heads-4, tree\]",
         r"test_several_queries\[triton-few heads-4 each, of rows",
         r"test_latents_in_8_bits\[triton-(4, tree|float32)\]",
+        r"test_windows_and_soft_caps\[triton-a window, 4 causal",
         r"test_dtypes\[triton-(float32|bfloat16 over|bfloat16, large|latents of 96)",
         r"test_a_row_does_not_depend_on_the_batch\[triton-few",
     )
@@ -266,7 +280,8 @@ TRITON_SLOW = (
     r"test_write_places.*triton-float16|test_write_(fills|casts).*triton",
     r"test_latent_8bit.*triton-(bfloat16|float16)",
     # The sample meets most options once: windows and sink tokens, head-wise tables, absent pages, 8 bits, full.
-    r"test_prefill\[triton-(?!float32|bfloat16 over|first chunks|chunks, (absent|int8)|full, absent)",
+    r"test_prefill\[triton-"
+    r"(?!float32|bfloat16 over|first chunks|chunks, (absent|int8|a tree, int8)|full, absent|keys of)",
     r"paged_prefill-triton\]",
     r"test_(chunks_give|agrees_with|a_sequence_does).*triton",
     r"test_(more_)?garbage.*\[triton-prefill",

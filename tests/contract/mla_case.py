@@ -28,6 +28,7 @@ class MlaCase:
       cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
       absent_pages: some pages are missing in the middle of what a query would see.
       tree: a draft mask that is neither causal nor always shows the first column.
+      window, soft_cap: as the call takes them.
       exact: integer inputs whose dot products are exact and near +5e5 in some rows, near -5e5 in others.
     """
 
@@ -44,7 +45,15 @@ class MlaCase:
     cache_dtype: str | None = None
     absent_pages: bool = False
     tree: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
     exact: bool = False
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The options of the call that the case has."""
+        options = {"window": self.window, "soft_cap": self.soft_cap}
+        return {name: option for name, option in options.items() if option is not None}
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -123,7 +132,9 @@ class Inputs:
         for b, i in np.ndindex(self.q.shape[:2]):
             token = np.flatnonzero(self.visible[b, i])
             keys = self.pages[self.tables[b, token // case.page_size], token % case.page_size][:, None]
-            out[b, i], lse[b, i] = naive.attend(self.q[b, i], keys, keys[..., : case.latent_dim], SM_SCALE)
+            out[b, i], lse[b, i] = naive.attend(
+                self.q[b, i], keys, keys[..., : case.latent_dim], SM_SCALE, soft_cap=case.soft_cap
+            )
         return out, lse
 
 
@@ -136,6 +147,8 @@ def _visible(case: MlaCase, mask: np.ndarray | None) -> np.ndarray:
             if mask is not None:
                 column = t - (kv_len - q_len)
                 shown = (column < 0) | mask[b, i, np.clip(column, 0, case.queries - 1)]
+            if case.window is not None:
+                shown = shown & (t > kv_len - q_len + i - case.window)
             visible[b, i] = shown & (t < kv_len)
     return visible
 

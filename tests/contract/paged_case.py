@@ -29,6 +29,8 @@ class PagedCase:
       tokens: T of a prefill call, the rest of it padding; None for as many as there are queries.
       dtype: of the queries; None for the backend's own, see `Backend.dtype`.
       cache_dtype: of the cache; None for q's.
+      value_dim: width of values; None for head_dim.
+      fused: keys and values are in one array, in so many columns each.
       head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
       head_wise: rank-3 tables, whose rows come from any head's pages.
       absent_pages: some pages are missing in the middle of what a query would see.
@@ -46,6 +48,8 @@ class PagedCase:
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    value_dim: int | None = None
+    fused: int | None = None
     page_size: int = 8
     pages_per_row: int = 8
     num_pages: int = 72
@@ -67,6 +71,10 @@ class PagedCase:
     @property
     def query_lens(self) -> tuple[int, ...]:
         return (self.queries,) * len(self.kv_lens) if self.q_lens is None else self.q_lens
+
+    @property
+    def output_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def padding(self) -> int:
@@ -152,7 +160,12 @@ class Inputs:
         """Array arguments of `paged_prefill`; what must not matter is poison or 0."""
         padding = self._filler((self.case.padding, self.case.q_heads, self.case.head_dim), poisoned)
         cu_q_lens = np.cumsum((0, *self.case.query_lens), dtype=np.int32)
-        return self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
+        arguments = self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
+        if self.draft_mask is not None:
+            rows = [mask[: len(rows)] for mask, rows in zip(self.draft_mask, self.q, strict=True)]
+            padding_rows = self.rng.random((self.case.padding, self.draft_mask.shape[2])) < 0.5
+            arguments["draft_mask"] = np.concatenate([*rows, padding_rows])
+        return arguments
 
     @property
     def _lens(self) -> list[tuple[int, int]]:
@@ -177,10 +190,15 @@ class Inputs:
                 dead = dead.reshape(*values.shape, -1).all(-1) if dynamic else np.zeros(values.shape, bool)
             values = harness.poison(self.rng, values, dead) if poisoned else harness.zero(values, dead)
             arrays[name] = jnp.asarray(values)
+        if self.case.fused is None:
+            return PagedKV(**arrays)
+        k = arrays["k"]
+        lanes = jnp.asarray(self._filler((*k.shape[:3], self.case.fused - k.shape[3]), poisoned, k.dtype))
+        arrays["k"] = jnp.concatenate([k, lanes, arrays.pop("v"), lanes], axis=-1)
         return PagedKV(**arrays)
 
-    def _filler(self, shape: tuple[int, ...], poisoned: bool) -> np.ndarray:
-        zeros = np.zeros(shape, self.case.dtype)
+    def _filler(self, shape: tuple[int, ...], poisoned: bool, dtype: Any = None) -> np.ndarray:
+        zeros = np.zeros(shape, dtype or self.case.dtype)
         return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
 
     def make_live_values_infinite(self) -> None:
@@ -190,7 +208,7 @@ class Inputs:
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and LSE in float64, one head of one query at a time."""
         case = self.case
-        out = np.zeros((len(self.q), max(case.queries, *case.query_lens), case.q_heads, case.head_dim))
+        out = np.zeros((len(self.q), max(case.queries, *case.query_lens), case.q_heads, case.output_dim))
         lse = np.full(out.shape[:-1], -np.inf)
         for b, (rows_out, rows_lse) in enumerate(self._expected()):
             out[b, : len(rows_out)], lse[b, : len(rows_out)] = rows_out, rows_lse
@@ -200,7 +218,7 @@ class Inputs:
         """Output and LSE in float64, one head of one query at a time."""
         case = self.case
         outs, lses = zip(*self._expected(), strict=True)
-        padding = np.zeros((case.padding, case.q_heads, case.head_dim))
+        padding = np.zeros((case.padding, case.q_heads, case.output_dim))
         return np.concatenate([*outs, padding]), np.concatenate([*lses, np.full(padding.shape[:2], -np.inf)])
 
     def _expected(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -208,7 +226,7 @@ class Inputs:
         group = case.q_heads // case.kv_heads
         results = []
         for b, rows in enumerate(self.q):
-            out, lse = np.zeros(rows.shape), np.full(rows.shape[:2], -np.inf)
+            out, lse = np.zeros((*rows.shape[:2], case.output_dim)), np.full(rows.shape[:2], -np.inf)
             meant = rows.astype(np.float64)
             if self.q_scale is not None:
                 meant = in_8_bits(rows, self._scales_of(b)).astype(np.float64) * self._scales_of(b)[..., None]
@@ -278,6 +296,7 @@ def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.nda
         head_dim=case.head_dim,
         dtype=cache_dtype,
         scales=case.scales,
+        value_dim=case.value_dim,
     )
     return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in spec.arrays.items()}
 

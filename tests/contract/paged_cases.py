@@ -136,7 +136,20 @@ QUANTISED = {
         num_pages=8,
     ),
 }  # fmt: skip
-SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED
+WIDTHS = {
+    "keys of 48, values of 80, sinks": replace(PLAIN, head_dim=48, value_dim=80, sinks="ordinary", soft_cap=5.0),
+    "values narrower, int8 per channel, windows": windowed(
+        (9, 1), (FULL, 0), value_dim=16, cache_dtype="int8", scales="channel", dtype="float16"
+    ),
+    "fused, drafts": replace(DRAFTS, fused=64),
+    "fused in lanes, fp8 per token, pages of 1 token": shape(
+        2, 2, 16, 1, pages_per_row=40, num_pages=90, cache_dtype=FP8, scales=1, fused=24
+    ),
+    "fused in lanes, int8 per channel, head-wise": replace(
+        PLAIN, cache_dtype="int8", scales="channel", head_wise=True, fused=80, absent_pages=True
+    ),
+}
+SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS
 
 TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
 Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
@@ -216,6 +229,14 @@ PREFILL = SHARED | {
     "full, absent pages of any head's rows, int8 per token": replace(
         CHUNK, causal=False, head_windows=None, head_wise=True, absent_pages=True, cache_dtype="int8", scales=PS
     ),
+    "chunks, a tree": replace(CHUNK, tree=True, sinks="ordinary", head_windows=None),
+    "chunks, a tree over windows and absent pages": replace(
+        CHUNK, tree=True, absent_pages=True, head_windows=((7, 3), (FULL, 0))
+    ),
+    "chunks, a tree, int8 per token, head-wise": replace(
+        CHUNK, tree=True, head_wise=True, cache_dtype="int8", scales=PS, head_windows=None, sinks=None, soft_cap=4.0
+    ),
+    "chunks, a tree, more new tokens than keys": packed((3, 128, 0, 5), (9, 13, 6, 9), tree=True),
     "a single sequence": packed((61,), (21,), head_windows=None, window=10, sinks="ordinary"),
     "no padding": packed((30, 64), (30, 1), tokens=31, head_windows=None, soft_cap=4.0),
     "a single token": packed((64,), (1,), tokens=1, head_windows=((5, 1), (FULL, 0))),

@@ -110,6 +110,13 @@ LATENTS_8BIT = PagedLatent(
     scale=jnp.asarray(np.random.default_rng(2).uniform(0.5, 2.0, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 32, seed=2),
 )
+# Wide enough for every kernel of `mla_sparse`; scales are powers of two, with which 16 bits hold the latents exactly.
+CHOSEN = PagedLatent(values(N, PS, 192))
+CHOSEN_8BIT = PagedLatent(
+    pages=LATENTS_8BIT.pages,
+    scale=jnp.asarray(2.0 ** np.random.default_rng(2).integers(-1, 2, (N, PS, 2)), jnp.float32),
+    rope=values(N, PS, 64, seed=2),
+)
 # Small integers, whose products and sums are exact in any order: so selections are, too.
 INDEX = PagedIndexKeys(jnp.asarray(np.random.default_rng(3).integers(-3, 4, (N, PS, 32)), jnp.bfloat16))
 INDEX_8BIT = PagedIndexKeys(
@@ -158,10 +165,10 @@ def indexed(index: PagedIndexKeys) -> dict[str, Any]:
 
 def chosen(cache: PagedLatent) -> dict[str, Any]:
     """Arguments of `mla_sparse`: 20 slots a token, of which some are none."""
-    width, rng = cache.width - 32, np.random.default_rng(6)
+    width, rng = cache.width - 64, np.random.default_rng(6)
     slots = np.stack([rng.permutation(N * PS)[:20] for _ in range(9)]).astype(np.int32)
     slots[3], slots[5, 7:], slots[6, ::3] = -1, -1, -1
-    return {"q_latent": 8 * values(9, HQ, width), "q_rope": 8 * values(9, HQ, 32), "cache": cache, "slots": slots}
+    return {"q_latent": 8 * values(9, HQ, width), "q_rope": 8 * values(9, HQ, 64), "cache": cache, "slots": slots}
 
 
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -230,8 +237,8 @@ TARGETS = {
         index_top_k, indexed(INDEX_8BIT), SUMS, {"sm_scale": 0.5, "top_k": 20}, exact=True
     ),
     "choice": Target(select_top_k, {"scores": values(9, 70, dtype=jnp.float32)}, (), {"top_k": 20}, exact=True),
-    "chosen latents": Target(mla_sparse, chosen(LATENTS), ("slots",), {"sm_scale": 0.125, **LSE}),
-    "chosen latents, 8 bits": Target(mla_sparse, chosen(LATENTS_8BIT), ("slots",), {"sm_scale": 0.125, **LSE}),
+    "chosen latents": Target(mla_sparse, chosen(CHOSEN), ("slots",), {"sm_scale": 0.125, **LSE}),
+    "chosen latents, 8 bits": Target(mla_sparse, chosen(CHOSEN_8BIT), ("slots",), {"sm_scale": 0.125, **LSE}),
     "write of index keys": Target(
         write_index_keys, {"index": INDEX, "keys": values(9, 32), "slots": SLOTS}, ("slots",), exact=True
     ),

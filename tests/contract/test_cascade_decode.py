@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from pallas_attn import PagedKV, cascade_decode, explain, paged_decode
+from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
 from tests.contract.backends import BACKENDS, Backend
 from tests.ops import harness
@@ -24,6 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 B, Q, P, PS, N, HQ, HKV, D = 4, 2, 4, 16, 24, 4, 2, 64
 XLA = next(backend for backend in BACKENDS if backend.name == "xla")
 every_backend = functools.partial(backends.every_backend, "paged_prefill")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _any_cascade_pays() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "LEAST_SAVED_BYTES", 0)
+        yield
 
 
 def draw(
@@ -112,6 +121,26 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
         out_specs=PartitionSpec("x"),
     )
     jax.eval_shape(split, arrays)
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns", "given", "prefills"),
+    [(16, 36, None, 0), (16, 256, None, 1), (16, 256, 32, 0), (16, 256, 128, 1), (1, 256, None, 0), (16, 36, 900, 0)],
+)
+def test_what_cannot_pay_is_plain_decode(
+    batch: int, columns: int, given: int | None, prefills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of 256 KiB: 16 samples of 32 pages spare 120 MiB, of 128 pages 480."""
+    calls, prefill = [], room.paged_prefill
+    monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
+    monkeypatch.setattr(room, "paged_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
+    kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((batch, 1, 32, 128), jnp.bfloat16)
+    metadata = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, columns), (batch,))]
+    call = functools.partial(cascade_decode, shared_pages=given, return_lse=True, implementation="xla")
+    out, lse = jax.eval_shape(call, q, PagedKV(kv, kv), *metadata)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, q.shape[:3], jnp.float32)
+    assert len(calls) == prefills
 
 
 def test_explanation_and_gradients() -> None:

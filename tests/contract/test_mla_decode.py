@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import (
+    FULL,
     PAGE_NONE,
     DecodePlan,
     PagedLatent,
@@ -53,13 +54,15 @@ def draw(backend: Backend, case: MlaCase, rng: np.random.Generator | None = None
     return Inputs.draw(replace(case, dtype=case.dtype or backend.dtype), rng or harness.fresh_rng())
 
 
-def planned(backend: Backend, arguments: dict[str, Any], mode: str = "balanced") -> dict[str, Any]:
+def planned(
+    backend: Backend, arguments: dict[str, Any], mode: str = "balanced", window: int | None = None
+) -> dict[str, Any]:
     """The arguments with a plan where plans are followed."""
-    return arguments | {"plan": plan_for(backend, arguments, mode)} if backend.plans else arguments
+    return arguments | {"plan": plan_for(backend, arguments, mode, window)} if backend.plans else arguments
 
 
-def plan_for(backend: Backend, arguments: dict[str, Any], mode: str) -> DecodePlan:
-    return backends.plan_of(backend, arguments, num_programs=3, mode=mode)
+def plan_for(backend: Backend, arguments: dict[str, Any], mode: str, window: int | None = None) -> DecodePlan:
+    return backends.plan_of(backend, arguments, window=window, num_programs=3, mode=mode)
 
 
 def check(backend: Backend, case: MlaCase, *, clean: bool | None = None) -> None:
@@ -69,7 +72,8 @@ def check(backend: Backend, case: MlaCase, *, clean: bool | None = None) -> None
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
 
     def result(poisoned: bool) -> tuple[np.ndarray, np.ndarray]:
-        return run(backend, planned(backend, inputs.arguments(poisoned=poisoned)), **exact)
+        arguments = planned(backend, inputs.arguments(poisoned=poisoned), window=case.window)
+        return run(backend, arguments, **case.static, **exact)
 
     got = result(poisoned=True)
     tolerances = backend.variant.tolerance("float32" if exact else inputs.case.dtype)
@@ -208,6 +212,28 @@ DTYPES = {
 @pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
 @every_backend
 def test_dtypes(backend: Backend, case: MlaCase) -> None:
+    check(backend, case)
+
+
+SCORES = {
+    "a window of 1": replace(BASE, window=1),
+    "a window past a page, many heads": replace(BASE, window=PS + 1, heads=MANY_HEADS),
+    "a window that hides nothing": replace(BASE, window=FULL),
+    "a window, 4 causal, a soft cap": replace(QUERIES["4, causal"], window=PS - 1, soft_cap=2.0),
+    "a window, 4 each, of rows with fewer tokens": replace(
+        QUERIES["4 each, of rows with fewer tokens"], kv_lens=(0, 1, 2, 3, 65, 40), window=FULL
+    ),
+    "a window, 4, tree": replace(QUERIES["4, tree"], window=3),
+    "a window over 8 bits in short pages": replace(
+        BASE, cache_dtype="float8_e4m3fn", page_size=8, pages_per_row=16, num_pages=112, window=20, soft_cap=5.0
+    ),
+    "a soft cap of 5000": replace(BASE, soft_cap=5000.0),
+}
+
+
+@pytest.mark.parametrize("case", SCORES.values(), ids=SCORES)
+@every_backend
+def test_windows_and_soft_caps(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
 

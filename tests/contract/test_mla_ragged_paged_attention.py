@@ -106,15 +106,16 @@ class Step:
         pages.reshape(-1, L + R)[slots] = self.latents[: len(slots)]
         return pages
 
-    def expected(self, pages: np.ndarray) -> np.ndarray:
+    def expected(self, pages: np.ndarray, window: int = T + P * PS, soft_cap: float | None = None) -> np.ndarray:
         """Output [T, Hq, L] in float64 over these pages."""
         out, start = np.zeros((*self.q.shape[:2], L)), 0
         for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
             token = np.arange(length)
             keys = pages[row[token // PS], token % PS][:, None]
             for i in range(count):
-                seen = keys[: length - count + i + 1]
-                out[start + i], _ = naive.attend(self.q[start + i], seen, seen[..., :L], 0.2)
+                end = length - count + i + 1
+                seen = keys[max(0, end - window) : end]
+                out[start + i], _ = naive.attend(self.q[start + i], seen, seen[..., :L], 0.2, soft_cap=soft_cap)
             start += count
         return out
 
@@ -153,6 +154,14 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
 def test_mixes(backend: Backend, name: str, heads: int) -> None:
     step = Step.draw(*MIXES[name], heads, backend.dtype, harness.fresh_rng())
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_windows_and_soft_caps(heads: int) -> None:
+    step = Step.draw(*MIXED, heads, "float32", harness.fresh_rng())
+    out, cache = run(XLA, step.arguments(), sliding_window=9, soft_cap=3.0)
+    harness.assert_same_bits(cache.pages, step.written())
+    harness.assert_close("output", out, step.expected(step.written(), 9, 3.0), harness.F32_OUT)
 
 
 @st.composite

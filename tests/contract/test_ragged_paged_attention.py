@@ -266,6 +266,14 @@ def test_decodes_have_the_bits_of_paged_decode() -> None:
     harness.assert_same_bits(np.asarray(out)[first[single]], np.asarray(want)[single, 0])
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_number_of_sequences_alone(shape: tuple[int, ...]) -> None:
+    step = Step.draw(*MIXED, "float32", harness.fresh_rng())
+    arguments = step.arguments("garbage", distribution=True)
+    alone = arguments | {"distribution": np.reshape(arguments["distribution"][2], shape)}
+    harness.assert_same_bits(run(XLA, alone), run(XLA, arguments))
+
+
 def test_distribution_makes_prefills_of_single_tokens() -> None:
     new, lens = MIXED
     step = Step.draw(new, lens, "float32", harness.fresh_rng())
@@ -449,6 +457,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "flat page_indices": ({"page_indices": np.zeros(S * P)}, "page_indices: expected dtype int32, got float64"),
     "cu_q_lens": ({"cu_q_lens": np.zeros(S, np.int32)}, r"cu_q_lens: expected shape \[S\+1=6\], got \[5\]"),
     "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
+    "distribution of ranks": ({"distribution": [[1]]}, r"distribution: expected shape \[1\], got \[1, 1\]"),
     "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),
     "causal": ({"causal": 1}, "causal: expected True or False"),
     "update": ({"update_kv_cache": None}, "update_kv_cache: expected True or False"),

@@ -31,8 +31,14 @@ QWEN3 = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, voca
 LATENT = dataclasses.replace(engine_case.CONFIG, kv_lora_rank=128)
 
 SPARSE = dataclasses.replace(
-    engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
+    engine_case.CONFIG,
+    model_type="glm_moe_dsa",
+    index_topk=12,
+    index_n_heads=4,
+    index_head_dim=12,
+    indexer_types=("full", "shared"),
 )
+"""Its first layer has index keys; the second one, which attends to what the first chose, has none."""
 
 MODELS = {"latents": engine_case.CONFIG, "sparse": SPARSE, "wide latents": LATENT, "windows": QWEN3}
 KINDS = {

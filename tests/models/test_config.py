@@ -167,9 +167,13 @@ def test_entries_of_an_indexer_say_nothing_of_other_families():
         ({"layer_types": ["indexed_attention"]}, ValueError, "layer_types: expected one for each of 61 layers"),
         ({"layer_types": ["full_attention"] * 61}, NotImplementedError, "layer_types 'full_attention' of layer 0"),
         ({"mlp_layer_types": ["sparse"] * 61}, NotImplementedError, "mlp_layer_types 'sparse' of layer 0"),
-        ({"indexer_types": ["full"] * 60 + ["shared"]}, NotImplementedError, "indexer_types 'shared' of layer 60"),
-        ({"index_topk_freq": 4}, NotImplementedError, "index_topk_freq 4"),
-        ({"index_topk_pattern": "FS" * 30 + "F"}, NotImplementedError, "index_topk_pattern"),
+        (
+            {"indexer_types": ["full"] * 60 + ["shared"]},
+            NotImplementedError,
+            "indexer_types: layer 60 of a deepseek_v32",
+        ),
+        ({"index_topk_freq": 4}, NotImplementedError, "index_topk_freq: layer 2 of a deepseek_v32 shares a choice"),
+        ({"index_topk_pattern": "FS" * 30 + "F"}, NotImplementedError, "index_topk_pattern: layer 1"),
     ],
 )
 def test_says_what_is_wrong_with_an_indexer(entries: dict, error: type[Exception], message: str):
@@ -177,12 +181,96 @@ def test_says_what_is_wrong_with_an_indexer(entries: dict, error: type[Exception
         DeepSeekConfig.from_hf({**V32, **entries})
 
 
-INDEXER = ("index_topk", "index_head_dim", "layer_types", "indexer_types", "index_topk_freq", "index_topk_pattern")
+INDEXER = (
+    "index_topk",
+    "index_head_dim",
+    "layer_types",
+    "indexer_types",
+    "index_topk_freq",
+    "index_skip_topk_offset",
+    "index_topk_pattern",
+)
 
 
 @pytest.mark.parametrize("name", INDEXER)
 def test_no_entry_of_an_indexer_ends_in_another_error(name: str):
     assert all(is_read_or_refused({**V32, name: junk}) for junk in JUNK)
+
+
+def sharing(num_layers: int, **entries: object) -> DeepSeekConfig:
+    """A model of so many layers that may share choices, by these entries."""
+    return DeepSeekConfig.from_hf({**V32, "model_type": "glm_moe_dsa", "num_hidden_layers": num_layers, **entries})
+
+
+@pytest.mark.parametrize(
+    ("entries", "letters"),  # as transformers 5.23 and vLLM read them
+    [
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSSSFSSSF"),  # GLM-5.2, as published
+        ({"index_topk_freq": 3}, "FFSSFSSFSSF"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFSFSFSF"),
+        ({"index_topk_freq": 99, "index_skip_topk_offset": 12}, "FFFFFFFFFFF"),
+        ({"index_topk_freq": 0, "index_skip_topk_offset": 0}, "FFFFFFFFFFF"),
+        ({"index_topk_freq": None, "index_skip_topk_offset": None, "index_topk_pattern": None}, "FFFFFFFFFFF"),
+        ({"index_topk_pattern": "FSSFSSSSSSF"}, "FSSFSSSSSSF"),
+        ({"index_topk_pattern": "FSSFSSSSSSF", "index_topk_freq": 2}, "FSSFSSSSSSF"),
+        ({"index_topk_pattern": [*["full"] * 10, "shared"]}, "FFFFFFFFFFS"),
+        ({"indexer_types": [*["full", "shared"] * 5, "full"], "index_topk_pattern": "FSFSFSFSFSF"}, "FSFSFSFSFSF"),
+    ],
+)
+def test_layers_that_share_a_choice(entries: dict, letters: str):
+    config = sharing(len(letters), **entries)
+    assert "".join("S" if config.shares_choice(i) else "F" for i in range(len(letters))) == letters
+    assert [config.has_indexer(i) for i in range(len(letters))] == [letter == "F" for letter in letters]
+    assert config.has_indexer(len(letters))  # of multi-token prediction
+    assert (config.indexer_types is None) == ("S" not in letters)
+    assert DeepSeekConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    full = sharing(len(letters))
+    indexer = 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128
+    assert count_parameters(full) - count_parameters(config) == letters.count("S") * indexer
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"indexer_types": ["full"]}, "indexer_types: expected one for each of 4 layers, got 1"),
+        (
+            {"indexer_types": ["full", "shared", "none", "full"]},
+            "indexer_types: expected a list of full and shared, got",
+        ),
+        ({"indexer_types": "FFFF"}, "indexer_types: expected a list of full and shared, got 'FFFF'"),
+        ({"indexer_types": ["shared"] + ["full"] * 3}, "indexer_types: expected full for layer 0"),
+        (
+            {"index_topk_pattern": "FSX"},
+            "index_topk_pattern: expected a list of full and shared or a string of F and S",
+        ),
+        ({"index_topk_pattern": "FS"}, "index_topk_pattern: expected one for each of 4 layers, got 2"),
+        ({"index_topk_pattern": ["F", "S", "F", "S"]}, "index_topk_pattern: expected a list of full and shared or"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "index_topk_freq: expected full for layer 0"),
+        ({"index_topk_freq": -1}, "index_topk_freq: expected at least 0, got -1"),
+        ({"index_topk_freq": 2.5}, "index_topk_freq: expected an integer, got 2.5"),
+        ({"index_skip_topk_offset": -2}, "index_skip_topk_offset: expected at least 0, got -2"),
+        (
+            {"indexer_types": ["full", "full", "shared", "full"], "index_topk_freq": 1},
+            "indexer_types and index_topk_freq contradict each other",
+        ),
+        (
+            {"indexer_types": ["full", "full", "shared", "full"], "index_topk_pattern": "FFSS"},
+            "indexer_types and index_topk_pattern contradict each other",
+        ),
+    ],
+)
+def test_says_what_is_wrong_with_layers_that_share(entries: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        sharing(4, **entries)
+
+
+def test_types_of_layers_are_checked_where_they_are_made():
+    with pytest.raises(ValueError, match="indexer_types of layer 1: expected full or shared, got 'F'"):
+        dataclasses.replace(sharing(2), indexer_types=("full", "F"))  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ValueError, match="indexer_types: expected one for each of 3 layers, got 2"):
+        dataclasses.replace(sharing(2, indexer_types=["full", "shared"]), num_hidden_layers=3)
+    with pytest.raises(NotImplementedError, match="indexer_types: layer 1 of a deepseek_v3 shares a choice"):
+        dataclasses.replace(DeepSeekConfig.from_hf(V3), num_hidden_layers=2, indexer_types=("full", "shared"))
 
 
 @pytest.mark.parametrize(("name", "millions"), [("v2-lite", 15_706.5), ("mla-25m", 25.15)])

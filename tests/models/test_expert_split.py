@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -41,20 +42,24 @@ def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("split", "ragged"),
+    ("split", "how"),
     [
-        (ExpertSplit(1, 3), False),  # two experts each, the last ones of zeros
-        (ExpertSplit(2, 2), False),
-        pytest.param(ExpertSplit(3, 1), False, marks=pytest.mark.slow),
-        pytest.param(ExpertSplit(2, 2), True, marks=pytest.mark.slow),
-        (ExpertSplit(3, 1), True),
+        (ExpertSplit(1, 3), "gathered"),  # two experts each, the last ones of zeros
+        (ExpertSplit(2, 2), "gathered"),
+        pytest.param(ExpertSplit(3, 1), "gathered", marks=pytest.mark.slow),
+        (ExpertSplit(2, 2), "padded"),
+        pytest.param(ExpertSplit(3, 1), "padded", marks=pytest.mark.slow),
+        pytest.param(ExpertSplit(2, 2), "ragged", marks=pytest.mark.slow),
+        (ExpertSplit(3, 1), "ragged"),
     ],
     ids=str,
 )
-def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, ragged: bool):
+def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, how: str):
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
-    monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: ragged)
+    monkeypatch.setattr(moe, "is_gathered", lambda split, copies: how == "gathered")
+    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)  # more are multiplied in pieces
+    monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
     missing = split.num_own(NUM_EXPERTS) * split.devices - NUM_EXPERTS
@@ -81,8 +86,29 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
         wanted = jnp.where(is_live[:, None], moe.routed_experts(x, chosen, weights, experts), 0.0)
         np.testing.assert_allclose(run(x, chosen, weights, is_live, padded), wanted, atol=1e-5)
         jax.effects_barrier()
-        assert sum(sent) == (0 if split.data == 1 else is_live.sum() * chosen.shape[1])
+        assert sum(sent) == (0 if split.data == 1 or how == "gathered" else is_live.sum() * chosen.shape[1])
         sent.clear()
+
+
+def test_a_row_has_the_same_bits_wherever_pieces_begin(rng, monkeypatch):
+    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)
+    experts = moe.Experts(*draw_experts(rng, WIDTH, HIDDEN))
+    x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (NUM_TOKENS, 3)), jnp.float32)
+    own = np.stack([rng.permutation(NUM_EXPERTS)[:3] for _ in range(NUM_TOKENS)])
+    sums = []
+    for number in range(6):  # the other rows have fewer and fewer experts
+        others = np.where(np.arange(NUM_TOKENS)[:, None] % 4, np.minimum(own + number % 2, number), own)
+        run = jax.jit(lambda chosen: moe.apply_experts(x, chosen, weights, experts, expected=100))
+        sums.append(np.asarray(run(jnp.asarray(others, jnp.int32)))[::4])
+    for again in sums[1:]:
+        np.testing.assert_array_equal(again, sums[0])
+
+
+def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
+    for copies, ranks, expert in itertools.product((1, 4, 6, 8), range(2, 33), (1, 2, 8)):
+        gathered, exchanged = ranks - 1, copies / expert * (ranks - 1) / ranks
+        assert moe.is_gathered(ExpertSplit(ranks, expert), copies) == (gathered <= 2 * exchanged)
 
 
 @pytest.mark.parametrize(

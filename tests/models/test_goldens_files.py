@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-SPARSE = ("v32", "v32-fp8", "glm-dsa")
+SPARSE = ("v32", "v32-fp8", "glm-dsa", "glm-shared")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
@@ -36,6 +36,15 @@ SPARSE_MUTATIONS = {
 }
 MUTATIONS = {
     "glm-dsa": SPARSE_MUTATIONS | {"bias_dropped", "bias_in_weights", "topk_not_normalised"},
+    "glm-shared": SPARSE_MUTATIONS
+    | {
+        "bias_dropped",
+        "bias_in_weights",
+        "topk_not_normalised",
+        "shared_layers_choose_anew",
+        "shared_layers_attend_to_all_keys",
+        "shared_layers_take_the_first_choice",
+    },
     "v32": YARN_MUTATIONS | V3_MUTATIONS | SPARSE_MUTATIONS | {"rotary_mscale_dropped"},
     "v2-greedy": YARN_MUTATIONS | {"rotary_mscale_dropped", "topk_normalised"},
     "v2-group": {"groups_ignored", "group_score_is_the_sum_of_two", "topk_normalised"},
@@ -128,7 +137,7 @@ def cached_kinds(name):
 def cached_shape(config, kind, length):
     layers = config["num_hidden_layers"]
     if kind == "index_keys":
-        return (layers, length, config["index_head_dim"])
+        return (config.get("indexer_types", ["full"] * layers).count("full"), length, config["index_head_dim"])
     if "kv_lora_rank" in config:
         return (layers, length, config["kv_lora_rank"] + config["qk_rope_head_dim"])
     return (layers, config["num_key_value_heads"], length, config["head_dim"])
@@ -253,6 +262,13 @@ def test_tokens_choose_fewer_keys_than_the_longer_prompts_have(name):
     assert lengths[1] + NEW_TOKENS // 2 > config["index_topk"] > lengths[1]
     assert lengths[2] > 1.5 * config["index_topk"]
     assert summary["closest_selection"] > 2e-4
+
+
+def test_layers_share_choices_of_more_than_one_layer():
+    """And one of those that share hands the choice on, so that the wrong layer's would show."""
+    types = read_json("glm-shared", "config.json")["indexer_types"]
+    assert types == ["full", "shared", "shared", "full", "shared"]
+    assert read_json("glm-shared", "golden.json")["closest_selection"] > 3e-4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,8 +14,8 @@ from models.checkpoints import load_model
 from models.decoder import Decoder, KVScales, split_model
 from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 from models.engine.verify import TOLERANCE
+from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models.step_case import PAGE_SIZE, Pages, step
-from tests.models.wide_latents import LATENT_DIM, save_wide
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v2-group"
 PROMPTS = json.loads((GOLDEN / "prompts.json").read_text())

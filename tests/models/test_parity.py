@@ -20,13 +20,14 @@ import pytest
 from models.checkpoints import files, load_model, mxfp4, weights
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
 from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, moe, rope, split_model
+from models.decoder.caches import IndexedLatent
 from models.decoder.rope import halves_order
-from pallas_attn import Rope
+from pallas_attn import PagedIndexKeys, Rope, index_cache_spec
 from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-SPARSE = ("v32", "v32-fp8", "glm-dsa")
+SPARSE = ("v32", "v32-fp8", "glm-dsa", "glm-shared")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
@@ -363,6 +364,48 @@ def choice_of_the_first_layer(patch: Patch) -> None:
     patch.setattr(mla, "index_top_k", choose)
 
 
+def shared_layers_choose(what: Callable) -> Callable[[Patch], None]:
+    """Lets layers that share a choice attend to something else: `what` gets the layer and its arguments, and the last
+    layer that chose."""
+    right, last = mla.MLA.__call__, []
+
+    def attend(layer: mla.MLA, *args: Any) -> Any:
+        if layer.indexer is None:
+            return what(right, layer, last[0], *args)
+        last.insert(0, layer)
+        return right(layer, *args)
+
+    def mistake(patch: Patch) -> None:
+        patch.setattr(model, "layer_function", lambda: model._apply_layer)
+        patch.setattr(mla.MLA, "__call__", attend)
+
+    return mistake
+
+
+def by_the_weights_of(right, layer: mla.MLA, chooser: mla.MLA, x, rope, cache, slots, parts, choice):
+    """Chooses anew, by an indexer of another layer."""
+    assert chooser.indexer is not None
+    config, pages = layer.config, cache.pages
+    spec = index_cache_spec(
+        num_pages=pages.shape[0], page_size=pages.shape[1], index_dim=config.index_head_dim, dtype=pages.dtype
+    )
+    residual = layer.q_a_layernorm(layer.q_a_proj(x))
+    empty = IndexedLatent(cache, PagedIndexKeys.allocate(spec))
+    _, chosen = layer._choices(chooser.indexer, empty, x, residual, rope, slots, parts)
+    return right(layer, x, rope, cache, slots, parts, chosen)
+
+
+def shared_layers_take_the_first_choice(patch: Patch) -> None:
+    right, first = mla.MLA._given_choice, []
+
+    def given(layer: mla.MLA, cache, parts, choice):
+        first.append(choice)
+        return right(layer, cache, parts, first[0])
+
+    patch.setattr(model, "layer_function", lambda: model._apply_layer)
+    patch.setattr(mla.MLA, "_given_choice", given)
+
+
 right_dequantise = files.dequantise
 ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 2, share) for share in (1.0, 0.0))
 
@@ -401,6 +444,11 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     "index_keys_not_centred": index_keys_not_centred,
     "choice_of_the_first_layer": choice_of_the_first_layer,
     "choice_of_the_last_token": choice_of_the_last_token,
+    "shared_layers_choose_anew": shared_layers_choose(by_the_weights_of),
+    "shared_layers_attend_to_all_keys": replaced(
+        mla.MLA, "_given_choice", lambda layer, cache, parts, choice: [None] * len(parts)
+    ),
+    "shared_layers_take_the_first_choice": shared_layers_take_the_first_choice,
     "rope_in_pairs": rope_is(style="interleaved"),
     "llama3_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
     "llama3_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),

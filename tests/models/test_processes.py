@@ -336,7 +336,11 @@ def expect_golden(name: str, results: dict[str, Any], num_tokens: int) -> None:
         assert got[:sure] == wanted[:sure].tolist()
 
 
-MESHES = {"v2-greedy": "data=2,expert=4", "llama": "data=2,tensor=2", "glm-dsa": "tensor=4", "qwen3-window": "tensor=4"}
+MESHES = {
+    "v2-greedy": "data=2,expert=4",
+    "llama": "data=2,tensor=2",
+    **dict.fromkeys(("glm-dsa", "glm-shared", "qwen3-window"), "tensor=4"),
+}
 """Meshes of two processes of two devices; for other models data=4, which all take."""
 
 

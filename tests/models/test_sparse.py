@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,16 +15,28 @@ from models.checkpoints import load_model, random_model, random_mtp
 from models.config import DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder, with_settings
 from models.decoder.mla import Rows, packed_rows
-from models.engine import Decoded, Engine, EngineConfig, MTPProposer, PlainRun, SamplingParams, Speculation
+from models.engine import (
+    Decoded,
+    Engine,
+    EngineConfig,
+    MTPProposer,
+    NGramProposer,
+    PlainRun,
+    SamplingParams,
+    Speculation,
+)
 from models.engine.verify import TOLERANCE
+from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models import engine_case
 from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, golden
-from tests.models.wide_latents import LATENT_DIM, save_wide
 
 CONFIG = dataclasses.replace(
     engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
 )
+SHARED = dataclasses.replace(CONFIG, model_type="glm_moe_dsa", indexer_types=("full", "shared"))
+"""Its second layer attends to what the first one chose."""
+CONFIGS = {"all choose": CONFIG, "one shares": SHARED}
 TOKENS = np.random.default_rng(0).integers(0, engine_case.VOCAB_SIZE, 61)
 REFERENCE = AttentionSettings(mla="absorb", implementation="reference")  # which compile fastest
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -44,9 +58,11 @@ def logits(model: Decoder) -> np.ndarray:
     return np.asarray(model(jnp.asarray(TOKENS, jnp.int32), pages.allocate(model, np.nan), metadata)[0])
 
 
-def test_an_engine_gives_the_tokens_of_transformers() -> None:
-    """Chunks, prefixes found and computed again, preemption; an engine's compilations take what time it takes."""
-    model, expected = load_model(GOLDENS / "v32", jnp.float32), golden("v32")
+@pytest.mark.parametrize(("name", "indexers"), [pytest.param("v32", 3, marks=pytest.mark.slow), ("glm-shared", 2)])
+def test_an_engine_gives_the_tokens_of_transformers(name: str, indexers: int) -> None:
+    """Chunks, prefixes found and computed again, preemption; an engine's compilations take what time it takes. Of the
+    two, the model whose layers share choices has all that the other has."""
+    model, expected = load_model(GOLDENS / name, jnp.float32), golden(name)
     engine = Engine(model, SIZES)
     outputs = [*engine.generate(expected.prompts, GREEDY), *engine.generate(expected.prompts, GREEDY)]
     assert [output.output_ids for output in outputs] == [tokens.tolist() for tokens in expected["tokens"]] * 2
@@ -54,13 +70,15 @@ def test_an_engine_gives_the_tokens_of_transformers() -> None:
     assert stats.preemptions > 0
     assert sum(output.cached_tokens for output in outputs[len(expected.prompts) :]) > 0
     assert isinstance(model.config, DeepSeekConfig)
-    assert stats.cache_bytes == 3 * 14 * 8 * 4 * (model.config.latent_width + model.config.index_head_dim)
+    widths = len(model.layers) * model.config.latent_width + indexers * model.config.index_head_dim
+    assert stats.cache_bytes == 14 * 8 * 4 * widths
 
 
-def test_many_keys_make_a_dense_model() -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_many_keys_make_a_dense_model(config: DeepSeekConfig) -> None:
     """The same weights without an indexer: to the bit where tables have no more room, closely where tokens choose among
     all their keys."""
-    sparse = random_model(CONFIG, settings=REFERENCE)
+    sparse = random_model(config, settings=REFERENCE)
     dense = logits(random_model(engine_case.CONFIG, settings=REFERENCE))
 
     def choosing(top_k: int) -> np.ndarray:
@@ -94,10 +112,53 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         AttentionSettings(index_topk=0)
 
 
+def test_layers_and_caches_that_do_not_fit_are_refused() -> None:
+    model = random_model(SHARED, settings=REFERENCE)
+    pages = Pages.scatter(1, -(-len(TOKENS) // PAGE_SIZE))
+    full, shared = pages.allocate(model)
+    metadata, tokens = step(pages, prefill=[(0, 0, len(TOKENS))]), jnp.asarray(TOKENS, jnp.int32)
+    for caches, message in (
+        ((shared, shared), "cache: expected one with index keys"),
+        ((full, full), "cache: expected one without index keys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, caches, metadata)
+    x, angles, [(slots, parts)] = model.begin(tokens, (full, shared), metadata)
+    with pytest.raises(ValueError, match="choice: expected that of the layer before"):
+        model.layers[1](x, angles, shared, slots, parts)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_choice_is_handed_on_where_layers_share_it(config: DeepSeekConfig) -> None:
+    model, pages = random_model(config, settings=REFERENCE), Pages.scatter(1, 4)
+    metadata, tokens = step(pages, prefill=[(0, 0, 20)]), jnp.zeros((20,), jnp.int32)
+
+    def first_layer(cache: Any) -> Any:
+        x, angles, [(slots, parts)] = model.begin(tokens, (cache, cache), metadata)
+        return model.layers[0](x, angles, cache, slots, parts)[2]
+
+    handed_on = jax.eval_shape(first_layer, jax.eval_shape(lambda: model.allocate_caches(5, PAGE_SIZE))[0])
+    assert jax.tree.map(lambda slots: slots.shape, handed_on) == (None if config is CONFIG else [(20, 12)])
+
+
+@pytest.mark.slow  # the module that drafts has layers of its own; here rows of several queries share choices
+@pytest.mark.parametrize(
+    "changes",
+    [{"speculate": Speculation(NGramProposer(), 3, adaptive=False)}, {"batch_invariant": True}],
+    ids=["drafts", "batch invariant"],
+)
+def test_layers_share_choices_in_every_kind_of_step(changes: dict[str, Any]) -> None:
+    expected = golden("glm-shared")
+    engine = Engine(load_model(GOLDENS / "glm-shared", jnp.float32), dataclasses.replace(SIZES, **changes))
+    outputs = engine.generate(expected.prompts, GREEDY)
+    assert [output.output_ids for output in outputs] == [tokens.tolist() for tokens in expected["tokens"]]
+
+
 @pytest.mark.slow
-def test_prediction_modules_are_sparse_too() -> None:
-    """Tokens are those of plain decoding, whatever their drafts."""
-    model = random_model(dataclasses.replace(CONFIG, num_nextn_predict_layers=1), seed=3)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_prediction_modules_are_sparse_too(config: DeepSeekConfig) -> None:
+    """Tokens are those of plain decoding, whatever their drafts; the module chooses by itself."""
+    model = random_model(dataclasses.replace(config, num_nextn_predict_layers=1), seed=3)
     prompts = [TOKENS[:n].tolist() for n in (30, 1, 17)]
     speculation = Speculation(MTPProposer(random_mtp(model)), 2, adaptive=False)
     plain, drafted = (
@@ -110,17 +171,19 @@ def test_prediction_modules_are_sparse_too() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_over_8_bits_depend_on_no_way_to_cut_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "indexers"), [("v32", 3), ("glm-shared", 2)])
+def test_tokens_over_8_bits_depend_on_no_way_to_cut_steps(name: str, indexers: int, tmp_path: Path) -> None:
     """Index keys are in 8 bits as latents are, and tokens choose by what they stand for."""
-    save_wide(GOLDENS / "v32", tmp_path)
-    model, prompts = load_model(tmp_path), golden("v32").prompts
+    save_wide(GOLDENS / name, tmp_path)
+    model, prompts = load_model(tmp_path), golden(name).prompts
     engine = Engine(model, dataclasses.replace(SIZES, cache_dtype="float8_e4m3fn"))
     outputs = engine.generate(prompts, GREEDY)
     stats = engine.stats()
     assert stats.preemptions > 0
     assert isinstance(model.config, DeepSeekConfig)
     of_latents = LATENT_DIM + 4 * LATENT_DIM // 128 + 2 * model.config.rotary_dim
-    assert stats.cache_bytes == 3 * 14 * 8 * (of_latents + model.config.index_head_dim + 4)
+    of_keys = model.config.index_head_dim + 4
+    assert stats.cache_bytes == 14 * 8 * (len(model.layers) * of_latents + indexers * of_keys)
     plain = PlainRun(model, 24, "float8_e4m3fn")
     decoded = [Decoded(p, output.output_ids, GREEDY) for p, output in zip(prompts, outputs, strict=True)]
     checks = [plain.check(each, 104, TOLERANCE["float8_e4m3fn"]) for each in decoded]

@@ -32,6 +32,13 @@ CONFIGS: dict[str, ModelConfig] = {
     "dense, biased, no q_lora": dataclasses.replace(V3, q_lora_rank=None, first_k_dense_replace=9, attention_bias=True),
     "v32": dataclasses.replace(PRESETS["v32-tiny"], vocab_size=48, num_hidden_layers=2),
     "glm": dataclasses.replace(PRESETS["v32-tiny"], model_type="glm_moe_dsa", vocab_size=48, num_hidden_layers=2),
+    "glm, shared": dataclasses.replace(
+        PRESETS["v32-tiny"],
+        model_type="glm_moe_dsa",
+        vocab_size=48,
+        indexer_types=("full", "shared", "full"),
+        num_nextn_predict_layers=1,
+    ),
     "qwen3": GQA_PRESETS["qwen3-tiny"],
     "gpt-oss": GQA_PRESETS["gpt-oss-tiny"],
     "llama, biased, tied": dataclasses.replace(
@@ -170,6 +177,29 @@ def test_everything_wrong_is_named_before_a_tensor_is_read(directory: Path, monk
     assert "1 not part of the model: model.layers.0.self_attn.indexer.weight" in message
     assert "1 misshaped: model.norm.weight [31] for [32]" in message
     assert f"1 of an unsupported dtype: {ROUTER} I32" in message
+
+
+def test_indexers_of_layers_that_share_a_choice_are_left_unread(tmp_path: Path):
+    """Files of a model that was trained with an indexer in every layer hold them; other tensors of such layers and
+    indexers of other layers are asked for as ever."""
+    config = dataclasses.replace(
+        PRESETS["v32-tiny"], model_type="glm_moe_dsa", vocab_size=48, num_hidden_layers=3, first_k_dense_replace=3
+    )
+    weights.save_random_checkpoint(tmp_path, config)
+    reconfigure(tmp_path, index_topk_pattern="FSF")
+    model = weights.load_model(tmp_path)
+    assert [layer.shares_choice for layer in model.layers] == [False, True, False]
+    shared = weights.random_model(dataclasses.replace(config, indexer_types=("full", "shared", "full")))
+    for path, values in parameters(shared).items():
+        np.testing.assert_array_equal(parameters(model)[path], values)
+    rewrite(tmp_path, **{f"model.layers.{i}.self_attn.indexer.wk.weight": None for i in range(3)})
+    with pytest.raises(
+        CheckpointError, match="2 missing: model.layers.0.*, model.layers.2.self_attn.indexer.wk.weight"
+    ):
+        weights.load_model(tmp_path)
+    rewrite(tmp_path, **{"model.layers.1.self_attn.indexers.weight": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match="1 not part of the model: model.layers.1.self_attn.indexers.weight"):
+        weights.load_model(tmp_path)
 
 
 def test_long_lists_are_cut(directory: Path):

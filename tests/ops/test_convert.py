@@ -22,6 +22,7 @@ from pallas_attn.convert import (
     to_nhd,
     to_records,
     token_tables,
+    view_fused,
     view_nhd,
 )
 from pallas_attn.types import PagedKV
@@ -86,6 +87,35 @@ def test_a_view_is_written_as_the_cache_is(dtype: str, scales: Any) -> None:
     want = write_kv(kv, k, v, slots, implementation="xla")
     for ours, theirs in zip((got.k, got.v, got.k_scale, got.v_scale), to_nhd(want), strict=True):
         assert_same_bits(ours if theirs is None or ours is None else ours.reshape(theirs.shape), theirs)
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
+@pytest.mark.parametrize("lanes", [WIDTH, 24])
+@pytest.mark.parametrize("layout", ["alternating", "packed", "side by side"])
+def test_a_fused_view_is_written_and_read_as_the_cache_is(dtype: str, scales: Any, lanes: int, layout: str) -> None:
+    rng = fresh_rng()
+    kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
+    keys, values, k_scale, v_scale = to_nhd(kv)
+    pages = jnp.full((NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes), 3, kv.k.dtype)
+    pages = pages.at[..., 0, :WIDTH].set(keys).at[..., 1, :WIDTH].set(values)
+    rest = {"alternating": (2 * HEADS, lanes), "packed": (HEADS, 2, lanes), "side by side": (HEADS, 2 * lanes)}[layout]
+    pages = pages.reshape(NUM_PAGES, PAGE_SIZE, *rest)
+    view = write_kv(view_fused(pages, HEADS, k_scale, v_scale), k, v, slots, implementation="xla")
+    want = write_kv(kv, k, v, slots, implementation="xla")
+    halves = view.k.reshape(NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes)
+    assert_same_bits((halves[..., 0, :WIDTH], halves[..., 1, :WIDTH]), to_nhd(want)[:2])
+    if lanes > WIDTH:
+        assert (np.asarray(halves[..., WIDTH:]).astype(np.float32) == 3).all()
+    q, lens = jnp.asarray(rng.standard_normal((2, 1, 2 * HEADS, WIDTH)), jnp.bfloat16), jnp.array([11, 3], jnp.int32)
+    tables = jnp.array([[3, 1], [0, -1]], jnp.int32)
+    got = paged_decode(q, view, token_tables(tables, page_size=PAGE_SIZE), lens, implementation="reference")
+    assert_same_bits(got, paged_decode(q, want, tables, lens, implementation="reference"))
+
+
+def test_halves_of_a_fused_cache_in_the_order_of_others() -> None:
+    kv = stale_cache(fresh_rng(), "float32")
+    fused = PagedKV(jnp.concatenate([kv.k, kv.v], axis=-1))
+    assert_same_bits(to_nhd(fused), to_nhd(kv))
 
 
 def test_a_dense_cache_is_read() -> None:
@@ -223,6 +253,17 @@ BAD_CALLS = {
     "v of another dtype": (from_nhd, nhd(v=jnp.zeros((3, 8, 2, 4))), "v: expected dtype"),
     "no scale": (from_nhd, nhd(k_scale=None), "kv.k_scale"),
     "a view of two shapes": (view_nhd, nhd(v=jnp.zeros((4, 8, 2, 4), jnp.int8)), "v: expected shape"),
+    "a fused view of other heads": (
+        view_fused,
+        {"pages": jnp.zeros((4, 8, 4, 4)), "num_kv_heads": 3},
+        "pages: expected keys",
+    ),
+    "a fused view of keys": (view_fused, {"pages": jnp.zeros((4, 8, 3, 3)), "num_kv_heads": 1}, "pages: expected keys"),
+    "a fused view of nothing behind tokens": (
+        view_fused,
+        {"pages": jnp.zeros((4, 8, 4)), "num_kv_heads": 1},
+        "pages: expected shape",
+    ),
     "a view without scales": (view_nhd, nhd(k_scale=None, v_scale=jnp.ones(2)), "kv.k_scale"),
     "pages of no tokens": (token_tables, {"block_tables": [[1]], "page_size": 0}, "page_size: expected at least 1"),
     "tables of heads": (token_tables, {"block_tables": [[[1]]], "page_size": 2}, "block_tables: expected shape"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, dispatch, merge_states, mla_decode, mla_prefill, write_latent
+from pallas_attn import PagedLatent, dispatch, latent_cache_spec, merge_states, mla_decode, mla_prefill, write_latent
 from tests.contract import naive, transformations
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -38,6 +38,7 @@ class PrefillCase:
       cached, new: tokens of each sequence.
       tokens: T; rows past the new tokens are padding.
       table_width, num_pages: P and N.
+      window, soft_cap: as the call takes them.
       value_scale: factor of the latents, by which queries are divided; below 1 for 16-bit inputs, see
         `harness.HALF_SCALE`.
     """
@@ -55,6 +56,8 @@ class PrefillCase:
     dtype: str = "float32"
     cache_dtype: str | None = None
     value_scale: float = 1.0
+    window: int | None = None
+    soft_cap: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +123,15 @@ class Inputs:
             v = np.einsum("ul,hvl->uhv", normed, self.w_uv.astype(np.float64))
             k, v = (x.astype(case.dtype).astype(np.float64) for x in (k, v))
             for i in range(new):
-                seen = cached + i + 1
-                out[start + i], _ = naive.attend(self.q[start + i], k[:seen], v[:seen], SM_SCALE)
+                end = cached + i + 1
+                seen = slice(0 if case.window is None else max(0, end - case.window), end)
+                out[start + i], _ = naive.attend(self.q[start + i], k[seen], v[seen], SM_SCALE, soft_cap=case.soft_cap)
             start += new
         return out
 
 
-def prefill(variant: Variant, piece_tokens: int | None = None) -> harness.Jitted:
-    return harness.compiled(mla_prefill, variant, sm_scale=SM_SCALE, piece_tokens=piece_tokens)
+def prefill(variant: Variant, piece_tokens: int | None = None, **options: Any) -> harness.Jitted:
+    return harness.compiled(mla_prefill, variant, sm_scale=SM_SCALE, piece_tokens=piece_tokens, **options)
 
 
 def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> None:
@@ -137,8 +141,10 @@ def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> No
 def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None) -> None:
     """Check that poison changes no bit, that padding is 0, and that the result is that of numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
-    got = prefill(variant, piece_tokens)(**inputs.arguments())
-    harness.assert_same_bits(got, prefill(variant, piece_tokens)(**inputs.arguments(poisoned=False)))
+    options = {name: option for name in ("window", "soft_cap") if (option := getattr(case, name)) is not None}
+    attend = prefill(variant, piece_tokens, **options)
+    got = attend(**inputs.arguments())
+    harness.assert_same_bits(got, attend(**inputs.arguments(poisoned=False)))
     assert not np.asarray(got)[sum(case.new) :].any()
     assert got.dtype == case.dtype
     assert_close(variant, case, got, inputs.expected())
@@ -185,6 +191,45 @@ DTYPES = {
 @every_variant
 def test_dtypes(variant: Variant, case: PrefillCase) -> None:
     check(variant, case, PS)
+
+
+FEW_WINDOWS, MORE_WINDOWS = [1, PS + 2, 2**31 - 1], [2, PS, 3 * PS, 1000]
+
+
+@pytest.mark.parametrize("window", [*FEW_WINDOWS, *(pytest.param(w, marks=pytest.mark.slow) for w in MORE_WINDOWS)])
+@every_variant
+def test_windows(variant: Variant, window: int) -> None:
+    """Which begin in the chunk, in pages and at their edges, and before all tokens."""
+    check(variant, replace(BASE, cached=(0, 13, 28, 8), new=(3, 1, 6, 9), window=window, soft_cap=2.0))
+
+
+@every_variant
+def test_windows_over_8_bits(variant: Variant) -> None:
+    """In chunks of any size: new tokens count as they will be read."""
+    rng = harness.fresh_rng()
+    spec = latent_cache_spec(num_pages=8, page_size=PS, latent_dim=128, rope_dim=8, dtype="float8_e4m3fn")
+    q, latent = (jnp.asarray(rng.standard_normal((12, *shape)), jnp.float32) for shape in ((3, 24), (136,)))
+    weights = {"w_uk": jnp.ones((3, 16, 128)) / 11, "w_uv": jnp.asarray(rng.standard_normal((3, 12, 128)), jnp.float32)}
+    attend = prefill(variant, window=5)
+
+    def step(cache: PagedLatent, start: int, end: int) -> Any:
+        lens = {"cu_q_lens": jnp.array([0, end - start], jnp.int32), "kv_lens": jnp.array([end], jnp.int32)}
+        table = jnp.array([[6, 2, 5]], jnp.int32)
+        queries = {"q_nope": q[start:end, :, :16], "q_rope": q[start:end, :, 16:], "latent_new": latent[start:end]}
+        out = attend(**queries, **weights, **lens, cache=cache, block_tables=table)
+        position = np.arange(start, end)
+        return out, write_latent(cache, latent[start:end], table[0, position // PS] * PS + position % PS)
+
+    want, _ = step(PagedLatent.allocate(spec), 0, 12)
+    first, cache = step(PagedLatent.allocate(spec), 0, 7)
+    second, _ = step(cache, 7, 12)
+    harness.assert_close("output", jnp.concatenate([first, second]), want, harness.F32_OUT)
+
+
+def test_a_window_needs_a_chunk() -> None:
+    arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments()) | {"latent_new": None}
+    with pytest.raises(NotImplementedError, match="^window: takes None without latent_new"):
+        mla_prefill(**arguments, sm_scale=SM_SCALE, window=3)
 
 
 @every_variant

@@ -51,7 +51,13 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("cache rank", {"kv": PagedKV(of(N, PS, D), KV.v)}, r"kv.k: expected shape \[N, Hkv, ps, D=16\], got \[9, 8, 16\]"),
     ("cache width", {"kv": PagedKV(of(N, HKV, PS, 8), KV.v)}, r"kv.k: expected shape .*D=16\], got \[9, 2, 8, 8\]"),
     ("cache dtype", {"kv": cache(jnp.int16)}, "kv.k: expected dtype .*int8.*, got int16"),
-    ("v unlike k", {"kv": replace(KV, v=of(N, HKV, PS, 8))}, r"kv.v: expected shape \[N=9, Hkv=2, ps=8, D=16\]"),
+    ("v unlike k", {"kv": replace(KV, v=of(N, HKV, 4, D))}, r"kv.v: expected shape \[N=9, Hkv=2, ps=8, Dv\]"),
+    (
+        "odd fused columns",
+        {"kv": PagedKV(of(N, HKV, PS, 2 * D + 1))},
+        "kv.k: expected an even number of columns, .* 33",
+    ),
+    ("few fused columns", {"kv": PagedKV(of(N, HKV, PS, 2 * D - 2))}, "kv.k: .* of D=16 or more each, .* got 30"),
     ("v of another dtype", {"kv": replace(KV, v=of(N, HKV, PS, D, dtype=jnp.bfloat16))}, "kv.v: expected dtype"),
     ("head ratio", {"kv": PagedKV(*[of(N, 3, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 3 KV heads"),
     ("more KV heads", {"kv": PagedKV(*[of(N, 8, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 8 KV heads"),
@@ -148,6 +154,13 @@ ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
     ("prefix sums' rank", {"cu_q_lens": ints(B + 1, 1)}, "cu_q_lens: expected shape"),
     ("prefix sums' dtype", {"cu_q_lens": of(B + 1)}, "cu_q_lens: expected dtype int32, got float32"),
     ("an array for causal", {"causal": jnp.bool_(False)}, r"causal: expected True or False, known while tracing, got"),
+    ("mask of sequences", {"draft_mask": of(B, Q, dtype=bool)}, r"draft_mask: expected shape \[T=7, M\], got \[3, 2\]"),
+    ("mask dtype", {"draft_mask": ints(T, Q)}, "draft_mask: expected dtype bool, got int32"),
+    (
+        "a mask without causality",
+        {"causal": False, "draft_mask": of(T, Q, dtype=bool)},
+        "draft_mask: expected None with",
+    ),
     ("no causality", {"causal": False, "window": 5}, "window: expected None with causal=False, .* got 5"),
     (
         "no causality of heads",

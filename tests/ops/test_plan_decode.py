@@ -378,14 +378,6 @@ BAD = {
     "an unknown mode": ("mode", {"mode": "fair"}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),
     "one array with latents": ("q", {"cache": PagedLatent(jnp.zeros((4, PS, 48)))}),
-    "a window of latents": (
-        "window",
-        {"q": (LATENTS, QUERIES), "cache": PagedLatent(jnp.zeros((4, PS, 48))), "window": 3},
-    ),
-    "a soft cap of latents": (
-        "soft_cap",
-        {"q": (LATENTS, QUERIES), "cache": PagedLatent(jnp.zeros((4, PS, 48))), "soft_cap": 3.0},
-    ),
 }
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
 from tests.ops.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
+from tests.ops.test_rope import random_rope
 from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
@@ -108,6 +109,56 @@ def test_tokens_without_a_slot_count_in_no_group(dtype: str, variant: Variant) -
     for slot in NOWHERE:
         slots = jnp.asarray([0, 1, 2, slot, 3, PAGE_SIZE], jnp.int32)
         assert_same_bits(write(variant, kv, k, v, slots), numpy_write(kv, k, v, slots))
+
+
+# --- values of another width, and fused ones
+
+OTHER_CACHES = pytest.mark.parametrize(
+    ("dtype", "scales", "rank"), [("bfloat16", None, 2), ("int8", "channel", 1), ("float8_e4m3fn", 2, 1)]
+)
+
+
+def with_narrow_values(kv: PagedKV, width: int) -> PagedKV:
+    """The cache with as many columns of values."""
+    scale = kv.v_scale
+    return dataclasses.replace(
+        kv, v=kv.values[0][..., :width], v_scale=scale[:, :width] if scale is not None and scale.ndim == 2 else scale
+    )
+
+
+def finite(kv: PagedKV) -> PagedKV:
+    return jax.tree.map(lambda a: jnp.where(jnp.isfinite(a.astype(jnp.float32)), a, jnp.ones_like(a)), kv)
+
+
+@each_variant
+@OTHER_CACHES
+def test_values_of_another_width(dtype: str, scales: Any, rank: int, variant: Variant) -> None:
+    """Keys are rotated, which values of another width are not cut for."""
+    rng = fresh_rng()
+    kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
+    rope = random_rope(rng, WIDTH // 4)
+    narrow, v = with_narrow_values(kv, 5), v[..., :5]
+    got = write(variant, narrow, k, v, slots, rope=rope)
+    keys = write(variant, dataclasses.replace(kv, v=kv.k, v_scale=kv.k_scale), k, k, slots, rope=rope)
+    values = numpy_write(PagedKV(narrow.values[0], narrow.v, narrow.v_scale, narrow.v_scale), v, v, slots)
+    assert_same_bits((got.k, got.k_scale), (keys.k, keys.k_scale))
+    assert_same_bits((got.v, got.v_scale), (values.v, values.v_scale))
+
+
+@each_variant
+@OTHER_CACHES
+@pytest.mark.parametrize("lanes", [WIDTH, WIDTH + 5])
+def test_fused_caches_hold_what_others_do(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
+    """And nothing is written behind the columns of a key or of a value."""
+    rng = fresh_rng()
+    kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
+    behind = jnp.asarray(any_bits(rng, (*kv.k.shape[:3], lanes - WIDTH), kv.k.dtype))
+    want = numpy_write(kv, k, v, slots)
+    fused = jnp.concatenate([kv.k, behind, kv.v, behind], axis=-1)
+    got = write(variant, dataclasses.replace(kv, k=fused, v=None), k, v, slots)
+    assert got.v is None
+    assert_same_bits(got.k, np.concatenate([want.k, behind, want.v, behind], axis=-1))
+    assert_same_bits((got.k_scale, got.v_scale), (want.k_scale, want.v_scale))
 
 
 class Group:

@@ -214,7 +214,8 @@ def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
 
 def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp_path):
     """Uses a model that is dense without the option; the plain run chooses keys, too."""
-    config = dataclasses.replace(PRESETS["v32-tiny"], num_hidden_layers=1, index_topk=2000)  # quick to compile
+    tiny = dataclasses.replace(PRESETS["glm-tiny"], num_hidden_layers=2, indexer_types=("full", "shared"))
+    config = dataclasses.replace(tiny, index_topk=2000)
     save_random_checkpoint(tmp_path / "model", config)
     sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
     asked = ["--model", tmp_path / "model", *sizes, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--verify"]

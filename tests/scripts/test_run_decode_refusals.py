@@ -87,7 +87,7 @@ class TestRefusals:
             ),
             (["--mesh", "tensor=2,tensor=2"], "--mesh: expected each axis once, got tensor again"),
             (["--mesh", "heads=2"], "mesh: expected axes among data, tensor, context, expert, got 'heads'"),
-            (["--mesh", "tensor=999"], "mesh: expected at most the 4 devices that are here, got 999"),
+            (["--mesh", "tensor=999"], "mesh: expected at most the 8 devices that are here, got 999"),
             (["--mesh", "data=2,expert=1"], "mesh: expert: expected a multiple of data=2 that divides data x tensor"),
             (["--mesh", "tensor=3"], "mesh: tensor: devices: expected a divisor of 4 query heads, got 3"),
             (["--mesh", "tensor=2", "--speculate", "ngram"], "--speculate: proposers run on one device"),

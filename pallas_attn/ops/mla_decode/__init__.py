@@ -19,6 +19,8 @@ def mla_decode(
     *,
     sm_scale: float,
     q_lens: Int32[Array, "B"] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     draft_mask: Bool[Array, "B Q Q"] | None = None,
     plan: DecodePlan | None = None,
     return_lse: bool = False,
@@ -29,8 +31,8 @@ def mla_decode(
     first L columns are also the value. The up-projections are absorbed into `q_latent` and applied to the output by
     the caller.
 
-    Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees latents up to its own position, which must
-    already be in the pages.
+    Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees latents up to its own position that the window
+    shows. The new tokens' must already be in the pages.
 
     Args:
       q_latent: queries against the latent columns, W_UK absorbed.
@@ -41,6 +43,8 @@ def mla_decode(
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
       sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
       q_lens: real queries of each row, at most Q; None for Q each.
+      window: the number of newest latents that every head sees; None for all.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
       draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
       plan: from `plan_decode` with num_kv_heads = 1; changes speed and rounding only.
       return_lse: also return the LSE.
@@ -49,7 +53,7 @@ def mla_decode(
 
     Returns:
       Latent-space output, exactly 0 for queries that see nothing (idle rows, past q_len, before position 0); with
-      `return_lse` also the float32 natural-log LSE of the scaled, masked scores, -inf for those.
+      `return_lse` also the float32 natural-log LSE of the scaled, capped, masked scores, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
@@ -75,6 +79,8 @@ def mla_decode(
         plan=plan,
         sm_scale=checks.required_number("sm_scale", sm_scale),
         out_dtype=out_dtype,
+        window=checks.window(window),
+        soft_cap=checks.number("soft_cap", soft_cap),
     )
     call.validate()
     out, lse = dispatch.run(call, implementation) if q_latent.size else call.without_queries()

@@ -30,6 +30,8 @@ class MlaDecodeCall:
     plan: DecodePlan | None
     sm_scale: float = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -79,7 +81,7 @@ class MlaDecodeCall:
             num_kv_heads=1,
             page_size=self.page_size,
             table_pages=self.block_tables.shape[-1],
-            window=None,
+            window=checks.window_key(self.window),
             q_lens=self.q_lens is not None,
         )
 
@@ -103,7 +105,9 @@ class MlaDecodeCall:
             dims.check("q_lens", self.q_lens, "B", checks.INT)
         if self.draft_mask is not None:
             dims.check("draft_mask", self.draft_mask, "B Q Q", checks.BOOL)
+        checks.check_int_window(self.window)
         checks.check_positive("sm_scale", self.sm_scale)
+        checks.check_positive("soft_cap", self.soft_cap)
         checks.output_dtype(self.out_dtype, self.q_latent.dtype)
         if self.plan is not None:
             checks.check_plan(self.plan, self.plan_key)

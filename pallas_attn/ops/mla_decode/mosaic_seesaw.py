@@ -1,25 +1,9 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows: two warpgroups share a block of rows and trade P.
 
 A program holds 64 query rows of a sequence (heads of each query, query by query), wgmma's M, and takes its share of the
-plan. Their output, [64, L] in float32, does not fit the registers of one warpgroup: warpgroup 0 accumulates the left
-half of the latent's columns, warpgroup 1 the right one. They score tiles of 64 latents in turn, and each needs the
-other's probabilities too (after the "seesaw" of FlashMLA's deep dive of April 2025, but tile by tile: there, warpgroup
-1 sees the probabilities of the first tile of a pair only once the maxima of the second are known). What stands side by
-side runs at the same time; a product is waited for no sooner than its result is needed:
-
-    warpgroup 0, even                            warpgroup 1, odd
-    P0 = exp(S0 - m0), publishes P0 and m0       starts S1 = Q C1^T, as C1 lands
-    O = O exp(m - m0) + P0 left(C0)         ->   O = O exp(m - m0) + P0 right(C0)
-    frees left(C0)                               meanwhile P1 = exp(S1 - m1), publishes P1; frees right(C0); then m1
-    O = O exp(m0 - m1) + P1 left(C1)        <-   O = O exp(m0 - m1) + P1 right(C1)
-    frees left(C1)                               frees right(C1)
-    the next S0 = Q C0^T, as C0 lands
-
-A warpgroup multiplies its own probabilities from registers, the other's from shared memory. There they take the place
-of the tile's rotated keys, which are as large and no longer needed (if R is not 64, they have memory of their own).
-Sums are rescaled only where a row's maximum has grown by much, so mostly not at all. Warpgroup 2 starts all copies: of
-the halves of a pair's tiles, in the order in which they fall free. Shared memory holds one pair where latents are wide,
-so everything hangs on how soon probabilities are published and halves fall free.
+plan. How its two warpgroups share tiles and trade probabilities is told in `mosaic.sm90.seesaw`. Warpgroup 2 starts all
+copies: of the halves of a pair's tiles, in the order in which they fall free. Shared memory holds one pair where
+latents are wide, so everything hangs on how soon probabilities are published and halves fall free.
 
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
 
@@ -62,15 +46,24 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import wgmma
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, token_iota
-from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, partial_sums, rescale_accumulator
+from pallas_attn.mosaic.sm90.seesaw import (
+    PARTS,
+    PER_ROW,
+    Q_FREE,
+    ROWS,
+    LatentParts,
+    SeesawState,
+    SeesawTurns,
+    add_partial_rows,
+    empty_rows,
+    log_sum_exp,
+    normalise,
+)
+from pallas_attn.mosaic.sm90.tiles import token_iota
 from pallas_attn.mosaic.split_states import (
     FRAGMENT_COLUMNS,
-    AttentionState,
     PartialLoader,
     PartialStates,
-    load_fragments,
     num_fragments,
     store_fragments,
 )
@@ -87,7 +80,6 @@ from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import (
     DEAD,
     FULL,
-    INITIAL_MAX,
     NEVER_BIT,
     OLDER_BIT,
     PARTIAL,
@@ -99,18 +91,6 @@ from pallas_attn.ops.mla_decode.mosaic_rows import (
 )
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan
-
-ROWS = 64
-"""Query rows of a block: wgmma's M."""
-
-PARTS = 3
-"""Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
-
-Q_FREE, SUMS = 0, 1
-"""Barriers for which both warpgroups arrive."""
-
-PER_ROW = PER_TOKEN
-"""Layout of a value for each row of a tile, here a query row."""
 
 MERGE_COLUMNS = 64
 """Columns of the latent that one program of the merge takes, at most."""
@@ -200,14 +180,6 @@ class SeesawStatic(LatentTiles):
     def meta_slot(self, pair: Any) -> Any:
         """Slot for the metadata of a pair: twice as many as pairs, since one warpgroup may be a pair behind."""
         return lax.rem(pair, 2 * self.pairs)
-
-
-class LatentParts(NamedTuple):
-    """Columns of a query or a latent: those of either warpgroup, and the rotated ones."""
-
-    left: Any
-    right: Any
-    rope: Any
 
 
 class SeesawScratch(NamedTuple):
@@ -313,7 +285,7 @@ def _kernel(static: SeesawStatic, x: RowInputs, out: Ref, lse: Ref, partials: Pa
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
-        SeesawConsumer(static, x, mem, block(), half).run(results)
+        SeesawConsumer(static, mem, half, x, block()).run(results)
         plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
@@ -489,175 +461,34 @@ class SeesawProducer:
 # --- the two warpgroups that compute
 
 
-class SeesawState(NamedTuple):
-    """Attention of a block's rows over some latents, as one of the two warpgroups has it.
-
-    Attributes:
-      m: [ROWS], what scores are relative to, times log2 e: at most RESCALE_THRESHOLD_LOG2 below the largest so far.
-      l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
-      acc: [ROWS, columns], all latents times those weights, in its own columns.
-    """
-
-    m: Any
-    l: Any  # noqa: E741
-    acc: Any
-
-
 @dataclasses.dataclass(frozen=True)
-class SeesawConsumer:
-    """One of the two warpgroups that compute.
-
-    Attributes:
-      half: which of the tiles of a pair it scores, and which half of the latent it accumulates.
-    """
+class SeesawConsumer(SeesawTurns["LatentSplit"]):
+    """One of the two warpgroups that compute, over pages of a sequence."""
 
     static: SeesawStatic
-    x: RowInputs
     mem: SeesawScratch
+    x: RowInputs
     block: Any
-    half: int
 
     def run(self, results: SeesawResults) -> None:
         """Attend to all splits."""
-        mem, static = self.mem, self.static
         self.release_query()
-        for slot in range(2 * static.pairs):
+        for slot in range(2 * self.static.pairs):
             self.release(slot)
 
         def attend(split: LatentSplit) -> None:
-            plgpu.barrier_wait(mem.q_landed)
-            empty = SeesawState(
-                tiles.filled(INITIAL_MAX, (ROWS,), PER_ROW),
-                tiles.filled(0.0, (ROWS, 8), TILE),
-                tiles.filled(0.0, (ROWS, static.widths[self.half]), TILE),
-            )
-            state = (self.attend_odd if self.half else self.attend_even)(split, empty)
+            plgpu.barrier_wait(self.mem.q_landed)
+            state = self.attend(split, split.pair, split.num_pairs(self.static))
             self.write(results, split, state)
 
-        _for_each_split(static, self.x.plan, attend)
-
-    def release_query(self) -> None:
-        """Let the query be overwritten."""
-        plgpu.barrier_arrive(self.mem.both.at[Q_FREE])
+        _for_each_split(self.static, self.x.plan, attend)
 
     def release(self, slot: Any) -> None:
-        """Let the half that this warpgroup reads values from be overwritten."""
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
 
-    # Pairs of tiles
-
-    def attend_even(self, split: LatentSplit, state: SeesawState) -> SeesawState:
-        """Attend to all pairs of tiles of a split, as warpgroup 0."""
-
-        def step(i: Any, carry: tuple[SeesawState, Any, Any]) -> tuple[SeesawState, Any, Any]:
-            return self.even(split, split.pair + i, *carry, more=True)
-
-        s, full = self.first_scores(split.pair)
-        last = split.num_pairs(self.static) - 1
-        state, s, full = lax.fori_loop(0, last, step, (state, s, full))
-        state, *_ = self.even(split, split.pair + last, state, s, full, more=False)
-        return state
-
-    def attend_odd(self, split: LatentSplit, state: SeesawState) -> SeesawState:
-        """Attend to all pairs of tiles of a split, as warpgroup 1."""
-        return lax.fori_loop(0, split.num_pairs(self.static), lambda i, s: self.odd(split, split.pair + i, s), state)
-
-    def slots(self, pair: Any) -> tuple[Any, Any]:
-        """Slots of the tiles of a pair."""
-        zero = basics.unknown_zero()
-        return zero + self.static.slot(pair, 0), zero + self.static.slot(pair, 1)
-
-    def even(
-        self, split: LatentSplit, pair: Any, state: SeesawState, s: Any, full: Any, *, more: bool
-    ) -> tuple[SeesawState, Any, Any]:
-        """Attend to a pair of tiles, of which the first has products s, and score the next pair's first if `more`."""
-        mem, (mine, other) = self.mem, self.slots(pair)
-        m, p, p16 = self.probabilities(split, pair, mine, state.m, s, full)
-        wgmma.publish_probs(p16, self.probs(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
-        plgpu.barrier_arrive(mem.ready.at[0])
-        acc, l = rescale_accumulator((state.acc, state.l), state.m, m)  # noqa: E741
-        acc = self.start_values(p16, mine, acc)
-        l = l + partial_sums(p)  # noqa: E741
-        acc = wgmma.finish(acc, under_way=0)
-        self.release(mine)
-        plgpu.barrier_wait(mem.ready.at[1])
-        m_both = basics.load(mem.stats.at[1], PER_ROW)
-        acc, l = rescale_accumulator((acc, l), m, m_both)  # noqa: E741
-        self.clear_dead_rows(split, pair, 1, other)
-        acc = self.start_values(self.probs(other, 1), other, acc)
-        acc = wgmma.finish(acc, under_way=0)
-        self.release(other)
-        if more:
-            s, full = self.first_scores(pair + 1)
-        return SeesawState(m_both, l, acc), s, full
-
-    def first_scores(self, pair: Any) -> tuple[Any, Any]:
-        """Products with the first tile of a pair, and whether every row sees all of it."""
-        s = self.start_scores(self.slots(pair)[0], (0, 1, 2))
-        full = self.is_full(pair, 0)  # after the products, it would be waited for
-        return wgmma.finish(s, under_way=0), full
-
-    def odd(self, split: LatentSplit, pair: Any, state: SeesawState) -> SeesawState:
-        """Attend to a pair of tiles, of which this warpgroup scores the second."""
-        mem, (other, mine) = self.mem, self.slots(pair)
-        s = self.start_scores(mine, (1, 0, 2))
-        full = self.is_full(pair, 1)
-        plgpu.barrier_wait(mem.ready.at[0])
-        m_first = basics.load(mem.stats.at[0], PER_ROW)
-        acc, l = rescale_accumulator((state.acc, state.l), state.m, m_first)  # noqa: E741
-        self.clear_dead_rows(split, pair, 0, other)
-        acc = self.start_values(self.probs(other, 0), other, acc)
-        s = wgmma.finish(s, under_way=1)
-        m, p, p16 = self.probabilities(split, pair, mine, m_first, s, full)
-        wgmma.publish_probs(p16, self.probs(mine, 1), m, mem.stats.at[1], self.static.row_bytes)
-        acc = wgmma.finish(acc, under_way=0)
-        self.release(other)
-        plgpu.barrier_arrive(mem.ready.at[1])
-        acc, l = rescale_accumulator((acc, l), m_first, m)  # noqa: E741
-        acc = self.start_values(p16, mine, acc)
-        l = l + partial_sums(p)  # noqa: E741
-        acc = wgmma.finish(acc, under_way=0)
-        self.release(mine)
-        return SeesawState(m, l, acc)
-
-    def probabilities(
-        self, split: LatentSplit, pair: Any, slot: Any, m: Any, s: Any, full: Any
-    ) -> tuple[Any, Any, Any]:
-        """Maxima [ROWS] and probabilities relative to them, in float32 and in 16 bits, of products of this warpgroup's
-        tile.
-
-        A maximum stays as it is while scores exceed it by little, so that the accumulator need not be rescaled. In a
-        tile that is not full, what rows do not see is masked, in scores and values.
-        """
-
-        def mask_tile(s: Any) -> Any:
-            self.clear_dead_rows(split, pair, self.half, slot)
-            return self.mask_scores(split, pair, s)
-
-        s = lax.cond(full, lambda s: s, mask_tile, s)
-        scale = self.static.sm_scale * LOG2E
-        highest = s.max(axis=1) * scale
-        m = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
-        p = jnp.exp2(s * scale - over_tokens(m, s.shape))
-        return m, p, p.astype(self.mem.k.left.dtype)
-
-    def probs(self, slot: Any, tile: int) -> Ref:
-        """Probabilities of a tile in shared memory."""
-        return self.mem.k.rope.at[slot] if self.mem.p is None else self.mem.p.at[tile]
-
-    def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
-        """Start products of queries with parts of a tile, as these land, added to those started before."""
-        q, k, zero, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
-        for part in parts:
-            plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
-            for i in range(0, q[part].shape[2], columns):
-                left, right = q[part].at[zero, :, pl.ds(i, columns)], k[part].at[slot, :, pl.ds(i, columns)]
-                s = wgmma.start_scores(left, right, s, self.static.row_bytes)
-        return s
-
-    def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
-        """Start the product of probabilities with this warpgroup's half of a tile."""
-        return wgmma.start_values(p, self.mem.k[self.half].at[slot], acc, self.static.row_bytes)
+    def mask_tile(self, split: LatentSplit, pair: Any, slot: Any, s: Any) -> Any:
+        self.clear_dead_rows(split, pair, self.half, slot)
+        return self.mask_scores(split, pair, s)
 
     # Visibility
 
@@ -665,7 +496,6 @@ class SeesawConsumer:
         return self.mem.tile_meta.at[self.static.meta_slot(pair), tile]
 
     def is_full(self, pair: Any, tile: int) -> Any:
-        """Whether every row sees every token of a tile."""
         return self.tile_meta(pair, tile)[0] == FULL
 
     def token_bits(self, split: LatentSplit, pair: Any, tile: int, token: Any) -> Any:
@@ -694,8 +524,6 @@ class SeesawConsumer:
         return basics.load(self.x.seen.at[split.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
 
     def clear_dead_rows(self, split: LatentSplit, pair: Any, tile: int, slot: Any) -> None:
-        """Make values that no row sees 0, in this warpgroup's half of a tile."""
-
         @pl.when(self.tile_meta(pair, tile)[0] == DEAD)
         def _clear() -> None:
             bit = self.token_bits(split, pair, tile, token_iota(TOKENS))
@@ -710,18 +538,15 @@ class SeesawConsumer:
     def write(self, results: SeesawResults, split: LatentSplit, state: SeesawState) -> None:
         """Write this warpgroup's half of the output, or of the partial state, of a split."""
         mem, static, half, block = self.mem, self.static, self.half, self.block
-        own = state.l.sum(axis=1)
-        mem.stats[2 + half] = own
-        plgpu.barrier_arrive(mem.both.at[SUMS])
-        plgpu.barrier_wait(mem.both.at[SUMS])
+        sums = self.trade_sums(state)
         is_query = self.seen(split) < 0
         m = jnp.where(is_query, state.m, -jnp.inf)
-        l = jnp.where(is_query, own + basics.load(mem.stats.at[2 + 1 - half], PER_ROW), 0.0)  # noqa: E741
+        l = jnp.where(is_query, sums, 0.0)  # noqa: E741
         columns = pl.ds(half * static.widths[0], static.widths[half])
 
         @pl.when(split.is_whole_row)
         def _write() -> None:
-            out = _normalise(state.acc, l).astype(results.out.dtype)
+            out = normalise(state.acc, l).astype(results.out.dtype)
             place = results.out.at[split.row, pl.ds(block * ROWS, ROWS), columns]
             if out.dtype == mem.q.left.dtype:
                 mem.q[half][0] = out
@@ -733,7 +558,7 @@ class SeesawConsumer:
                 self.release_query()
                 place[...] = out
             if half == 0:
-                results.lse[block, split.row] = _log_sum_exp(m, l)
+                results.lse[block, split.row] = log_sum_exp(m, l)
 
         @pl.when(~split.is_whole_row)
         def _store_partial() -> None:
@@ -746,19 +571,6 @@ class SeesawConsumer:
             if half == 0:
                 partials.stats[index, 0] = m * (1 / LOG2E)
                 partials.stats[index, 1] = l
-
-
-def _normalise(acc: Any, l: Any) -> Any:  # noqa: E741
-    """Divide acc [ROWS, columns] by sums of weights l [ROWS]; 0 where a row sees nothing, whatever acc holds."""
-    seen = l != 0
-    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
-    return jnp.where(over_tokens(seen, acc.shape), acc * over_tokens(inverse, acc.shape), 0.0)
-
-
-def _log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
-    """LSE of rows whose weights, exp2(score · log2 e - m), sum up to l."""
-    seen = l != 0
-    return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
 
 
 # --- the merge
@@ -799,31 +611,22 @@ def _merge_kernel(
     """Merge some columns of the latent of blocks of rows, one after the other."""
     blocks, slices, slice_fragments = lse.shape[0], out.shape[2] // columns, num_fragments(ROWS * columns)
 
-    def add(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
-        m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
-        return merged.merge(AttentionState(m, l, load_fragments(acc, (ROWS, columns), BY_64)), over_tokens)
-
     def merge(index: Any, item: Any) -> None:
         block, column_slice = lax.div(item, slices), lax.rem(item, slices)
         row, first_split = plan.row_order[index], plan.split_indptr[index]
         first = partials.state_index(block, blocks, first_split)
         count = plan.split_indptr[index + 1] - first_split
-        empty = AttentionState(
-            tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
-            tiles.filled(0.0, (ROWS,), PER_ROW),
-            tiles.filled(0.0, (ROWS, columns), TILE),
-        )
         fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
-        merged = loader.for_each(partials, first, count, slice(None), fragments, add, empty)
+        merged = loader.for_each(partials, first, count, slice(None), fragments, add_partial_rows, empty_rows(columns))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
-        tile[...] = _normalise(merged.acc, merged.l).astype(tile.dtype)
+        tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
         plgpu.commit_smem()
         to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column_slice * columns, columns)]
         plgpu.copy_smem_to_gmem(tile, to)
 
         @pl.when(column_slice == 0)
         def _store_lse() -> None:
-            lse[block, row] = _log_sum_exp(merged.m * LOG2E, merged.l)
+            lse[block, row] = log_sum_exp(merged.m * LOG2E, merged.l)
 
     for_each_merged(plan, slices * blocks, merge)
     plgpu.wait_smem_to_gmem(0)

@@ -31,6 +31,7 @@ def num_programs(call: MlaDecodeCall) -> int:
         take.
     """
     basics.require_capability((10, 0))
+    refusals.require_plain_scores(call.window, call.soft_cap)
     refusals.require_16_bit_latents(call.cache)
     refusals.require_dtypes(call.q_latent, call.cache.pages)
     refusals.require_page_size(call.page_size)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 import pallas_attn.ops.mla_decode.mosaic_seesaw as mosaic_seesaw
 import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
+from pallas_attn.mosaic import refusals
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
@@ -25,6 +26,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
     """Module of the kernel for a number of query rows; quantised latents have one for few heads alone."""
+    refusals.require_plain_scores(call.window, call.soft_cap)
     if call.cache.is_quantised or call.query_rows <= config.max_columns(call.output_dtype):
         return mosaic_swap_ab
     return mosaic_seesaw

@@ -29,7 +29,9 @@ from pallas_attn.triton.pieces import (
     LOG2E,
     columns,
     draft_visible,
+    in_window,
     places,
+    soft_capped,
     softmax_result,
     softmax_step,
     split_end,
@@ -69,8 +71,10 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
             "ROPE_WIDTH": power_of_two(call.rope_dim),
             "PAGE": page_size,
             "TOKENS": tile.tokens,
-            "BARE_STEPS": tile.bare_steps,
+            "BARE_STEPS": tile.bare_steps and call.window is None,
             "SCALE": call.sm_scale,
+            "CAP": call.soft_cap,
+            "WINDOW": call.window,
             "SPLIT_PAGES": plan.split_pages,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -107,7 +111,7 @@ def _attend(
     draft_ptr,  # [B, QUERIES, QUERIES] or None
     row_order_ptr,  # [B] each
     _sink_pages_ptr,
-    _first_page_ptr,
+    first_page_ptr,
     num_pages_ptr,
     next_row_ptr,
     cta_row_ptr,  # [programs + 1] each
@@ -133,10 +137,13 @@ def _attend(
     TOKENS: tl.constexpr,
     BARE_STEPS: tl.constexpr,
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
+    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
     HAS_DRAFTS: tl.constexpr = tl.constexpr(QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
@@ -158,6 +165,10 @@ def _attend(
         if q_lens_ptr is not None:
             q_len = tl.load(q_lens_ptr + sequence)
         table_ptr = tables_ptr + sequence * table_pages
+        if WINDOW is not None:  # tokens are counted from the first page that any query sees
+            first_page = tl.load(first_page_ptr + place)
+            table_ptr += first_page
+            kv_len -= first_page * PAGE
         tree_ptr = None
         if draft_ptr is not None:
             tree_ptr = draft_ptr + sequence * (QUERIES * QUERIES)
@@ -199,9 +210,14 @@ def _attend(
                     base = tl.full([], 0, tl.int64)
                     slot = page_id.to(tl.int64) * PAGE + token % PAGE
                 seen = seen & (page_id >= 0) & (page_id < pool_pages)
+                if WINDOW is not None:  # of the oldest query, which sees the most
+                    seen = seen & in_window(token, tl.maximum(kv_len - q_len, 0), WINDOW, 0)
                 visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
                 if masked and HAS_DRAFTS:
                     visible = visible & draft_visible(token, kv_len - q_len, query, q_len, tree_ptr, QUERIES)
+                    if WINDOW is not None:
+                        position = tl.maximum(kv_len - q_len + query, 0)
+                        visible = visible & in_window(token[None, :], position[:, None], WINDOW, 0)
                     if draft_ptr is not None:  # a tree may hide a token from all queries
                         seen = tl.max(visible.to(tl.int32), 0) > 0
                 if rope_ptr is None:
@@ -220,8 +236,10 @@ def _attend(
                         scale = tl.load(scale_ptr + base * CHUNKS + slot * CHUNKS + chunk, mask=seen, other=0.0)
                         scales += (scale,)
                         scores += tl.dot(q_latent[chunk], k) * scale[None, :]
+                if CAP is not None:
+                    scores = soft_capped(scores * SCALE, CAP)
                 scores = tl.where(visible, scores, float("-inf"))  # no addition: a score may be NaN
-                top, total, keep, weights = softmax_step(scores, top, total, SCALE * LOG2E)
+                top, total, keep, weights = softmax_step(scores, top, total, BASE)
                 new_acc = ()
                 for chunk in tl.static_range(CHUNKS):
                     kept = acc[chunk] * keep[:, None]

@@ -22,7 +22,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
     settings = config.xla_config(batch, width)
     tiles = PageTiles(
         call.block_tables,
-        head_windows(None, 1),
+        head_windows(call.window, 1),
         head_rows=HeadRows(heads=1, rows_per_sequence=1),
         sequence=jnp.arange(batch, dtype=jnp.int32),
         first_query=jnp.maximum(kv_lens - q_lens, 0),
@@ -38,6 +38,9 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
         latent = read_latents(call.cache, page_ids).reshape(rows.shape[0], 1, -1, width)
         mask = None if draft_mask is None else draft_mask[rows]
         visible = draft_visible(key, index, kv_lens[rows], q_lens[rows], mask)[:, None] & exists[:, :, None]
+        if call.window is not None:
+            position = jnp.maximum((kv_lens - q_lens)[rows][:, None] + index[None], 0)
+            visible &= tiles.in_window(rows, key, position)
         return latent, latent[..., :latent_dim], jnp.repeat(visible, num_heads, axis=2)
 
     q = jnp.concatenate([call.q_latent, call.q_rope], axis=-1).reshape(batch, 1, call.query_rows, width)
@@ -48,7 +51,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
         sources=call,
         value_dim=latent_dim,
         sm_scale=call.sm_scale,
-        soft_cap=None,
+        soft_cap=call.soft_cap,
         group_rows=settings.group_rows,
     )
     return out.reshape(call.q_latent.shape).astype(call.output_dtype), lse.reshape(call.q_latent.shape[:-1])

@@ -1,8 +1,8 @@
 """Expanded multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
 
 The prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and the pieces are merged by their
-LSE, so memory does not grow with the cached length. There are no kernels of its own: `gather_latent` and
-`ragged_attention` do the work.
+LSE, so memory does not grow with the cached length; with a window, the tokens that it may show are taken at once. There
+are no kernels of its own: `gather_latent` and `ragged_attention` do the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn import checks, device, tuning
+from pallas_attn import checks, device, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
@@ -25,6 +25,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
 
+@sharded_calls.over_devices
 def mla_prefill(
     q_nope: Float[Array, "T Hq nope"],
     q_rope: Float[Array, "T Hq R"],
@@ -37,6 +38,8 @@ def mla_prefill(
     kv_lens: Int32[Array, "S"],
     *,
     sm_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     piece_tokens: int | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
@@ -55,18 +58,22 @@ def mla_prefill(
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, cached and new; without `latent_new` those that are cached.
       sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
+      window: the number of newest tokens that every head sees; None for all. Memory is that of S·window expanded
+        tokens, or of as many as tables have entries for.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
-        measured or is expected to be fastest, see `PieceConfig`.
+        measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
       implementation: of `gather_latent` and `ragged_attention`.
 
     Returns:
       The output in q's dtype, exactly 0 for padding rows and queries that see no key; with `return_lse` also the
-      float32 natural-log LSE of the scaled, masked scores, -inf for those.
+      float32 natural-log LSE of the scaled, capped, masked scores, -inf for those.
 
     Raises:
       ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      NotImplementedError: a window without `latent_new`, where queries have no place among the keys; or the
+        implementation named does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
@@ -81,7 +88,11 @@ def mla_prefill(
       (5, 4, 5)
     """
     block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
-    sm_scale = checks.required_number("sm_scale", sm_scale)
+    sm_scale, soft_cap = checks.required_number("sm_scale", sm_scale), checks.number("soft_cap", soft_cap)
+    window = checks.window(window)
+    checks.check_int_window(window)
+    if window is not None and latent_new is None:
+        raise NotImplementedError("window: takes None without latent_new, where queries have no place among the keys")
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
     if not (q_nope.shape[0] and kv_lens.shape[0]):
         empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
@@ -90,6 +101,7 @@ def mla_prefill(
         "mla_prefill", (q_nope, q_rope, latent_new, cache, w_uk, w_uv)
     )
     cu_q_lens = checks.bound_sums(cu_q_lens, q_nope.shape[0])
+    as_given: Any = latent_new  # in its own dtype
     if latent_new is not None:
         latent_new = as_read_back(latent_new, cache)
     if piece_tokens is None:
@@ -108,6 +120,8 @@ def mla_prefill(
             cu_q_lens,
             cu_kv_lens,
             causal=causal,
+            window=window if causal else None,
+            soft_cap=soft_cap,
             sm_scale=sm_scale,
             return_lse=True,
             out_dtype=jnp.float32,
@@ -120,8 +134,15 @@ def mla_prefill(
             state = jnp.zeros((*q.shape[:2], w_uv.shape[1]), jnp.float32), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
             num_cached = checks.bound_lens(kv_lens, capacity)
         else:
-            state = attend(latent_new, cu_q_lens, True)
             num_cached = checks.bound_lens(jnp.maximum(kv_lens, 0) - jnp.diff(cu_q_lens), capacity)
+            if window is None:
+                state = attend(latent_new, cu_q_lens, True)
+            else:
+                visible = _visible_latents(cache, as_given, block_tables, cu_q_lens, num_cached, window, implementation)
+                state = attend(*visible, True)
+        if window is not None:
+            out = state[0].astype(q.dtype)
+            return (out, state[1]) if return_lse else out
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
         pieces = _PrefixPieces(cache, dtype, block_tables, num_cached, piece_tokens)
 
@@ -206,6 +227,40 @@ def _expand(
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
 
+def _visible_latents(
+    cache: PagedLatent,
+    latent_new: Float[Array, "T LR"],
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    num_cached: Int32[Array, "S"],
+    window: int,
+    implementation: Implementation,
+) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
+    """Gather what the windows of a chunk's queries show: of each sequence the cached pages with its last window - 1
+    tokens, and the new ones; with the prefix sums of their numbers.
+    """
+    page_size = cache.page_size
+    skipped = jnp.maximum(num_cached - (window - 1), 0) // page_size
+    width = min(-(-(window - 1) // page_size) + 1, block_tables.shape[1])
+    lens = num_cached - skipped * page_size + jnp.diff(cu_q_lens)
+    latent = gather_latent(
+        cache,
+        latent_new,
+        _tables_from(block_tables, skipped, width),
+        cu_q_lens,
+        lens,
+        length=block_tables.shape[0] * width * page_size + latent_new.shape[0],
+        implementation=implementation,
+    )
+    return latent, jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+
+
+def _tables_from(block_tables: Int32[Array, "S P"], first: Int32[Array, "S"], width: int) -> Int32[Array, "S width"]:
+    """Take `width` entries of each table from one on; the last one where there are no more."""
+    entry = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(block_tables, jnp.minimum(entry, block_tables.shape[1] - 1), axis=1)
+
+
 class _PrefixPieces:
     """The cached tokens of all sequences, packed and cut into pieces of at most `tokens` of them.
 
@@ -237,9 +292,7 @@ class _PrefixPieces:
         skipped = jnp.maximum(start - self._first_page, 0)  # pages of each sequence in earlier pieces
         stop = jnp.clip(start + self._pages - self._first_page, 0, self._end_page - self._first_page)
         lens = jnp.maximum(jnp.minimum(stop * self._page_size, self._num_cached) - skipped * self._page_size, 0)
-        width = min(self._pages, self._tables.shape[1])
-        entry = skipped[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        tables = jnp.take_along_axis(self._tables, jnp.minimum(entry, self._tables.shape[1] - 1), axis=1)
+        tables = _tables_from(self._tables, skipped, min(self._pages, self._tables.shape[1]))
         latent = gather_latent(
             self._cache,
             jnp.zeros((0, self._cache.width), self._dtype),

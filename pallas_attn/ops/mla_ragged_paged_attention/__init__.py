@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks
+from pallas_attn import checks, sharded_calls
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.write_latent import write_latent
 from pallas_attn.portable.gradients import refuse_gradients
@@ -29,6 +29,7 @@ MAX_QUERIES = 8
 """Queries of a row, at most: a decode pays for the room that it leaves."""
 
 
+@sharded_calls.over_devices
 def mla_ragged_paged_attention(
     q_latent: Float[Array, "T Hq L"],
     q_rope: Float[Array, "T Hq R"],
@@ -38,9 +39,11 @@ def mla_ragged_paged_attention(
     kv_lens: Int32[Array, "S"],
     page_indices: Int32[Array, "SP"] | Int32[Array, "S P"],
     cu_q_lens: Int32[Array, "S_plus_1"],
-    distribution: Int32[Array, "3"] | None = None,
+    distribution: Int32[Array, "3"] | Int32[Array, "1"] | Int32[Array, ""] | None = None,
     *,
     sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     update_kv_cache: bool = True,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -62,8 +65,10 @@ def mla_ragged_paged_attention(
         anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       distribution: [i, j, n]: n sequences are real, and what stands past them may be anything; i and j do not matter.
-        None for S sequences.
+        Or n alone, [1] or []. None for S sequences.
       sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
+      sliding_window: the number of newest latents that every head sees; None for all.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
       update_kv_cache: False where the new latents are in the pages already.
       out_dtype: of the output; None for q_latent's.
       implementation: of both operations.
@@ -89,6 +94,8 @@ def mla_ragged_paged_attention(
       ((6, 2, 6), [1.0, 1.0, 1.0, 0.0])
     """
     update, sm_scale = checks.flag("update_kv_cache", update_kv_cache), checks.required_number("sm_scale", sm_scale)
+    sliding_window, soft_cap = checks.window(sliding_window), checks.number("soft_cap", soft_cap)
+    checks.check_int_window(sliding_window, "sliding_window")
     dims = checks.Dims()
     dims.check("q_latent", q_latent, "T Hq L", checks.PLAIN)
     dims.check("q_rope", q_rope, "T Hq R", (q_latent.dtype,))
@@ -122,6 +129,8 @@ def mla_ragged_paged_attention(
             rows.kv_lens,
             q_lens=rows.q_lens,
             sm_scale=sm_scale,
+            window=sliding_window,
+            soft_cap=soft_cap,
             out_dtype=out_dtype,
             implementation=implementation,
         )

@@ -24,7 +24,7 @@ def paged_decode(
     draft_mask: Bool[Array, "B Q Q"] | None = None,
     q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None = None,
     plan: DecodePlan | None = None,
-    out: Float[Array, "T Hq D"] | None = None,
+    out: Float[Array, "T Hq Dv"] | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,

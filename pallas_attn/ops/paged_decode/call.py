@@ -16,7 +16,7 @@ from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
-type DecodeOutput = Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"]
+type DecodeOutput = Float[Array, "B Q Hq Dv"] | Float[Array, "T Hq Dv"]
 """An output of its own, or the packed one that its tokens were put into."""
 
 
@@ -37,7 +37,7 @@ class PagedDecodeCall:
     draft_mask: Bool[Array, "B Q Q"] | None
     q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None
     plan: DecodePlan | None
-    out: Float[Array, "T Hq D"] | None
+    out: Float[Array, "T Hq Dv"] | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
@@ -60,6 +60,10 @@ class PagedDecodeCall:
         return self.q.shape[3]
 
     @property
+    def value_dim(self) -> int:
+        return self.kv.value_dim(self.head_dim)
+
+    @property
     def page_size(self) -> int:
         return self.kv.page_size
 
@@ -80,9 +84,10 @@ class PagedDecodeCall:
 
     def without_queries(self) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
         """Output and LSE of a call without sequences or without queries."""
-        return self.place(jnp.zeros(self.q.shape, self.output_dtype)), jnp.zeros(self.q.shape[:3], jnp.float32)
+        out = jnp.zeros((*self.q.shape[:3], self.value_dim), self.output_dtype)
+        return self.place(out), jnp.zeros(self.q.shape[:3], jnp.float32)
 
-    def place(self, result: Float[Array, "B Q Hq D"]) -> DecodeOutput:
+    def place(self, result: Float[Array, "B Q Hq Dv"]) -> DecodeOutput:
         """Put an output where `out` wants it: into its first tokens, in place where XLA may."""
         if self.out is None:
             return result
@@ -152,7 +157,7 @@ class PagedDecodeCall:
             checks.check_plan(self.plan, self.plan_key)
 
     def _check_out(self, out: Any, dims: checks.Dims) -> None:
-        dims.check("out", out, "T Hq D", (self.output_dtype,))
+        dims.check("out", out, "T Hq Dv", (self.output_dtype,))
         if dims["T"] < dims["B"] * dims["Q"]:
             raise ValueError(
                 f"out: expected at least the {dims['B'] * dims['Q']} tokens of q, {list(self.q.shape)}; "

@@ -29,7 +29,7 @@ def attend(
     inputs = DecodeInputs(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
         k=kv.k.reshape(rows),
-        v=kv.v.reshape(rows),
+        v=kv.values[0].reshape(rows),
         rope=None,
         k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
@@ -60,6 +60,7 @@ def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> Non
       limit: columns of a tile, at most.
     """
     basics.require_capability(architecture)
+    refusals.require_apart(call.kv)
     refusals.require_dtypes(call.q, call.kv.k)
     refusals.require_head_dim(call.head_dim)
     refusals.require_page_size(call.page_size)

@@ -13,7 +13,7 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, in_wind
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     q, kv, kv_lens = call.queries, call.kv, call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
-    k, v, exists = oracle.gather_kv(kv, call.block_tables)
+    k, v, exists = oracle.gather_kv(kv, call.block_tables, call.head_dim)
     key = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32)[None], (k.shape[0], k.shape[2]))
     index = jnp.arange(call.num_queries, dtype=jnp.int32)
     position = jnp.maximum((kv_lens - q_lens)[:, None] + index[None], 0)

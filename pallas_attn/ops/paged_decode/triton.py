@@ -2,7 +2,7 @@
 
 All query rows of a KV head of a sequence (heads of its group, times queries) are a tile's rows, tokens its columns:
 
-    S [rows, tokens] = q Kᵀ      O [rows, D] += P V      m, l [rows]
+    S [rows, tokens] = q Kᵀ      O [rows, Dv] += P V      m, l [rows]
 
 so a page is read once for the whole group. A program follows the plan: it walks the visible pages of its rows, whole
 tiles of tokens at a time, whichever pages these lie in. A row that one program has to itself is written right away; of
@@ -46,6 +46,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
     plan = plan_of(call, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     _, num_queries, q_heads, head_dim = call.q.shape
+    (v, first_column), value_dim = call.kv.values, call.value_dim
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
     table_pages = call.block_tables.shape[-1]
     rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
@@ -53,24 +54,29 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
     by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
     out, lse, *partial = launch(
         _attend,
-        *(call.out, call.q, call.q_scale, call.kv.k, call.kv.v, call.kv.k_scale, call.kv.v_scale),
+        *(call.out, call.q, call.q_scale, call.kv.k, v, call.kv.k_scale, call.kv.v_scale),
         *(call.block_tables, call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
         *(call.draft_mask, call.sinks, *plans.followed(plan)),
         *(table_pages, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
         outputs=[
-            jax.ShapeDtypeStruct(call.q.shape, call.output_dtype) if call.out is None else call.out,
+            jax.ShapeDtypeStruct((*call.q.shape[:3], value_dim), call.output_dtype) if call.out is None else call.out,
             jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32),
-            *partial_states(plan, table_pages, rows, head_dim),
+            *partial_states(plan, table_pages, rows, value_dim),
         ],
         grid=(plans.num_programs(plan), blocks),
         constants={
             "QUERIES": num_queries,
             "Q_HEADS": q_heads,
             "KV_HEADS": kv_heads,
-            "D": head_dim,
+            "DK": head_dim,
+            "DV": value_dim,
+            "K_STRIDE": call.kv.k.shape[-1],
+            "V_STRIDE": v.shape[-1],
+            "V_FIRST": first_column,
             "ROWS": tile.rows,
-            "WIDTH": tile.width,
+            "K_WIDTH": tiles.power_of_two(head_dim),
+            "V_WIDTH": tiles.power_of_two(value_dim),
             "PAGE": page_size,
             "TOKENS": tile.tokens,
             "SCALE": call.scale,
@@ -95,23 +101,25 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 def num_programs(call: PagedDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
     caches.refuse(call.q, call.kv)
+    caches.refuse_width(call.value_dim)
     card, tile = _card_and_tile(call)
     return tile.programs_side_by_side(card, call.group * call.num_queries)
 
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
     card, rows, tree = device.triton_card(), call.group * call.num_queries, call.draft_mask is not None
-    return card, tiles.decode_tile(card, rows, call.head_dim, call.kv.k.dtype.itemsize, tree=tree)
+    width = max(call.head_dim, call.value_dim)
+    return card, tiles.decode_tile(card, rows, width, call.kv.k.dtype.itemsize, tree=tree)
 
 
 @kernel
 def _attend(
-    _aliased_out_ptr,  # [T, Q_HEADS, D] or None
-    q_ptr,  # [B, QUERIES, Q_HEADS, D]
+    _aliased_out_ptr,  # [T, Q_HEADS, DV] or None
+    q_ptr,  # [B, QUERIES, Q_HEADS, DK]
     q_scale_ptr,  # [B, QUERIES, Q_HEADS] or None
-    k_ptr,  # [pool rows, PAGE, D]
-    v_ptr,
-    k_scale_ptr,  # [KV_HEADS], [KV_HEADS, D], [pool rows, GROUPS] or None
+    k_ptr,  # [pool rows, PAGE, K_STRIDE], keys from column 0
+    v_ptr,  # [pool rows, PAGE, V_STRIDE], values from column V_FIRST; maybe the same array
+    k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
     v_scale_ptr,
     tables_ptr,  # [B, table_pages] or [B, KV_HEADS, table_pages]
     kv_lens_ptr,  # [B]
@@ -130,17 +138,22 @@ def _attend(
     cta_split_ptr,
     table_pages,
     num_rows,
-    out_ptr,  # [B, QUERIES, Q_HEADS, D]
+    out_ptr,  # [B, QUERIES, Q_HEADS, DV]
     lse_ptr,  # [B, QUERIES, Q_HEADS]
-    part_ptr,  # [splits, group * QUERIES, D]
+    part_ptr,  # [splits, group * QUERIES, DV]
     part_top_ptr,  # [splits, group * QUERIES] each
     part_total_ptr,
     QUERIES: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -160,8 +173,8 @@ def _attend(
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
     real_row = row_in_group < QUERIES * GROUP
-    d = tl.arange(0, WIDTH)
-    real_d = d < D
+    d, dv = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
+    real_d, real_dv = d < DK, dv < DV
 
     place, page = tl.load(cta_row_ptr + program), tl.load(cta_page_ptr + program)
     end_place, end_page = tl.load(cta_row_ptr + program + 1), tl.load(cta_page_ptr + program + 1)
@@ -190,8 +203,8 @@ def _attend(
 
         q_head = head * GROUP + head_in_group
         out_row = (sequence.to(tl.int64) * QUERIES + query) * Q_HEADS + q_head
-        held = real_row[:, None] & real_d[None, :]
-        q = tl.load(q_ptr + out_row[:, None] * D + d[None, :], mask=held, other=0.0)
+        held = real_row[:, None] & real_dv[None, :]
+        q = tl.load(q_ptr + out_row[:, None] * DK + d[None, :], mask=real_row[:, None] & real_d[None, :], other=0.0)
         q_rest = q
         q_scale = 1.0
         if q_scale_ptr is not None:
@@ -200,13 +213,13 @@ def _attend(
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":
-            wide = q.to(tl.float32) * tl.load(k_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
+            wide = q.to(tl.float32) * tl.load(k_scale_ptr + head * DK + d, mask=real_d, other=0.0)[None, :]
             q = wide.to(tl.bfloat16)
             q_rest = (wide - q.to(tl.float32)).to(tl.bfloat16)
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
         for start in range(page * PAGE, stop * PAGE, TOKENS):
             n = start + tl.arange(0, TOKENS)
             entry, token = walked_token(n, sink_pages, first_page, PAGE)
@@ -224,11 +237,9 @@ def _attend(
                     visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
                 if draft_ptr is not None:  # a tree may hide a token from all queries
                     seen = tl.max(visible.to(tl.int32), 0) > 0
-            at = (row * PAGE + n % PAGE) * D
-            loaded = seen[:, None] & real_d[None, :]
-            k = tensor_core_operand(
-                tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0), QUERY_DTYPE, NATIVE
-            )
+            cell = row * PAGE + n % PAGE
+            at = k_ptr + (cell * K_STRIDE)[:, None] + d[None, :]
+            k = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_d[None, :], other=0), QUERY_DTYPE, NATIVE)
             scores = tl.dot(q, tl.trans(k))
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
@@ -244,9 +255,8 @@ def _attend(
             top, total, keep, weights = softmax_step(scores, top, total, BASE)
             if BY_TOKEN:
                 weights = weights * _token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
-            v = tensor_core_operand(
-                tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0), VALUE_DTYPE, NATIVE
-            )
+            at = v_ptr + (cell * V_STRIDE + V_FIRST)[:, None] + dv[None, :]
+            v = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_dv[None, :], other=0), VALUE_DTYPE, NATIVE)
             rounded = weights.to(VALUE_DTYPE)
             acc = tl.dot(rounded, v, acc * keep[:, None])
             if BY_TOKEN:
@@ -255,12 +265,12 @@ def _attend(
         if GROUPS == "head":
             acc = acc * tl.load(v_scale_ptr + head)
         if GROUPS == "channel":
-            acc = acc * tl.load(v_scale_ptr + head * D + d, mask=real_d, other=0.0)[None, :]
+            acc = acc * tl.load(v_scale_ptr + head * DV + dv, mask=real_dv, other=0.0)[None, :]
         if (page == 0) & (stop >= num_pages):
-            store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
+            store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, dv, DV)
         else:
             state = split.to(tl.int64) * (QUERIES * GROUP) + row_in_group
-            tl.store(part_ptr + state[:, None] * D + d[None, :], acc, mask=held)
+            tl.store(part_ptr + state[:, None] * DV + dv[None, :], acc, mask=held)
             tl.store(part_top_ptr + state, top, mask=real_row)
             tl.store(part_total_ptr + state, total, mask=real_row)
         split += 1

@@ -35,7 +35,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         row_ids, key, exists = tiles.locate(rows, j)
-        k, v = load_kv(call.kv, row_ids, tiles.heads(rows))
+        k, v = load_kv(call.kv, row_ids, tiles.heads(rows), call.head_dim)
         sequence = rows // head_rows.rows_per_sequence
         lens, real = kv_lens[sequence], q_lens[sequence]
         mask = None if draft_mask is None else draft_mask[sequence]
@@ -50,7 +50,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         tiles.num_tiles,
         load_tile,
         sources=call,
-        value_dim=head_dim,
+        value_dim=call.value_dim,
         sm_scale=call.scale,
         soft_cap=call.soft_cap,
         group_rows=settings.group_rows,

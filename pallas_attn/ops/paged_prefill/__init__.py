@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks, dispatch
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
@@ -22,10 +22,11 @@ def paged_prefill(
     window: int | HeadWindow | None = None,
     sinks: Float[Array, "Hq"] | None = None,
     soft_cap: float | None = None,
+    draft_mask: Bool[Array, "T M"] | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+) -> Float[Array, "T Hq Dv"] | tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     """Attention of each sequence's new tokens over its pages.
 
     Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, the last of the kv_lens[s] it holds. Each sees keys up to
@@ -45,6 +46,9 @@ def paged_prefill(
       window: None, the number of newest keys every head sees, or a `HeadWindow`; either needs `causal`.
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      draft_mask: True where a token sees new token j of its own sequence, at position kv_len - new tokens + j; replaces
+        causality among the new tokens, as for trees of drafts or images. Those from M on, more than the mask has
+        columns for, are invisible. Older keys are visible, and windows count positions.
       return_lse: also return the LSE.
       out_dtype: of the output; None for q's.
       implementation: None, a name, or names to try in order.
@@ -78,6 +82,7 @@ def paged_prefill(
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
+        draft_mask=draft_mask,
     )
     call.validate()
     has_tokens = call.num_tokens and call.num_sequences

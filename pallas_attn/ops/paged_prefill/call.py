@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
 from pallas_attn.types import HeadWindow, PagedKV
@@ -32,6 +32,7 @@ class PagedPrefillCall:
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+    draft_mask: Bool[Array, "T M"] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +56,10 @@ class PagedPrefillCall:
         return self.q.shape[2]
 
     @property
+    def value_dim(self) -> int:
+        return self.kv.value_dim(self.head_dim)
+
+    @property
     def page_size(self) -> int:
         return self.kv.page_size
 
@@ -68,9 +73,10 @@ class PagedPrefillCall:
         """`out_dtype`, or q's for None."""
         return checks.output_dtype(self.out_dtype, self.q.dtype)
 
-    def without_tokens(self) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    def without_tokens(self) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
         """Output and LSE of a call in which no token belongs to a sequence."""
-        return jnp.zeros(self.q.shape, self.output_dtype), jnp.full(self.q.shape[:2], -jnp.inf, jnp.float32)
+        out = jnp.zeros((*self.q.shape[:2], self.value_dim), self.output_dtype)
+        return out, jnp.full(self.q.shape[:2], -jnp.inf, jnp.float32)
 
     def bounded(self) -> PagedPrefillCall:
         """The call as implementations take it: lengths and windows held to what there is room for."""
@@ -92,6 +98,10 @@ class PagedPrefillCall:
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)
         checks.check_window(self.window, dims["Hkv"])
         checks.check_causal_window(self.window, causal=self.causal)
+        if self.draft_mask is not None:
+            dims.check("draft_mask", self.draft_mask, "T M", checks.BOOL)
+            if not self.causal:
+                raise ValueError("draft_mask: expected None with causal=False, where every query sees all keys")
         if self.sinks is not None:
             dims.check("sinks", self.sinks, "Hq", checks.F32)
         checks.check_positive("sm_scale", self.sm_scale)

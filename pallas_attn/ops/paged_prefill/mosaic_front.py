@@ -125,7 +125,7 @@ def attend(
     inputs = PrefillInputs(
         q=tuple(pad_rows(term[0], front.block_queries) for term in terms),
         k=kv.k.reshape(-1, *pool_rows),
-        v=kv.v.reshape(-1, *pool_rows),
+        v=kv.values[0].reshape(-1, *pool_rows),
         k_scale=None if front.scales == "channel" else _flat(kv.k_scale),
         v_scale=_flat(kv.v_scale),
         block_tables=call.block_tables,
@@ -140,6 +140,9 @@ def attend(
 
 def refuse(call: PagedPrefillCall) -> None:
     """Raises NotImplementedError for what the kernel takes on no architecture."""
+    if call.draft_mask is not None:
+        raise NotImplementedError("takes no draft mask")
+    refusals.require_apart(call.kv)
     refusals.require_dtypes(call.q, call.kv.k)
     refusals.require_head_dim(call.head_dim)
     refusals.require_page_size(call.page_size)

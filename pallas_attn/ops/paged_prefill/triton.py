@@ -11,8 +11,10 @@ from pallas_attn.portable.visibility import head_windows
 from pallas_attn.triton import caches, flash, tiles
 
 
-def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     caches.refuse(call.q, call.kv)
+    caches.refuse_width(call.value_dim)
+    v, first_column = call.kv.values
     card = device.triton_card()
     num_tokens, _, head_dim = call.q.shape
     rows = call.group * -(-num_tokens // call.num_sequences)
@@ -20,18 +22,20 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     return flash.attend(
         call.q,
         call.kv.k,
-        call.kv.v,
+        v,
         block_tables=call.block_tables,
         cu_q_lens=call.cu_q_lens,
         kv_lens=call.kv_lens,
         scales=(call.kv.k_scale, call.kv.v_scale),
         groups=caches.scale_groups(call.kv),
+        value_columns=slice(first_column, first_column + call.value_dim),
         window=None if call.window is None else head_windows(call.window, call.kv.k.shape[1]),
         sinks=call.sinks,
         causal=call.causal,
+        draft_mask=call.draft_mask,
         scale=call.scale,
         soft_cap=call.soft_cap,
         out_dtype=call.output_dtype,
-        tile=config.triton_tile(card, rows, head_dim, demanding=demanding),
+        tile=config.triton_tile(card, rows, max(head_dim, call.value_dim), demanding=demanding),
         native=tiles.has_e4m3(card),
     )

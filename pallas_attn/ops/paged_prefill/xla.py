@@ -13,7 +13,7 @@ from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
 from pallas_attn.portable.visibility import head_windows
 
 
-def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     head_rows = HeadRows.of(num_kv_heads, call.window, call.block_tables.ndim)
     settings = config.xla_config(num_tokens, call.num_sequences, head_rows.rows_per_sequence)
@@ -22,16 +22,19 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     position = num_cached + queries.index
     if not call.causal:  # all see what the query at the last position sees
         position = jnp.broadcast_to(call.kv_lens[queries.sequence][:, None] - 1, queries.index.shape)
-    real = queries.real & (position >= 0)
+    mask = call.draft_mask
+    real = queries.real & (position >= 0) if mask is None else queries.real
     # A tile's queries are neighbours, so its first and last position bound what it sees.
-    position = jnp.where(real, position, 0)
+    position = jnp.where(real, jnp.maximum(position, 0), 0)
     pages = PageTiles(
         call.block_tables,
         head_windows(call.window, num_kv_heads),
         head_rows=head_rows,
         sequence=queries.sequence,
         first_query=jnp.min(jnp.where(real, position, jnp.max(position, axis=1, keepdims=True)), axis=1),
-        end=jnp.max(jnp.where(real, position + 1, 0), axis=1),
+        end=jnp.max(
+            jnp.where(real, position + 1 if mask is None else call.kv_lens[queries.sequence][:, None], 0), axis=1
+        ),
         page_size=call.page_size,
         pool_rows=call.kv.k.shape[0] * num_kv_heads,
         tile_tokens=settings.tile_tokens,
@@ -40,11 +43,18 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     def load_tile(rows: Int32[Array, "W"], j: Int32[Array, ""]) -> Tile:
         row_ids, key, exists = pages.locate(rows, j)
         tile = rows // head_rows.rows_per_sequence
-        visible = (key[:, None, :] <= position[tile][:, :, None]) & real[tile][:, :, None]
+        if mask is None:
+            visible = key[:, None, :] <= position[tile][:, :, None]
+        else:
+            column = (key - num_cached[tile])[:, None, :]
+            shown = jnp.take_along_axis(mask[queries.token[tile]], jnp.clip(column, 0, mask.shape[1] - 1), axis=2)
+            visible = (column < 0) | (shown & (column < mask.shape[1]))
+            visible &= (key < call.kv_lens[queries.sequence[tile]][:, None])[:, None]
+        visible &= real[tile][:, :, None]
         visible = visible[:, None] & exists[:, :, None]  # [W, H, M, K]
         if call.window is not None:
             visible &= pages.in_window(rows, key, position[tile])
-        k, v = load_kv(call.kv, row_ids, pages.heads(rows))
+        k, v = load_kv(call.kv, row_ids, pages.heads(rows), call.head_dim)
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
     out, lse = attend_rows(
@@ -52,7 +62,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
         pages.num_tiles,
         load_tile,
         sources=call,
-        value_dim=call.head_dim,
+        value_dim=call.value_dim,
         sm_scale=call.scale,
         soft_cap=call.soft_cap,
         group_rows=settings.group_rows,

@@ -59,7 +59,7 @@ def plan_decode(
       block_tables: as the calls take them. Of q, cache and block_tables only shapes and dtypes matter, so
         `jax.ShapeDtypeStruct`s will do.
       kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens, window, soft_cap, out_dtype: as the calls take them; `mla_decode` has neither window nor soft cap.
+      q_lens, window, soft_cap, out_dtype: as the calls take them.
       mode: "balanced" or "fixed".
       num_programs: programs that share the pages, at most 16,384; None for as many as run side by side here. Fewer
         leave multiprocessors to other work.
@@ -146,7 +146,7 @@ def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_prog
     own = PlanDecodeCall(
         call.kv_lens,
         _planned_queries(call.q_lens, call.kv_lens, call.num_queries),
-        call.window if isinstance(call, PagedDecodeCall) else None,
+        call.window,
         sharing=sharing_of("balanced", call.page_size),
         num_programs=num_programs,
         made_for=call.plan_key,
@@ -212,9 +212,7 @@ def _decode_call(
     checks.check_class("cache", cache, PagedLatent)
     if not isinstance(q, tuple) or len(q) != 2:
         raise ValueError("q: expected the pair (q_latent, q_rope) with a PagedLatent, got one array")
-    for name, option in (("window", window), ("soft_cap", soft_cap)):
-        if option is not None:
-            raise ValueError(f"{name}: expected None, mla_decode has none; got {option!r}")
+    checks.check_int_window(window)  # pyrefly: ignore[bad-argument-type]
     return MlaDecodeCall(
         *q,
         cache,
@@ -225,6 +223,8 @@ def _decode_call(
         plan=None,
         sm_scale=1.0,
         out_dtype=out_dtype,
+        window=window,  # pyrefly: ignore[bad-argument-type]
+        soft_cap=soft_cap,
     )
 
 

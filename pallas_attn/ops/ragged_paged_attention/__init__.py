@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from pallas_attn import checks
+from pallas_attn import checks, sharded_calls
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
@@ -23,19 +23,20 @@ from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
-type StaticScale = Float[Array, "*shape"] | float | None
+type StaticScale = Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None
 """One scale for all heads, one a head [Hkv], one a channel [Hkv, D], or None for the cache's own."""
 
 
+@sharded_calls.over_devices
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k: Num[Array, "T Hkv D"] | None,
-    v: Num[Array, "T Hkv D"] | None,
+    v: Num[Array, "T Hkv Dv"] | None,
     kv: PagedKV,
     kv_lens: Int32[Array, "S"],
     page_indices: Int32[Array, "SP"] | Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
     cu_q_lens: Int32[Array, "S_plus_1"],
-    distribution: Int32[Array, "3"] | None = None,
+    distribution: Int32[Array, "3"] | Int32[Array, "1"] | Int32[Array, ""] | None = None,
     *,
     sm_scale: float = 1.0,
     causal: bool = True,
@@ -48,7 +49,7 @@ def ragged_paged_attention(
     v_scale: StaticScale = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> tuple[Float[Array, "T Hq D"], PagedKV]:
+) -> tuple[Float[Array, "T Hq Dv"], PagedKV]:
     """Writes each sequence's new tokens into its pages, and attends over them: for engines written for TPUs.
 
     Sequences of one new token run on the kernel of `paged_decode` wherever they stand, others on that of
@@ -64,7 +65,7 @@ def ragged_paged_attention(
         past a sequence's tokens may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       distribution: [i, j, n]: n sequences are real, and what stands past them may be anything. Those from i to j are
-        prefills even of one token. None for S sequences.
+        prefills even of one token. Or n alone, [1] or []. None for S sequences.
       sm_scale: multiplies the scores.
       causal: False for queries that see every key of their sequence.
       sliding_window: None, the number of newest keys every head sees, or a `HeadWindow`; either needs `causal`.
@@ -124,7 +125,7 @@ def ragged_paged_attention(
     step = MixedStep.of(page_indices, kv_lens, cu_q_lens, distribution, dims)
     num_tokens, num_sequences = dims["T"], dims["S"]
     if not (num_tokens and num_sequences):
-        return jnp.zeros(q.shape, options["out_dtype"]), kv
+        return jnp.zeros((*q.shape[:2], kv.value_dim(dims["D"])), options["out_dtype"]), kv
     q, k, v, scaled = refuse_gradients("ragged_paged_attention", (jnp.asarray(q), k, v, scaled))
     with jax.named_scope("ragged_paged_attention"):
         if update:
@@ -180,7 +181,7 @@ def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
         raise ValueError(
             f"k: expected 16-bit or 32-bit values for a cache with scales of token groups, got {k.dtype.name}"
         )
-    dims.check("v", v, "T Hkv D", checks.PLAIN if k.dtype in checks.PLAIN else quantised)
+    dims.check("v", v, "T Hkv Dv", checks.PLAIN if k.dtype in checks.PLAIN else quantised)
 
 
 def _write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: Implementation) -> PagedKV:

@@ -15,7 +15,7 @@ from pallas_attn.types import Implementation, PagedKV, Rope
 def write_kv(
     kv: PagedKV,
     k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv Dv"],
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     *,
     rope: Rope | None = None,
@@ -28,7 +28,7 @@ def write_kv(
 def write_kv(
     kv: PagedKV,
     k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv Dv"],
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     *,
     rope: Rope,
@@ -40,7 +40,7 @@ def write_kv(
 def write_kv(
     kv: PagedKV,
     k: Float[Array, "T Hkv D"],
-    v: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv Dv"],
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     *,
     rope: Rope | None = None,

@@ -21,7 +21,7 @@ class WriteKVCall:
 
     kv: PagedKV
     k: Float[Array, "T Hkv D"]
-    v: Float[Array, "T Hkv D"]
+    v: Float[Array, "T Hkv Dv"]
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"]
     rope: Rope | None
     q: Float[Array, "T Hq D"] | None
@@ -30,6 +30,17 @@ class WriteKVCall:
     def num_tokens(self) -> int:
         return self.k.shape[0]
 
+    @property
+    def key_columns(self) -> slice:
+        """Columns of the cache's k that keys are written to."""
+        return slice(0, self.k.shape[-1])
+
+    @property
+    def value_columns(self) -> slice:
+        """Columns of the array that holds values, which values are written to."""
+        _, first = self.kv.values
+        return slice(first, first + self.v.shape[-1])
+
     def bounded(self) -> WriteKVCall:
         """The call itself: slots outside the pool write nothing."""
         return self
@@ -37,9 +48,12 @@ class WriteKVCall:
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
+        checks.check_class("kv", self.kv, PagedKV)
+        if self.kv.is_fused:  # whose columns do not say how many of them are a key's
+            dims.check("k", self.k, "T Hkv D", checks.PLAIN)
         checks.check_kv(self.kv, dims)
         dims.check("k", self.k, "T Hkv D", checks.PLAIN)
-        dims.check("v", self.v, "T Hkv D", checks.PLAIN)
+        dims.check("v", self.v, "T Hkv Dv", checks.PLAIN)
         checks.check_array("slots", self.slots)
         dims.check("slots", self.slots, "T Hkv" if self.slots.ndim == 2 else "T", checks.INT)
         if self.q is not None:

@@ -16,9 +16,12 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
     if rope is not None:
         k = apply_rope(k, rope, rope.k_norm)
         q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
-    new_k, new_k_scale = _write(kv.k, kv.k_scale, k, slots)
-    new_v, new_v_scale = _write(kv.v, kv.v_scale, call.v, slots)
-    return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
+    new_k, new_k_scale = _write(kv.k[..., call.key_columns], kv.k_scale, k, slots)
+    new_k = kv.k.at[..., call.key_columns].set(new_k)
+    pages, _ = kv.with_pages(new_k, kv.v, None, None).values
+    new_v, new_v_scale = _write(pages[..., call.value_columns], kv.v_scale, call.v, slots)
+    new_v = pages.at[..., call.value_columns].set(new_v)
+    return kv.with_pages(new_v if kv.is_fused else new_k, new_v, new_k_scale, new_v_scale), q
 
 
 def _write(

@@ -14,7 +14,6 @@ Groups have one leader and slots are distinct, so no two programs write the same
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -47,7 +46,7 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
-    if call.kv.k.shape[-1] == 1:
+    if min(call.k.shape[-1], call.v.shape[-1]) == 1:
         raise NotImplementedError("takes heads of two columns or more, got one")
     if _group_tokens(call.kv) > 1:
         return _write_groups(call), _rotated_queries(call)
@@ -75,7 +74,8 @@ def _write_rows(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | No
     scales = None if kv.k_scale is None else {1: "head", 2: "channel", 3: "token"}[kv.k_scale.ndim]
     dynamic = scales == "token"
     none = jax.ShapeDtypeStruct((1,), jnp.float32)
-    written: list[Any] = [kv.k, kv.v, *((kv.k_scale, kv.v_scale) if dynamic else (none, none))]
+    written: list[Any] = [kv.k, kv.v if kv.v is not None else none]
+    written += [kv.k_scale, kv.v_scale] if dynamic else [none, none]
     q_heads = 0 if q is None else q.shape[1]
     q_bytes = 0 if q is None else 2 * q.size * q.dtype.itemsize
     k, v, k_scale, v_scale, rotated = launch(
@@ -89,19 +89,20 @@ def _write_rows(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | No
         | _block_constants(call)
         | _pool_constants(call)
         | {"Q_HEADS": q_heads, "SCALES": scales},
-        aliases={3: 0, 4: 1} | ({5: 2, 6: 3} if dynamic else {}),
-        bytes_accessed=2 * call.k.size * (call.k.dtype.itemsize + kv.k.dtype.itemsize) + q_bytes,
+        aliases={3: 0} | ({} if kv.is_fused else {4: 1}) | ({5: 2, 6: 3} if dynamic else {}),
+        bytes_accessed=_bytes_written(call) + q_bytes,
     )
-    kv = dataclasses.replace(kv, k=k, v=v, **({"k_scale": k_scale, "v_scale": v_scale} if dynamic else {}))
-    return kv, call.q if q is None else rotated
+    scales_now = (k_scale, v_scale) if dynamic else (kv.k_scale, kv.v_scale)
+    return kv.with_pages(k, v, *scales_now), call.q if q is None else rotated
 
 
 def _write_groups(call: WriteKVCall) -> PagedKV:
     """Write tokens whose groups share scales."""
     kv, rope = call.kv, call.rope
-    group, width = _group_tokens(kv), tiles.power_of_two(kv.k.shape[-1], at_least=2)
+    group, width = _group_tokens(kv), tiles.power_of_two(_widest(call), at_least=2)
     scanned = min(MOST_SCANNED, max(1, call.num_tokens * kv.k.shape[1] // FEW_ENTRIES))
-    written: list[Any] = [kv.k, kv.v, kv.k_scale, kv.v_scale]
+    none = jax.ShapeDtypeStruct((1,), jnp.float32)
+    written: list[Any] = [kv.k, none if kv.v is None else kv.v, kv.k_scale, kv.v_scale]
     k, v, k_scale, v_scale = launch(
         _write_led_groups,
         *(call.k, call.v, call.slots, _writers(call), kv.k, kv.v, kv.k_scale, kv.v_scale),
@@ -118,10 +119,20 @@ def _write_groups(call: WriteKVCall) -> PagedKV:
             "TOKENS": max(1, min(tiles.power_of_two(group, at_least=1), TILE_ELEMENTS // width)),
         },
         max_registers=128,
-        aliases={4: 0, 5: 1, 6: 2, 7: 3},
-        bytes_accessed=2 * call.k.size * (call.k.dtype.itemsize + kv.k.dtype.itemsize),
+        aliases={4: 0, 6: 2, 7: 3} | ({} if kv.is_fused else {5: 1}),
+        bytes_accessed=_bytes_written(call),
     )
-    return PagedKV(k, v, k_scale, v_scale)
+    return kv.with_pages(k, v, k_scale, v_scale)
+
+
+def _bytes_written(call: WriteKVCall) -> int:
+    """Bytes of new keys and values, read and written."""
+    return sum(x.size * (x.dtype.itemsize + call.kv.k.dtype.itemsize) for x in (call.k, call.v))
+
+
+def _widest(call: WriteKVCall) -> int:
+    """Columns of keys or of values, whichever are more."""
+    return max(call.k.shape[-1], call.v.shape[-1])
 
 
 def _writers(call: WriteKVCall) -> Int32[Array, "slots"]:
@@ -148,7 +159,7 @@ def _group_tokens(kv: PagedKV) -> int:
 
 def _rows(call: WriteKVCall) -> int:
     """Rows of columns, each a head of a token, that a program writes at a time."""
-    return max(1, TILE_ELEMENTS // tiles.power_of_two(call.kv.k.shape[-1], at_least=2))
+    return max(1, TILE_ELEMENTS // tiles.power_of_two(_widest(call), at_least=2))
 
 
 def _heads(call: WriteKVCall) -> int:
@@ -168,22 +179,34 @@ def _block_constants(call: WriteKVCall) -> dict[str, Any]:
 
 def _row_constants(call: WriteKVCall) -> dict[str, Any]:
     """Columns of a head, and what rotation and norms do to them."""
-    rope, width = call.rope, call.kv.k.shape[-1]
+    rope, width = call.rope, call.k.shape[-1]
     half = width // 2 if rope is None else rope.cos.shape[-1]
-    return {
-        "WIDTH": width,
-        "HALF": half,
-        "HALF_LANES": tiles.power_of_two(half, at_least=1),
-        "REST_LANES": tiles.power_of_two(width - 2 * half, at_least=1),
+    return _thirds("", width, half) | {
         "INTERLEAVED": rope is not None and rope.style == "interleaved",
         "NORM_AFTER": rope is not None and rope.norm_order == "after_rope",
         "EPS": 0.0 if rope is None else rope.norm_eps,
     }
 
 
-def _pool_constants(call: WriteKVCall) -> dict[str, Any]:
-    kv = call.kv
+def _thirds(prefix: str, width: int, half: int) -> dict[str, int]:
+    """Sizes of the three tiles that columns are cut into: two of `half`, and the rest."""
     return {
+        f"{prefix}WIDTH": width,
+        f"{prefix}HALF": half,
+        f"{prefix}HALF_LANES": tiles.power_of_two(half, at_least=1),
+        f"{prefix}REST_LANES": tiles.power_of_two(width - 2 * half, at_least=1),
+    }
+
+
+def _pool_constants(call: WriteKVCall) -> dict[str, Any]:
+    kv, (pages, first_column), value_dim = call.kv, call.kv.values, call.v.shape[-1]
+    # Values are cut like keys where they can be, so that both are one function of the kernel.
+    half = _row_constants(call)["HALF"] if value_dim == call.k.shape[-1] else value_dim // 2
+    return _thirds("V_", value_dim, half) | {
+        "K_STRIDE": kv.k.shape[-1],
+        "V_STRIDE": pages.shape[-1],
+        "V_FIRST": first_column,
+        "FUSED": kv.is_fused,
         "KV_HEADS": kv.k.shape[1],
         "PAGE": kv.page_size,
         "NUM_SLOTS": _num_slots(call),
@@ -213,9 +236,9 @@ def _columns(
 
 
 @kernel
-def _load(x_ptr, row, real, columns, real_columns, WIDTH: tl.constexpr):
-    """A tile of columns of rows (int64)."""
-    at = (row * WIDTH)[:, None] + columns[None, :]
+def _load(x_ptr, row, real, columns, real_columns, STRIDE: tl.constexpr):
+    """A tile of columns of rows (int64), which begin STRIDE apart."""
+    at = (row * STRIDE)[:, None] + columns[None, :]
     return tl.load(x_ptr + at, mask=real[:, None] & real_columns[None, :], other=0)
 
 
@@ -359,8 +382,8 @@ def _rotate_rows(
 
 
 @kernel
-def _store(x_ptr, row, real, columns, real_columns, values, WIDTH: tl.constexpr):
-    at = (row * WIDTH)[:, None] + columns[None, :]
+def _store(x_ptr, row, real, columns, real_columns, values, STRIDE: tl.constexpr):
+    at = (row * STRIDE)[:, None] + columns[None, :]
     tl.store(x_ptr + at, values, mask=real[:, None] & real_columns[None, :])
 
 
@@ -370,7 +393,7 @@ def _store(x_ptr, row, real, columns, real_columns, values, WIDTH: tl.constexpr)
 @kernel
 def _write_tokens(
     k_ptr,  # [T, KV_HEADS, WIDTH]
-    v_ptr,
+    v_ptr,  # [T, KV_HEADS, V_WIDTH]
     slots_ptr,  # [T] or [T, KV_HEADS]
     _aliased_k_ptr,
     _aliased_v_ptr,
@@ -382,8 +405,8 @@ def _write_tokens(
     k_norm_ptr,  # [WIDTH] or None
     q_norm_ptr,
     num_tokens,
-    k_pages_ptr,  # [pool rows, PAGE, WIDTH]
-    v_pages_ptr,
+    k_pages_ptr,  # [pool rows, PAGE, K_STRIDE]
+    v_pages_ptr,  # [pool rows, PAGE, V_STRIDE], or one number that nobody writes
     k_scale_ptr,  # [pool rows, PAGE], or one number that nobody writes
     v_scale_ptr,
     q_out_ptr,  # [T, Q_HEADS, WIDTH], or one number that nobody writes
@@ -404,7 +427,16 @@ def _write_tokens(
     NATIVE: tl.constexpr,
     Q_HEADS: tl.constexpr,
     SCALES: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_HALF: tl.constexpr,
+    V_HALF_LANES: tl.constexpr,
+    V_REST_LANES: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
+    values_ptr = k_pages_ptr + V_FIRST if FUSED else v_pages_ptr
     kv_blocks: tl.constexpr = KV_HEADS // BLOCK_HEADS  # of heads: of k, then of v, then of q
     block = tl.program_id(1)
     if block < 2 * kv_blocks:
@@ -421,11 +453,13 @@ def _write_tokens(
             _write_tiles(
                 *(k_ptr, row, token, cos_ptr, sin_ptr, k_norm_ptr, k_pages_ptr, k_static_ptr, k_scale_ptr, pool_row),
                 *(real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+                K_STRIDE,
             )
         else:
             _write_tiles(
-                *(v_ptr, row, token, None, None, None, v_pages_ptr, v_static_ptr, v_scale_ptr, pool_row),
-                *(real, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+                *(v_ptr, row, token, None, None, None, values_ptr, v_static_ptr, v_scale_ptr, pool_row),
+                *(real, head, V_WIDTH, V_HALF, V_HALF_LANES, V_REST_LANES, INTERLEAVED, NORM_AFTER, EPS, QMAX, SCALES),
+                V_STRIDE,
             )
     elif Q_HEADS > 0:
         token, head = _rows_of(tl.program_id(0), block - 2 * kv_blocks, ROWS, BLOCK_HEADS)
@@ -458,6 +492,7 @@ def _write_tiles(
     EPS: tl.constexpr,
     QMAX: tl.constexpr,
     SCALES: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
     """Casts or quantises rows of k or v, and stores them in rows of the pool's tokens."""
     dtype: tl.constexpr = pages_ptr.dtype.element_ty
@@ -485,9 +520,9 @@ def _write_tiles(
         a = _quantised(a, scale_a, dtype, QMAX)
         b = _quantised(b, scale_b, dtype, QMAX)
         c = _quantised(c, scale_c, dtype, QMAX)
-    _store(pages_ptr, pool_row, real, columns_a, real_half, a, WIDTH)
-    _store(pages_ptr, pool_row, real, columns_b, real_half, b, WIDTH)
-    _store(pages_ptr, pool_row, real, columns_c, real_rest, c, WIDTH)
+    _store(pages_ptr, pool_row, real, columns_a, real_half, a, STRIDE)
+    _store(pages_ptr, pool_row, real, columns_b, real_half, b, STRIDE)
+    _store(pages_ptr, pool_row, real, columns_c, real_rest, c, STRIDE)
 
 
 @kernel
@@ -502,7 +537,7 @@ def _channel_scales(static_ptr, head, columns, real_columns, WIDTH: tl.constexpr
 @kernel
 def _write_led_groups(
     k_ptr,  # [T, KV_HEADS, WIDTH]
-    v_ptr,
+    v_ptr,  # [T, KV_HEADS, V_WIDTH]
     slots_ptr,  # [T] or [T, KV_HEADS]
     writers_ptr,  # [NUM_SLOTS]
     _aliased_k_ptr,
@@ -513,8 +548,8 @@ def _write_led_groups(
     sin_ptr,
     norm_ptr,  # [WIDTH] or None
     num_tokens,
-    k_pages_ptr,  # [pool rows, PAGE, WIDTH]
-    v_pages_ptr,
+    k_pages_ptr,  # [pool rows, PAGE, K_STRIDE]
+    v_pages_ptr,  # [pool rows, PAGE, V_STRIDE], or one number that nobody writes
     k_scale_ptr,  # [pool rows, PAGE / GROUP]
     v_scale_ptr,
     WIDTH: tl.constexpr,
@@ -534,7 +569,16 @@ def _write_led_groups(
     SCANNED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_LANES: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_HALF: tl.constexpr,
+    V_HALF_LANES: tl.constexpr,
+    V_REST_LANES: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
+    values_ptr = k_pages_ptr + V_FIRST if FUSED else v_pages_ptr
     head = tl.program_id(1)
     for token in range(tl.program_id(0) * SCANNED, tl.minimum((tl.program_id(0) + 1) * SCANNED, num_tokens)):
         slot = tl.load(slots_ptr + (token * KV_HEADS + head if HEAD_SLOTS else token))
@@ -548,13 +592,13 @@ def _write_led_groups(
                     _write_group(
                         *(k_ptr, writers_ptr, cos_ptr, sin_ptr, norm_ptr, k_pages_ptr, k_scale_ptr),
                         *(begin, leader, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS),
-                        *(TOKENS, KV_HEADS, PAGE, HEAD_SLOTS, QMAX, NATIVE, GROUP),
+                        *(TOKENS, KV_HEADS, PAGE, HEAD_SLOTS, QMAX, NATIVE, GROUP, K_STRIDE),
                     )
                 else:
                     _write_group(
-                        *(v_ptr, writers_ptr, None, None, None, v_pages_ptr, v_scale_ptr),
-                        *(begin, leader, head, WIDTH, HALF, HALF_LANES, REST_LANES, INTERLEAVED, NORM_AFTER, EPS),
-                        *(TOKENS, KV_HEADS, PAGE, HEAD_SLOTS, QMAX, NATIVE, GROUP),
+                        *(v_ptr, writers_ptr, None, None, None, values_ptr, v_scale_ptr, begin, leader, head),
+                        *(V_WIDTH, V_HALF, V_HALF_LANES, V_REST_LANES, INTERLEAVED, NORM_AFTER, EPS),
+                        *(TOKENS, KV_HEADS, PAGE, HEAD_SLOTS, QMAX, NATIVE, GROUP, V_STRIDE),
                     )
 
 
@@ -584,6 +628,7 @@ def _write_group(
     QMAX: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
     """Scales a group, and writes the call's tokens of it and those before its leader."""
     dtype: tl.constexpr = pages_ptr.dtype.element_ty
@@ -605,9 +650,9 @@ def _write_group(
         amax = _larger(amax, largest)
         place = start + tl.arange(0, TOKENS)
         row, earlier = first_row + place, place < leader
-        a = _dequantised(_load(pages_ptr, row, earlier, columns_a, real_half, WIDTH), 1.0, NATIVE)
-        b = _dequantised(_load(pages_ptr, row, earlier, columns_b, real_half, WIDTH), 1.0, NATIVE)
-        c = _dequantised(_load(pages_ptr, row, earlier, columns_c, real_rest, WIDTH), 1.0, NATIVE)
+        a = _dequantised(_load(pages_ptr, row, earlier, columns_a, real_half, STRIDE), 1.0, NATIVE)
+        b = _dequantised(_load(pages_ptr, row, earlier, columns_b, real_half, STRIDE), 1.0, NATIVE)
+        c = _dequantised(_load(pages_ptr, row, earlier, columns_c, real_rest, STRIDE), 1.0, NATIVE)
         stored_amax = _larger(stored_amax, _largest(a, b, c))
     held = old_scale * tl.div_rn(stored_amax, tl.full([1], QMAX, tl.float32))
     scale = amax_scale(amax, QMAX, tl.where(stored_amax == 0, 0.0, held))
@@ -619,9 +664,15 @@ def _write_group(
             *(INTERLEAVED, NORM_AFTER, EPS, TOKENS, KV_HEADS, HEAD_SLOTS, GROUP),
         )
         row, earlier = first_row + place, place < leader
-        _requantise(pages_ptr, row, new, earlier, columns_a, real_half, a, old_scale, scale, dtype, WIDTH, QMAX, NATIVE)
-        _requantise(pages_ptr, row, new, earlier, columns_b, real_half, b, old_scale, scale, dtype, WIDTH, QMAX, NATIVE)
-        _requantise(pages_ptr, row, new, earlier, columns_c, real_rest, c, old_scale, scale, dtype, WIDTH, QMAX, NATIVE)
+        _requantise(
+            pages_ptr, row, new, earlier, columns_a, real_half, a, old_scale, scale, dtype, STRIDE, QMAX, NATIVE
+        )
+        _requantise(
+            pages_ptr, row, new, earlier, columns_b, real_half, b, old_scale, scale, dtype, STRIDE, QMAX, NATIVE
+        )
+        _requantise(
+            pages_ptr, row, new, earlier, columns_c, real_rest, c, old_scale, scale, dtype, STRIDE, QMAX, NATIVE
+        )
 
 
 @kernel
@@ -681,11 +732,13 @@ def _requantise(
     old_scale,
     scale,
     dtype: tl.constexpr,
-    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
     QMAX: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Stores a tile of new tokens, and of earlier ones as the new scale has them."""
-    stored = _load(pages_ptr, row, earlier, columns, real_columns, WIDTH)
+    stored = _load(pages_ptr, row, earlier, columns, real_columns, STRIDE)
     values = tl.where(new[:, None], x, _dequantised(stored, old_scale[:, None], NATIVE))
-    _store(pages_ptr, row, new | earlier, columns, real_columns, _quantised(values, scale[:, None], dtype, QMAX), WIDTH)
+    _store(
+        pages_ptr, row, new | earlier, columns, real_columns, _quantised(values, scale[:, None], dtype, QMAX), STRIDE
+    )

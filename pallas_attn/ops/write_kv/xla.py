@@ -26,13 +26,15 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
         q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
     at = _locate(call.slots, kv.k.shape)
     if kv.k_scale is None or kv.v_scale is None or kv.k_scale.ndim < 3:
-        new_k = _write_static(kv.k, kv.k_scale, k, at)
-        new_v = _write_static(kv.v, kv.v_scale, call.v, at)
-        return PagedKV(new_k, new_v, kv.k_scale, kv.v_scale), q
+        new_k = _write_static(kv.k, kv.k_scale, k, at, call.key_columns)
+        pages = new_k if kv.v is None else kv.v
+        new_v = _write_static(pages, kv.v_scale, call.v, at, call.value_columns)
+        return kv.with_pages(new_v if kv.is_fused else new_k, new_v, kv.k_scale, kv.v_scale), q
     groups = _group(at, kv.page_size // kv.k_scale.shape[-1])
-    new_k, new_k_scale = _write_dynamic(kv.k, kv.k_scale, k, at, groups)
-    new_v, new_v_scale = _write_dynamic(kv.v, kv.v_scale, call.v, at, groups)
-    return PagedKV(new_k, new_v, new_k_scale, new_v_scale), q
+    new_k, new_k_scale = _write_dynamic(kv.k, kv.k_scale, k, at, groups, call.key_columns)
+    pages = new_k if kv.v is None else kv.v
+    new_v, new_v_scale = _write_dynamic(pages, kv.v_scale, call.v, at, groups, call.value_columns)
+    return kv.with_pages(new_v if kv.is_fused else new_k, new_v, new_k_scale, new_v_scale), q
 
 
 class _Location(NamedTuple):
@@ -63,13 +65,17 @@ def _locate(slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], pool_shape: tuple[
 
 
 def _write_static(
-    pages: Num[Array, "N Hkv ps D"], scale: Float[Array, "..."] | None, x: Float[Array, "T Hkv D"], at: _Location
-) -> Num[Array, "N Hkv ps D"]:
+    pages: Num[Array, "N Hkv ps W"],
+    scale: Float[Array, "..."] | None,
+    x: Float[Array, "T Hkv D"],
+    at: _Location,
+    columns: slice,
+) -> Num[Array, "N Hkv ps W"]:
     if scale is None:
         values = x.astype(pages.dtype)
     else:  # follows the head, whichever head's row it writes
         values = quantise(x.astype(jnp.float32), scale.reshape(1, x.shape[1], -1), pages.dtype)
-    return put(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]))
+    return put(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]), columns)
 
 
 class _Groups(NamedTuple):
@@ -101,36 +107,38 @@ def _group(at: _Location, size: int) -> _Groups:
 
 
 def _write_dynamic(
-    pages: Num[Array, "N Hkv ps D"],
+    pages: Num[Array, "N Hkv ps W"],
     scale: Float[Array, "N Hkv g"],
     x: Float[Array, "T Hkv D"],
     at: _Location,
     groups: _Groups,
-) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "N Hkv g"]]:
+    columns: slice,
+) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "N Hkv g"]]:
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     amax = jnp.zeros_like(x[:, 0]).at[groups.leader].max(jnp.max(jnp.abs(x), axis=-1))
     new_scale = amax_scale(amax, pages.dtype)  # of the group each entry leads; meaningless where it leads none
     if groups.size > 1:
-        pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups)
+        pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups, columns)
     values = quantise(x, new_scale[groups.leader][:, None], pages.dtype)
-    pages = put(pages, (at.page, at.head, at.offset), values)
+    pages = put(pages, (at.page, at.head, at.offset), values, columns)
     page = page_or_none(at.page, groups.leads, pages.shape[0])
     return pages, put(scale, (page, at.head, groups.index), new_scale)
 
 
 def _requantise_earlier(
-    pages: Num[Array, "N Hkv ps D"],
+    pages: Num[Array, "N Hkv ps W"],
     scale: Float[Array, "N Hkv g"],
     amax: Float[Array, "E"],
     new_scale: Float[Array, "E"],
     at: _Location,
     groups: _Groups,
-) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "E"]]:
+    columns: slice,
+) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "E"]]:
     """Brings the tokens before each leader to their group's new scale, a block of groups at a time.
 
     Only groups that have such tokens are visited: one a sequence and head at most, however long its chunk.
     """
-    num_entries, width = amax.shape[0], pages.shape[-1]
+    num_entries, width = amax.shape[0], columns.stop - columns.start
     block = min(num_entries, max(1, _BLOCK_ELEMENTS // (groups.size * width)))
     waiting = groups.leads & (groups.earlier > 0)
     num_waiting = jnp.sum(waiting, dtype=jnp.int32)
@@ -143,17 +151,18 @@ def _requantise_earlier(
         page = page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
         # Read whole before anything is written: a GPU kernel that did both could not write the pool in place.
-        stored, old_scale = lax.optimization_barrier(tuple(a.at[index].get(mode="clip") for a in (grouped, scale)))
+        read = grouped.at[(*index, slice(None), columns)].get(mode="clip"), scale.at[index].get(mode="clip")
+        stored, old_scale = lax.optimization_barrier(read)
         earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
         stored_amax = jnp.max(jnp.where(earlier, jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(1, 2))
         scales = amax_scale(amax[entry], pages.dtype, at_least=held_scale(stored_amax, old_scale, pages.dtype))
         values = quantise(dequantise(stored, old_scale[:, None, None]), scales[:, None, None], pages.dtype)
         entry = jnp.where(place < num_waiting, entry, num_entries + place)
-        return put(grouped, index, jnp.where(earlier, values, stored)), put(new_scale, (entry,), scales)
+        return put(grouped, index, jnp.where(earlier, values, stored), columns), put(new_scale, (entry,), scales)
 
     # A trip count known beforehand spares a GPU the wait for `num_waiting` in the steps that matter, those of decode.
     trips = 1 if num_entries == block else -(-num_waiting // block)
-    grouped = pages.reshape(*scale.shape, groups.size, width)
+    grouped = pages.reshape(*scale.shape, groups.size, -1)
     carry = varying_like((grouped, new_scale), (scale, amax, at))
     grouped, new_scale = lax.fori_loop(0, trips, visit, carry)
     return grouped.reshape(pages.shape), new_scale

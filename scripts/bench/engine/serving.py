@@ -112,7 +112,7 @@ class Costs:
         }
         routed = sum(size for name, size in sizes.items() if name.endswith(ROUTED))
         rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads only its tokens' rows
-        token_bytes = model.cache_spec(1, 1).bytes_per_page * len(model.layers)
+        token_bytes = sum(spec.bytes_per_page for spec in model.cache_specs(1, 1))
         return Costs(model.config, sum(sizes.values()) - routed - rows_only, routed, token_bytes, rates)
 
     def weight_bytes(self, tokens: int) -> float:

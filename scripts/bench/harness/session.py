@@ -33,6 +33,7 @@ OPERATIONS = (
     "mla_sparse",
     "index_top_k",
     "sparse_layer",
+    "cascade_decode",
 )
 """Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
 

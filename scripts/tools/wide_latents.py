@@ -10,21 +10,23 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
+
+from models.checkpoints.files import open_checkpoint
 
 LATENT_DIM = 128
 
 
 def save_wide(golden: Path, directory: Path) -> None:
-    """Writes the checkpoint of a golden with kv_lora_rank = 128."""
+    """Writes the checkpoint of a golden with kv_lora_rank = 128, in float32: FP8 blocks times their scales."""
     directory.mkdir(exist_ok=True)
     config = json.loads((golden / "config.json").read_text())
-    rank = config["kv_lora_rank"]
+    rank = config.pop("kv_lora_rank")
+    config.pop("quantization_config", None)
     (directory / "config.json").write_text(json.dumps(config | {"kv_lora_rank": LATENT_DIM}))
-    tensors = {}
-    for file in golden.glob("model*.safetensors"):
-        for name, tensor in load_file(file).items():
-            tensors[name] = _widened(name, tensor, rank)
+    checkpoint = open_checkpoint(golden)
+    weights = [name for name in checkpoint.tensors if not name.endswith("_scale_inv")]
+    tensors = {name: _widened(name, checkpoint.read(name).astype(np.float32), rank) for name in weights}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

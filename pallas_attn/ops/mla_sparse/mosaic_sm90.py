@@ -1,0 +1,620 @@
+"""`mla_sparse` on Hopper (H100, H200): gathered latents, multiplied as in latent decode of many query rows.
+
+An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
+take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The
+third one gathers: threads look up slots a pair of tiles ahead, load rows into registers piece by piece before the half
+of the tile that they go to is free, and store them once it is (`mosaic.sm90.gather`). Latents in 8 bits become bfloat16
+on that way, scales multiplied in, once for both products.
+
+A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
+token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
+that the token has. States of several are merged by a second kernel.
+
+No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
+
+- landed: stored by the gathering warpgroup, after free. Only the warpgroup that scores a tile waits for it, and for all
+  of it; the other one reads values after ready, which comes after that.
+- free: has one phase more than there are stores: consumers arrive once at the start, and after each use of a half. The
+  gathering warpgroup waits for one phase before it stores a half, and for the last one before it ends. It waits for
+  left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next pair is waited
+  for.
+- ready, both: as in `mla_decode`'s kernel. The first item's query is copied at once, another one after the first pair
+  of its item, for which halves are free once the pairs before are done, whatever becomes of their results.
+- The mask of a tile is stored after free of the half that the warpgroup which scores it frees, and read before that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic import basics, refusals, tiles
+from pallas_attn.mosaic.basics import LOG2E, Ref
+from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90.seesaw import (
+    PARTS,
+    Q_FREE,
+    ROWS,
+    TOKENS,
+    LatentParts,
+    SeesawState,
+    SeesawTurns,
+    add_partial_rows,
+    empty_rows,
+    log_sum_exp,
+    normalise,
+)
+from pallas_attn.mosaic.split_states import (
+    FRAGMENT_COLUMNS,
+    PartialLoader,
+    PartialStates,
+    num_fragments,
+    store_fragments,
+)
+from pallas_attn.mosaic.tile_scheduler import merge_programs
+from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
+from pallas_attn.ops.mla_sparse import config
+from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.types import LATENT_GROUP
+
+PAIR_TOKENS = 2 * TOKENS
+"""Latents of a pair of tiles."""
+
+EIGHT_ROWS = 8
+"""Rows of a block come in groups of so many, as they lie in shared memory."""
+
+MERGE_COLUMNS = 64
+"""Columns of the latent that one program of the merge takes, at most."""
+
+# --- the call
+
+
+def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
+    _refuse(call)
+    (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
+    narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
+    heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
+    blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
+    sizes = config.sparse_config(config.SparseKey(latent_dim, call.cache.is_quantised))
+    static = SparseStatic(
+        latent_dim=latent_dim,
+        top_k=top_k,
+        heads=heads,
+        splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
+        sm_scale=call.sm_scale,
+        columns=sizes.columns,
+        pieces=sizes.pieces,
+        registers=(sizes.compute_registers, sizes.registers),
+    )
+    inputs = SparseInputs.of(call, heads)
+    if static.splits == 1:
+        out, lse = _attend(inputs, static, call.output_dtype)
+    else:
+        out, lse = _merge_splits(_attend(inputs, static, call.output_dtype), static, num_tokens, call.output_dtype)
+    return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
+
+
+def _refuse(call: MlaSparseCall) -> None:
+    """Raise NotImplementedError for calls that the kernel does not take."""
+    basics.require_capability((9, 0))
+    cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.q_rope.shape[2]
+    refusals.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
+    if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")
+    if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim != TOKENS:
+        raise NotImplementedError(
+            f"takes latents of 128 to 512 columns, a multiple of 64, and {TOKENS} rotated ones, "
+            f"got {latent_dim} and {rope_dim}"
+        )
+    refusals.require_int32_rows(cache.pages.shape[0] * cache.page_size)
+
+
+# --- what the kernel is compiled for, given, and holds
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseStatic:
+    """Compile-time facts of the kernel, beside shapes and dtypes of its arrays.
+
+    Attributes:
+      latent_dim: L.
+      top_k: K.
+      heads: Hq, padded.
+      splits: shares of a token's slots.
+      sm_scale: multiplies the scores.
+      columns, pieces: of a tile that are gathered at a time, and how often they are on their way at a time.
+      registers: of a thread that computes, and of one that gathers.
+    """
+
+    latent_dim: int
+    top_k: int
+    heads: int
+    splits: int
+    sm_scale: float
+    columns: int
+    pieces: int
+    registers: tuple[int, int]
+    row_bytes: int = tiles.ROW_BYTES
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of the latent that each warpgroup accumulates."""
+        left = -(-self.latent_dim // 128) * 64
+        return left, self.latent_dim - left
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block that are heads."""
+        return min(self.heads, ROWS)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.heads // ROWS)
+
+    def slot(self, pair: Any, tile: int) -> Any:
+        """Slot in shared memory of a tile of a pair."""
+        return tile
+
+    def places(self) -> tuple[Place, ...]:
+        """Pieces of a pair of tiles, in the order in which there is room for them.
+
+        The rotated keys come with the half whose last reader also reads the probabilities that lie over them.
+        """
+        found = []
+        for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            begins = range(0, self.widths[half], self.columns)
+            for i in begins:
+                width = min(self.columns, self.widths[half] - i)
+                found.append(Place(tile, half, i, width, is_first=i == 0, is_last=i == begins[-1]))
+            if tile != half:
+                found.append(Place(tile, 2, 0, TOKENS, is_first=False, is_last=True))
+        return tuple(found)
+
+
+class Place(NamedTuple):
+    """Place of a piece in a pair of tiles.
+
+    Attributes:
+      tile: of the pair.
+      part: of the tile.
+      column: of the part, the first.
+      columns: number of them.
+      is_first: whether its half of the tile has to be free.
+      is_last: whether its part is there once it is.
+    """
+
+    tile: int
+    part: int
+    column: int
+    columns: int
+    is_first: bool
+    is_last: bool
+
+
+class SparseInputs(NamedTuple):
+    """Arrays of a call, or in a kernel references to them.
+
+    Attributes:
+      q_latent, q_rope: [T, heads, L or R].
+      latents: [pool slots, L + R], or [pool slots, L] of 8 bits.
+      scale: float32 [pool slots, L / LATENT_GROUP], or None.
+      rope: [pool slots, R], or None.
+      slots: int32 [T·K].
+      ends: int32 [T], one past the last place of a token's slots that is one.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    latents: Any
+    scale: Any
+    rope: Any
+    slots: Any
+    ends: Any
+
+    @staticmethod
+    def of(call: MlaSparseCall, heads: int) -> SparseInputs:
+        padding = ((0, 0), (0, heads - call.q_latent.shape[1]), (0, 0))
+        cache = call.cache
+        scale, rope = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (cache.scale, cache.rope))
+        place = jnp.arange(1, call.slots.shape[1] + 1, dtype=jnp.int32)[None]
+        return SparseInputs(
+            q_latent=jnp.pad(call.q_latent, padding),
+            q_rope=jnp.pad(call.q_rope, padding),
+            latents=cache.pages.reshape(-1, cache.pages.shape[-1]),
+            scale=scale,
+            rope=rope,
+            slots=call.slots.reshape(-1),
+            ends=jnp.max(jnp.where(call.chosen, place, 0), axis=1),
+        )
+
+
+class SparseScratch(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+      q: [1, ROWS, columns].
+      k: [2, TOKENS, columns].
+      stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
+      is_none: int32 [2, TOKENS], for each tile which of its tokens are none.
+      all_given: int32 [2, 4], for each tile and each warp that gathers whether none of its tokens is.
+      q_landed, landed [2 · PARTS]: a query, a part of a tile, is there.
+      free: [2 · 2], half of a tile may be overwritten.
+      ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in its rope part.
+      both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
+    """
+
+    q: LatentParts
+    k: LatentParts
+    stats: Any
+    is_none: Any
+    all_given: Any
+    q_landed: Any
+    landed: Any
+    free: Any
+    ready: Any
+    both: Any
+
+    @property
+    def p(self) -> None:
+        """Probabilities take the place of the rotated keys."""
+
+    @staticmethod
+    def types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> SparseScratch:
+        """Scratch types of the kernel, for queries and tiles of a dtype."""
+        operand = functools.partial(tiles.operand, dtype=dtype)
+        columns = LatentParts(*static.widths, TOKENS)
+        return SparseScratch(
+            q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),
+            k=LatentParts(*(operand((2, TOKENS, n)) for n in columns)),
+            stats=plgpu.SMEM((4, ROWS), jnp.float32),
+            is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
+            all_given=plgpu.SMEM((2, 4), jnp.int32),
+            q_landed=plgpu.Barrier(num_arrivals=3),
+            landed=plgpu.Barrier(num_barriers=2 * PARTS),
+            free=plgpu.Barrier(num_barriers=4),
+            ready=plgpu.Barrier(num_barriers=2),
+            both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        )
+
+
+class SparseResults(NamedTuple):
+    """Results in global memory, of rows in one split: out [T, heads, L], lse [T, blocks, ROWS]."""
+
+    out: Any
+    lse: Any
+
+
+# --- the kernel
+
+
+def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
+    """Run the kernel: `SparseResults`, or the `PartialStates` of several splits."""
+    num_tokens = x.q_latent.shape[0]
+    items = num_tokens * static.blocks
+    # A loader of states may read as many as another item has beyond the last one.
+    results: Any = PartialStates.types((items + 1) * static.splits, ROWS, static.latent_dim)
+    if static.splits == 1:
+        results = SparseResults(
+            jax.ShapeDtypeStruct(x.q_latent.shape, out_dtype),
+            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
+        )
+    return plgpu.kernel(
+        functools.partial(_kernel, static, type(results)),
+        out_type=results,
+        grid=(min(items * static.splits, basics.multiprocessors()),),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=SparseScratch.types(static, x.q_latent.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="mla_sparse_rows",
+    )(basics.materialize(x))
+
+
+def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Ref) -> None:
+    """Roles of the three warpgroups."""
+    results, mem = kind(*refs[:2]), SparseScratch(*refs[2:])
+
+    def compute(half: int) -> None:
+        plgpu.set_max_registers(static.registers[0], action="increase")
+        SparseConsumer(static, mem, half, x).run(results)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch() -> None:
+        plgpu.set_max_registers(static.registers[1], action="decrease")
+        SparseProducer(static, x, mem).run()
+
+    branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
+    lax.switch(lax.axis_index("warpgroup"), branches)
+
+
+class SparseItem(NamedTuple):
+    """A block of heads of a token, and a share of the token's slots.
+
+    Attributes:
+      index: of the item. Items of a token are neighbours: they read the same latents.
+      start, stop: first slot of the share, of all tokens', and one past the last.
+      count: number of pairs of tiles, at least one.
+      pair: number of pairs that the program took before.
+    """
+
+    index: Any
+    start: Any
+    stop: Any
+    count: Any
+    pair: Any
+
+    @staticmethod
+    def first() -> SparseItem:
+        """First item of this program, as far as its place goes."""
+        return SparseItem(lax.axis_index("program"), *[jnp.int32(0)] * 4)
+
+    def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
+        """Token, block of its heads, and share of its slots."""
+        index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
+        split, block = lax.div(index, static.blocks), lax.rem(index, static.blocks)
+        return lax.div(split, static.splits), block, lax.rem(split, static.splits)
+
+
+def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
+    """Call attend(item) for each item of this program."""
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    items = x.ends.shape[0] * static.blocks * static.splits
+
+    def step(i: Any, pair: Any) -> Any:
+        none = jnp.int32(0)
+        item = SparseItem(program + i * programs, none, none, none, pair)
+        token, _, split = item.place(static)
+        end = x.ends[token]
+        share = pl.cdiv(pl.cdiv(end, PAIR_TOKENS), static.splits) * PAIR_TOKENS
+        start = jnp.minimum(split * share, end)
+        stop = jnp.minimum(start + share, end)
+        count = jnp.maximum(1, pl.cdiv(stop - start, PAIR_TOKENS))
+        first = token * static.top_k
+        attend(item._replace(start=first + start, stop=first + stop, count=count))
+        return pair + count
+
+    lax.fori_loop(0, lax.div(items - program + programs - 1, programs), step, jnp.int32(0))
+
+
+# --- the warpgroup that gathers
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseProducer:
+    """The warpgroup that gathers latents, and starts copies of queries."""
+
+    static: SparseStatic
+    x: SparseInputs
+    mem: SparseScratch
+
+    def run(self) -> None:
+        """Gather the latents of all items."""
+        self.copy_query(SparseItem.first())
+        plgpu.commit_smem()  # lest the assembler starts copies while all registers hold rows
+        _for_each_item(self.static, self.x, self.gather_item)
+        plgpu.barrier_wait(self.mem.both.at[Q_FREE])
+        for i in range(4):
+            plgpu.barrier_wait(self.mem.free.at[i])
+
+    def gather_item(self, item: SparseItem) -> None:
+        """Gather the latents of an item. Its query comes after the first pair, for which there is room earlier, except
+        in the first item.
+        """
+        places, ahead = self.static.places(), self.static.pieces
+        second = next(j for j, place in enumerate(places) if place.tile == 1)
+        look_up = min(second, len(places) - ahead)  # what comes after this pair
+        first_rows = self.rows(item, jnp.int32(0), 0)
+        under_way = tuple(self.load(place, first_rows) for place in places[:ahead])
+
+        def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            rows, under_way = [carry[0], self.rows(item, i, 1)], list(carry[1])
+            later: Any = None
+            for j, place in enumerate(places):
+                self.store(item.pair + i, place, under_way.pop(0), rows[place.tile])
+                if j == look_up:
+                    later = self.rows(item, i + 1, 0)
+                following = j + ahead - len(places)
+                is_later = following >= 0
+                upcoming = places[following if is_later else j + ahead]
+                under_way.append(self.load(upcoming, later if is_later else rows[upcoming.tile]))
+            pl.when((i == 0) & (item.pair > 0))(lambda: self.copy_query(item))
+            return later, tuple(under_way)
+
+        lax.fori_loop(0, item.count, step, (first_rows, under_way))
+
+    def copy_query(self, item: SparseItem) -> None:
+        x, mem, static = self.x, self.mem, self.static
+        plgpu.barrier_wait(mem.both.at[Q_FREE])
+        token, block, _ = item.place(static)
+        heads, rows = pl.ds(block * ROWS, static.rows), pl.ds(0, static.rows)
+        left, right = static.widths
+        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(0, left)], mem.q.left.at[0, rows], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(left, right)], mem.q.right.at[0, rows], mem.q_landed)
+        plgpu.copy_gmem_to_smem(x.q_rope.at[token, heads], mem.q.rope.at[0, rows], mem.q_landed)
+
+    # Rows
+
+    @property
+    def threads(self) -> int:
+        """Threads that share a row."""
+        return gather.threads_of_row(self.x.latents.dtype)
+
+    def rows(self, item: SparseItem, i: Any, tile: int) -> jax.Array:
+        """Rows of the pool that the tokens of a tile of the item's i-th pair are, in the order of `gather.tile_row`; -1
+        for none.
+        """
+        first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
+        place = first + gather.tile_row(self.threads)
+        slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
+        return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
+
+    # Pieces
+
+    def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Load a piece of a tile: its numbers and, where they have 8 bits, their scales."""
+        x, threads = self.x, self.threads
+        if place.part == 2 and x.rope is not None:
+            return (gather.load_rows(threads, x.rope, rows, 0, place.columns),)
+        column = place.column + (0, self.static.widths[0], self.static.latent_dim)[place.part]
+        numbers = gather.load_rows(threads, x.latents, rows, column, place.columns)
+        if x.scale is None:
+            return (numbers,)
+        return numbers, gather.load_values(x.scale, rows, column // LATENT_GROUP)
+
+    def store(self, pair: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
+        """Store a piece once there is room for it, and tell when its part of the tile is complete."""
+        mem, slot = self.mem, self.static.slot(pair, place.tile)
+        if place.is_first:
+            plgpu.barrier_wait(mem.free.at[2 * slot + place.part])
+            if place.tile == place.part:
+                gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        to = mem.k[place.part].at[slot, :, pl.ds(place.column, place.columns)]
+        gather.store_rows(self.threads, piece[0], to, *piece[1:])
+        if place.is_last:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(mem.landed.at[PARTS * slot + place.part])
+
+
+# --- the two warpgroups that compute
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConsumer(SeesawTurns[SparseItem]):
+    """One of the two warpgroups that compute, over gathered latents."""
+
+    static: SparseStatic
+    mem: SparseScratch
+    x: SparseInputs
+
+    def run(self, results: Any) -> None:
+        """Attend to all items."""
+        self.release_query()
+        for slot in range(2):
+            self.release(slot)
+
+        def attend(item: SparseItem) -> None:
+            plgpu.barrier_wait(self.mem.q_landed)
+            state = self.attend(item, item.pair, item.count)
+            self.write(results, item, state)
+
+        _for_each_item(self.static, self.x, attend)
+
+    def release(self, slot: Any) -> None:
+        plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
+
+    def is_full(self, pair: Any, tile: int) -> Any:
+        given = self.mem.all_given.at[self.static.slot(pair, tile)]
+        return (given[0] & given[1] & given[2] & given[3]) == 1
+
+    def mask_tile(self, split: SparseItem, pair: Any, slot: Any, s: Any) -> Any:
+        is_none = basics.load(self.mem.is_none.at[slot], PER_COLUMN)
+        return jnp.where(over_columns(is_none, s.shape) == 0, s, -jnp.inf)
+
+    # Results
+
+    def write(self, results: Any, item: SparseItem, state: SeesawState) -> None:
+        """Write this warpgroup's half of the output, or of the partial state, of an item."""
+        static, half = self.static, self.half
+        sums = self.trade_sums(state)
+        token, block, split = item.place(static)
+        if isinstance(results, SparseResults):
+            self.write_output(results, token, block, normalise(state.acc, sums).astype(results.out.dtype))
+            if half == 0:
+                results.lse[token, block] = log_sum_exp(state.m, sums)
+            return
+        index = (token * static.blocks + block) * static.splits + split
+        self.release_query()  # so that the next one comes while this is written
+        fragments = pl.ds(num_fragments(ROWS * half * static.widths[0]), num_fragments(ROWS * static.widths[half]))
+        store_fragments(state.acc, results.acc.at[index, fragments], BY_64)
+        if half == 0:
+            results.stats[index, 0] = state.m * (1 / LOG2E)
+            results.stats[index, 1] = sums
+
+    def write_output(self, results: SparseResults, token: Any, block: Any, out: Any) -> None:
+        """Write this warpgroup's columns of the output."""
+        static, mem, half = self.static, self.mem, self.half
+        columns = pl.ds(half * static.widths[0], static.widths[half])
+        place = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
+        if out.dtype == mem.q.left.dtype:
+            mem.q[half][0] = out
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(mem.q[half].at[0, pl.ds(0, static.rows)], place)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.release_query()
+        else:
+            self.release_query()
+            place[...] = out
+
+
+# --- the merge
+
+
+def _merge_splits(
+    partials: PartialStates, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
+) -> SparseResults:
+    """Merge the states of the shares of each token's slots, in their order."""
+    items, columns = num_tokens * static.blocks, MERGE_COLUMNS
+    while columns > FRAGMENT_COLUMNS and 2 * items * (static.latent_dim // columns) <= basics.multiprocessors():
+        columns //= 2  # to keep all multiprocessors busy
+    return plgpu.kernel(
+        functools.partial(_merge_kernel, static, columns),
+        out_type=SparseResults(
+            jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
+        ),
+        grid=(merge_programs(static.latent_dim // columns * items),),
+        grid_names=("program",),
+        scratch_types=[
+            PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
+            plgpu.SMEM((ROWS, columns), out_dtype),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_sparse_rows",
+    )(basics.materialize(partials))
+
+
+def _merge_kernel(
+    static: SparseStatic, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
+) -> None:
+    """Merge some columns of the latent of blocks of rows, one after the other."""
+    slices, slice_fragments = static.latent_dim // columns, num_fragments(ROWS * columns)
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    total = out.shape[0] * static.blocks * slices
+
+    def merge(i: Any, _: None) -> None:
+        index = program + i * programs
+        item, column_slice = lax.div(index, slices), lax.rem(index, slices)
+        token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
+        fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
+        merged = loader.for_each(
+            partials,
+            item * static.splits,
+            jnp.int32(static.splits),
+            slice(None),
+            fragments,
+            add_partial_rows,
+            empty_rows(columns),
+        )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
+        tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
+        plgpu.commit_smem()
+        to = out.at[token, pl.ds(block * ROWS, static.rows), pl.ds(column_slice * columns, columns)]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, static.rows)], to)
+
+        @pl.when(column_slice == 0)
+        def _store_lse() -> None:
+            lse[token, block] = log_sum_exp(merged.m * LOG2E, merged.l)
+
+    lax.fori_loop(0, lax.div(total - program + programs - 1, programs), merge, None)
+    plgpu.wait_smem_to_gmem(0)

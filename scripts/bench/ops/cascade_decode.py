@@ -1,0 +1,124 @@
+"""Benchmark of `cascade_decode`: a decode step of samples that begin with one prompt, beside `paged_decode` of the same
+tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import cascade_decode, paged_decode, plan_decode
+from scripts.bench.cases.paged_decode import DecodeArrays
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.pools import Pools, at_least, cache_spec, calls_of, random_values, tables
+from scripts.bench.harness.timing import Stopwatch, Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class CascadeCase:
+    """A step of `samples` sequences of `shared` tokens in pages of all, and `own` in pages of their own.
+
+    Attributes:
+      shared, own: multiples of the page size.
+    """
+
+    samples: int
+    shared: int
+    own: int = 256
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 64
+    cache: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{heads} {self.samples} of {self.shared} + {self.own} p{self.page_size} {self.cache}"
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        return {"page_size": self.page_size, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shared keys and values, once, and of all own ones."""
+        page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
+        return page * (self.shared + self.samples * self.own) // self.page_size
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.q_heads * self.head_dim * self.samples * (self.shared + self.own)
+
+    def inputs(self, pools: Pools) -> DecodeArrays:
+        """Makes the arguments of a chain.
+
+        Raises:
+          MemoryError: the pages do not fit.
+        """
+        shared, own = (tokens // self.page_size for tokens in (self.shared, self.own))
+        each, cold = shared + self.samples * own, calls_of(self.num_bytes)
+        kv = pools.get(self.cache, cold * each, **self.pool_sizes)
+        calls = at_least(cold)
+        dtype = jnp.float32 if self.cache == "f32" else jnp.bfloat16
+        keys, shape = jax.random.split(jax.random.key(1), calls), (self.samples, 1, self.q_heads, self.head_dim)
+
+        def of_rows(pages: Any) -> jax.Array:
+            of_all, rest = np.split(np.asarray(pages), [shared])
+            return jnp.asarray(np.hstack([np.tile(of_all, (self.samples, 1)), rest.reshape(self.samples, own)]))
+
+        found = [of_rows(pages) for pages in tables(np.random.default_rng(0), kv.k.shape[0], cold, (each,))]
+        return DecodeArrays(
+            kv=kv,
+            kv_lens=jnp.full(self.samples, self.shared + self.own, jnp.int32),
+            q=[random_values(key, shape, dtype) for key in keys],
+            block_tables=[found[i % cold] for i in range(calls)],
+        )
+
+
+def cascade(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, found: bool) -> Timing:
+    """Times cascades: shared pages are found by each call, or given. Their plans are made by each call, too."""
+    pages = None if found else case.shared // case.page_size
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, cascade_decode(**own, **shared, shared_pages=pages)
+
+    return stopwatch.chain(call, _owns(arrays), shared={"kv": arrays.kv, "kv_lens": arrays.kv_lens})
+
+
+def plain(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
+    """Times `paged_decode`, which reads the shared pages once a sequence, with a plan that was made before."""
+
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, paged_decode(**own, **shared)
+
+    owns, shared = _owns(arrays), {"kv": arrays.kv, "kv_lens": arrays.kv_lens}
+    first = owns[0]
+    shared["plan"] = jax.jit(plan_decode)(first["q"], arrays.kv, first["block_tables"], arrays.kv_lens)
+    return stopwatch.chain(call, owns, shared=shared)
+
+
+def _owns(arrays: DecodeArrays) -> list[dict[str, Any]]:
+    return [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
+
+
+BENCH = Bench(
+    grids={
+        "cascade": [
+            CascadeCase(samples, shared) for samples, shared in itertools.product((16, 64, 256), (2048, 8192, 32768))
+        ]
+        + [CascadeCase(16, 64, 2048), CascadeCase(64, 64, 2048), CascadeCase(64, 1024, 8192)],
+        "small": [CascadeCase(3, 32, 16, 4, 2, 16, 16, "f32")],
+    },
+    contenders={
+        "given": functools.partial(cascade, found=False),
+        "found": functools.partial(cascade, found=True),
+        "paged_decode": plain,
+    },
+    inputs=CascadeCase.inputs,
+)

@@ -1,0 +1,167 @@
+"""Compares a model's logits over caches of several dtypes: what rounding the cache costs, on the models of the goldens.
+
+    python -m scripts.tools.cache_costs [NAME ...] [--weights float32 bfloat16] [--goldens DIR] [--json OUT]
+
+Each sequence, a golden's prompt and its greedy continuation, is one forward over a cache of its own, and all of its
+positions count. The cache that others are compared with has the dtype of the weights. Goldens of DeepSeek are widened
+so that their latents can have scales (`wide_latents`). Nothing depends on the device but rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from models.checkpoints import load_model
+from models.config import DeepSeekConfig
+from models.decoder import AttentionSettings, Decoder, pad_tokens, run_sequence, split_model
+from scripts.bench.harness import device
+from scripts.cli.command_line import check_outputs, exit_status, write_report
+from scripts.tools.wide_latents import save_wide
+
+ROOT = Path(__file__).parents[2]
+LATENT_CACHES = ("bfloat16", "float8_e4m3fn")
+KV_CACHES = (*LATENT_CACHES, "int8")
+"""Dtypes that are compared with that of the weights, of latents and of keys and values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Differences of logits from others, over all positions.
+
+    Attributes:
+      largest, rms: of all logits.
+      kl_mean, kl_largest: Kullback-Leibler divergence of a position's distribution from the other one, in nats.
+      equal_tokens: share of positions whose greedy tokens are the same.
+    """
+
+    largest: float
+    rms: float
+    kl_mean: float
+    kl_largest: float
+    equal_tokens: float
+
+
+def cost(logits: Float[np.ndarray, "n V"], wanted: Float[np.ndarray, "n V"]) -> Cost:
+    """Compares logits with those over a cache that is not rounded.
+
+    >>> cost(np.array([[0.0, 0.0], [1.0, 3.0]]), np.array([[0.0, 0.0], [3.0, 1.0]])).equal_tokens
+    0.5
+    """
+    moved = np.asarray(logits, np.float64) - wanted
+    p, q = (_log_softmax(np.asarray(x, np.float64)) for x in (wanted, logits))
+    divergence = np.sum(np.exp(p) * (p - q), axis=-1)
+    return Cost(
+        largest=float(np.abs(moved).max()),
+        rms=float(np.sqrt(np.mean(moved**2))),
+        kl_mean=float(divergence.mean()),
+        kl_largest=float(divergence.max()),
+        equal_tokens=float(np.mean(logits.argmax(-1) == wanted.argmax(-1))),
+    )
+
+
+def _log_softmax(x: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def sequences_of(golden: Path) -> list[list[int]]:
+    """Each prompt of a golden with its greedy continuation."""
+    prompts = json.loads((golden / "prompts.json").read_text())
+    with np.load(golden / "golden.npz") as arrays:
+        return [prompt + arrays[f"tokens_{i}"].tolist() for i, prompt in enumerate(prompts)]
+
+
+def all_logits(model: Decoder, sequences: Sequence[Sequence[int]], cache_dtype: str) -> Float[np.ndarray, "n V"]:
+    """Logits at all positions of all sequences, over caches of this dtype."""
+    step, weights = split_model(model)
+    allocate = functools.partial(model.allocate_caches, dtype=cache_dtype)
+
+    @jax.jit
+    def run(weights: list[Array], tokens: Array, num_tokens: Array, rows: Array) -> Array:
+        return run_sequence(step, weights, allocate, tokens, num_tokens, rows)[0]
+
+    found = []
+    for sequence in sequences:
+        tokens = pad_tokens(sequence)
+        rows = np.arange(len(tokens), dtype=np.int32)
+        found.append(np.asarray(run(weights, tokens, np.int32(len(sequence)), rows))[: len(sequence)])
+    return np.concatenate(found)
+
+
+def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
+    """Yields the cost of each dtype that the golden's model can cache in, in place of the dtype of the weights."""
+    sequences, settings = sequences_of(golden), AttentionSettings(implementation="xla")
+    config = json.loads((golden / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as directory:
+        if "kv_lora_rank" in config:
+            save_wide(golden, Path(directory))
+            golden = Path(directory)
+        model = load_model(golden, jnp.dtype(weights), settings)
+    is_latent = isinstance(model.config, DeepSeekConfig)
+    wanted = all_logits(model, sequences, weights)
+    for dtype in LATENT_CACHES if is_latent else KV_CACHES:
+        if dtype == weights:
+            continue
+        yield {
+            "cached": "latents" if is_latent else "keys and values",
+            "weights": weights,
+            "cache": dtype,
+            "compared_with": weights,
+            "positions": len(wanted),
+            "deviation": float(wanted.std()),
+            **dataclasses.asdict(cost(all_logits(model, sequences, dtype), wanted)),
+        }
+
+
+def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
+    """Compares and prints all cases."""
+    here, cases = device.description(), []
+    for name in names:
+        for dtype in weights:
+            for case in compare(goldens / name, dtype):
+                cases.append({"model": name, **case})
+                print(
+                    f"{name:<16}{dtype} weights, {case['cache']:<14}"
+                    f" rms {case['rms']:.2g}, largest {case['largest']:.2g}, KL {case['kl_mean']:.2g},"
+                    f" tokens {case['equal_tokens']:.1%}",
+                    flush=True,
+                )
+    return {**here, "cases": cases}
+
+
+def main() -> int:
+    """Runs the command line."""
+    return exit_status("cache_costs", run)
+
+
+def run() -> int:
+    """Compares, prints and writes; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="goldens; all by default")
+    parser.add_argument("--weights", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--goldens", type=Path, default=ROOT / "tests" / "goldens")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "cache_costs.json")
+    args = parser.parse_args()
+    known = sorted(path.parent.name for path in args.goldens.glob("*/golden.npz"))
+    if unknown := set(args.names) - {*known}:
+        parser.error(f"no golden is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    check_outputs({"--json": args.json}, make_folders=True)
+    write_report("--json", args.json, report(args.goldens, args.names or known, args.weights))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

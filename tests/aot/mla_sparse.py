@@ -1,0 +1,127 @@
+"""The kernel of `mla_sparse` for Hopper: heads, widths and dtypes of latents, decode rows and chunks, few rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_attn
+from pallas_attn import PagedLatent, latent_cache_spec
+from pallas_attn.mosaic import shared_memory
+from pallas_attn.ops.mla_sparse.config import SparseKey, sparse_config
+from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
+
+ROWS, TOKENS, TOP_K = 64, 64, 2048
+
+mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="mosaic")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Parameters that the kernel is compiled for.
+
+    Attributes:
+      heads: query heads, a block of rows for each 64.
+      tokens: query tokens; the slots of few are shared by several programs.
+      quantised: whether latents have 8 bits.
+      out: dtype of the output; None for the queries'.
+    """
+
+    latent_dim: int = 512
+    heads: int = 128
+    tokens: int = 128
+    quantised: bool = False
+    dtype: Any = jnp.bfloat16
+    out: Any = None
+    pages: int = 65536
+
+    def __str__(self) -> str:
+        named = {"-fp8": self.quantised, "-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        tokens = "" if self.tokens == 128 else f"-t{self.tokens}"
+        name = f"mla-sparse-{self.latent_dim}-h{self.heads}{tokens}"
+        return name + "".join(suffix for suffix, is_so in named.items() if is_so)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Shapes of a call."""
+        spec = latent_cache_spec(
+            num_pages=self.pages,
+            page_size=64,
+            latent_dim=self.latent_dim,
+            rope_dim=64,
+            **({"dtype": LATENT_8BIT, "rope_dtype": self.dtype} if self.quantised else {"dtype": self.dtype}),
+        )
+        return {
+            "q_latent": shape(self.tokens, self.heads, self.latent_dim, dtype=self.dtype),
+            "q_rope": shape(self.tokens, self.heads, 64, dtype=self.dtype),
+            "cache": allocated(PagedLatent, spec),
+            "slots": shape(self.tokens, TOP_K, dtype=jnp.int32),
+        }
+
+    @property
+    def tile(self) -> Tile:
+        """Tile of `TOKENS` latents for one block of rows."""
+        numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
+        num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
+        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Shared memory of the kernel."""
+        sizes = sparse_config(SparseKey(self.latent_dim, self.quantised))
+        static = SparseStatic(
+            latent_dim=self.latent_dim,
+            top_k=TOP_K,
+            heads=self.heads,
+            splits=1,
+            sm_scale=0.1,
+            columns=sizes.columns,
+            pieces=sizes.pieces,
+            registers=(sizes.compute_registers, sizes.registers),
+        )
+        reductions = plgpu.CompilerParams().reduction_scratch_bytes
+        return shared_memory.block_bytes(SparseScratch.types(static, self.dtype), reduction_bytes=reductions)
+
+    @deferred
+    def case(self) -> Case:
+        """Call of the configuration. Of all temporaries, partial states take most: 128 KB for each share of 64 rows."""
+        return Case(
+            functools.partial(mla_sparse, out_dtype=self.out),
+            self.arguments,
+            cache="cache",
+            temporaries=64 * 2**20,
+            scratch_bytes=self.scratch_bytes,
+            tile=self.tile,
+        )
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every number of heads and kind of cache, of decode rows, few rows, and a chunk; then widths and dtypes."""
+    for quantised in (False, True):
+        for heads in (16, 64, 128):
+            for tokens in (8, 128, 2048):
+                yield Configuration(heads=heads, tokens=tokens, quantised=quantised)
+        yield Configuration(256, 64, quantised=quantised)
+        yield Configuration(128, 64, quantised=quantised)
+        yield Configuration(heads=20, out=jnp.float32, quantised=quantised)
+    yield Configuration(448)
+    yield Configuration(dtype=jnp.float16)
+
+
+MLA_SPARSE: dict[str, DeferredCase] = {
+    str(c): c.case() for c in (Configuration(), Configuration(quantised=True), Configuration(tokens=8, quantised=True))
+}
+"""Typical configurations."""
+
+MLA_SPARSE_MORE: dict[str, DeferredCase] = {
+    **{str(c): c.case() for c in configurations()},
+    "mla-sparse-large-pool": Configuration(pages=2**18).case(),
+}
+"""All configurations, and a pool of more than 2**32 elements."""

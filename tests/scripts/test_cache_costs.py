@@ -1,0 +1,65 @@
+"""The cost of rounding a cache: the numbers, and a report of one model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.tools import cache_costs
+
+GOLDENS = cache_costs.ROOT / "tests" / "goldens"
+
+
+def test_numbers_are_those_reckoned_by_hand() -> None:
+    """Two positions of two tokens: the second one's logits trade places."""
+    wanted = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32)
+    found = cache_costs.cost(np.array([[1.0, 0.0], [2.0, 0.0]], np.float32), wanted)
+    high = 1 / (1 + np.exp(-2.0))
+    divergence = (high - (1 - high)) * 2.0  # Σ p log(p/q), where q is p in the other order
+    assert found.largest == 2.0
+    assert found.rms == pytest.approx(np.sqrt(8 / 4))
+    assert (found.kl_mean, found.kl_largest) == (pytest.approx(divergence / 2), pytest.approx(divergence))
+    assert found.equal_tokens == 0.5
+    assert cache_costs.cost(wanted, wanted) == cache_costs.Cost(0.0, 0.0, 0.0, 0.0, 1.0)
+    assert cache_costs.cost(wanted + 3, wanted).kl_largest == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_cache_in_the_dtype_of_the_weights_gives_the_goldens_logits() -> None:
+    """So what others differ by is their rounding, and positions are those of prompts and continuations."""
+    golden = GOLDENS / "qwen3-window"
+    sequences = cache_costs.sequences_of(golden)
+    model = cache_costs.load_model(golden, np.float32)
+    logits = np.split(cache_costs.all_logits(model, sequences, "float32"), np.cumsum([*map(len, sequences)])[:-1])
+    with np.load(golden / "golden.npz") as arrays:
+        for i, of_sequence in enumerate(logits):
+            wanted = arrays[f"logits_{i}"]
+            np.testing.assert_allclose(of_sequence[: len(wanted)], wanted, atol=1e-4)
+            greedy = of_sequence[len(wanted) - 1 : -1].argmax(-1)
+            np.testing.assert_array_equal(greedy, arrays[f"tokens_{i}"])
+
+
+@pytest.mark.slow  # four compilations; the table of the committed report is made in every run
+def test_each_cache_of_a_model_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "costs.json"
+    monkeypatch.setattr(sys, "argv", ["cache_costs", "v2-group", "--weights", "float32", "--json", str(out)])
+    assert cache_costs.main() == 0
+    report = json.loads(out.read_text())
+    assert {"device", "versions", "commit", "date"} <= report.keys()
+    costs = {case["cache"]: case for case in report["cases"]}
+    assert costs.keys() == {"bfloat16", "float8_e4m3fn"}
+    assert 0 < costs["bfloat16"]["rms"] < costs["float8_e4m3fn"]["rms"] < 0.5
+    assert {case["positions"] for case in report["cases"]} == {1 + 9 + 40 + 75 + 4 * 24}
+    assert capsys.readouterr().out.count("v2-group") == 2
+
+
+def test_unknown_goldens_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["cache_costs", "v9"])
+    with pytest.raises(SystemExit):
+        cache_costs.main()
+    assert "no golden is called v9; there are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
