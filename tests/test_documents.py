@@ -207,7 +207,7 @@ def test_the_matrix_of_the_readme_has_the_implementations_there_are():
 # --- what the pages on kernels say one should read
 
 
-PLUMBING = ("dispatch.py", "kernel_cache.py", "portable/varying.py", "mosaic/basics.py")
+PLUMBING = ("dispatch.py", "kernel_cache.py", "sharded_calls.py", "portable/varying.py", "mosaic/basics.py")
 """Files on the way of every call."""
 TILE_INSTRUCTIONS = ("copy_gmem_to_smem", "copy_smem_to_gmem", "wgmma", "tcgen05_mma", "async_load_tmem")
 
