@@ -1,14 +1,22 @@
 """Documents name what exists, their examples run, and their tables are those of the results."""
 
+import contextlib
 import functools
 import json
 import re
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
-from pallas_attn import cache, dispatch
+from pallas_attn import cache, device, dispatch
 from scripts.tools import performance
 from scripts.tools.readme_example import python_blocks
 
@@ -194,3 +202,82 @@ def test_the_matrix_of_the_readme_has_the_implementations_there_are():
         for cell, architecture in zip(shown[op], [(9, 0), (10, 0), (8, 0)], strict=False):
             held = [name for name in ("mosaic", "triton") if {(name, architecture), (name, None)} & set(modules)]
             assert cell.replace("*", "").strip().split(", ") == (held or ["xla"]), (op, architecture)
+
+
+# --- what the pages on kernels say one should read
+
+
+PLUMBING = ("dispatch.py", "kernel_cache.py", "sharded_calls.py", "portable/varying.py", "mosaic/basics.py")
+"""Files on the way of every call."""
+TILE_INSTRUCTIONS = ("copy_gmem_to_smem", "copy_smem_to_gmem", "wgmma", "tcgen05_mma", "async_load_tmem")
+
+
+def traced_calls() -> dict[str, Callable[[], Any]]:
+    """Calls that kernels take, by name."""
+    ints = functools.partial(jnp.array, dtype=jnp.int32)
+    tables, lens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), ints([400, 30])
+    kv_spec = pallas_attn.kv_cache_spec(num_pages=16, page_size=64, num_kv_heads=2, head_dim=128, dtype=jnp.bfloat16)
+    kv = pallas_attn.PagedKV.allocate(kv_spec)
+    sizes = {"num_pages": 16, "page_size": 64, "latent_dim": 512, "rope_dim": 64}
+    latents = pallas_attn.PagedLatent.allocate(pallas_attn.latent_cache_spec(**sizes, dtype=jnp.bfloat16))
+    q = jnp.ones((2, 1, 8, 128), jnp.bfloat16)
+
+    def mla_decode(heads: int) -> Callable[[], Any]:
+        latent, rope = (jnp.ones((2, 1, heads, width), jnp.bfloat16) for width in (512, 64))
+        return lambda: pallas_attn.mla_decode(latent, rope, latents, tables, lens, sm_scale=0.1)
+
+    return {
+        "paged_decode": lambda: pallas_attn.paged_decode(q, kv, tables, lens),
+        "mla_decode, many rows": mla_decode(128),
+        "mla_decode, few rows": mla_decode(16),
+        "paged_prefill": lambda: pallas_attn.paged_prefill(q[:, 0], kv, tables, ints([0, 1, 2]), lens),
+    }
+
+
+def files_on_the_way(call: Callable[[], Any]) -> set[str]:
+    """Files of the library on the stack of any instruction that copies or multiplies a tile while a call is traced. The
+    kernel that plans is left out.
+    """
+    root, found = f"{ROOT / 'pallas_attn'}/", set()
+
+    def recording(instruction: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*args: Any, **kwargs: Any) -> Any:
+            stack = {f.filename.removeprefix(root) for f in traceback.extract_stack() if f.filename.startswith(root)}
+            found.update(() if any(file.startswith("ops/plan_decode/mosaic") for file in stack) else stack)
+            return instruction(*args, **kwargs)
+
+        return issue
+
+    recorded = {name: recording(getattr(plgpu, name)) for name in TILE_INSTRUCTIONS}
+    with plgpu.force_gpu_interpret_mode(), contextlib.ExitStack() as stack:
+        for name, instruction in recorded.items():
+            stack.enter_context(mock.patch.object(plgpu, name, instruction))
+        jax.make_jaxpr(call)()
+    return found - set(PLUMBING)
+
+
+def reading_orders(page: str) -> str:
+    """The sections of that name."""
+    text = (ROOT / "docs" / "kernels" / page).read_text()
+    return "".join(re.findall(r"^#+ Reading order\n(.*?)(?=^#)", text, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "page"),
+    [
+        ("paged_decode", "9.0", "paged_decode.md"),
+        ("mla_decode, many rows", "9.0", "latent_decode.md"),
+        ("mla_decode, few rows", "9.0", "latent_decode.md"),
+        ("paged_prefill", "9.0", "prefill.md"),
+        *((name, "10.0", "blackwell.md") for name in ("paged_decode", "mla_decode, many rows", "paged_prefill")),
+    ],
+)
+def test_the_reading_order_has_every_file_that_a_tile_passes(
+    name: str, architecture: str, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, architecture)
+    passed, named = files_on_the_way(traced_calls()[name]), CODE.findall(reading_orders(page))
+    assert len(passed) >= 4
+    assert [file for file in sorted(passed) if not any(f"/pallas_attn/{file}".endswith(f"/{n}") for n in named)] == []
+    if name == "paged_decode":
+        assert len(passed) <= 8

@@ -36,7 +36,9 @@ def test_every_operation_is_there_and_runs() -> None:
         assert chosen() == dict.fromkeys(CANDIDATES_OF, "xla")
 
 
-def test_kernels_take_the_typical_calls() -> None:
+@pytest.mark.parametrize("architecture", ["9.0", "10.0"])
+def test_kernels_take_the_typical_calls(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.INTERPRET_VARIABLE, architecture)
     with jax.default_device("cpu"), plgpu.force_gpu_interpret_mode():
         runs = {op: "mosaic" if "mosaic" in dispatch.implementations(of) else "xla" for op, of in CANDIDATES_OF.items()}
         assert chosen() == runs

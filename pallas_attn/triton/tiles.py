@@ -82,10 +82,12 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
       tree: whether drafts have a mask.
     """
     width = power_of_two(head_dim)
-    small = has_small_shared_memory(card) or cache_bytes == 1
-    tokens = 64 if width <= (64 if small else 128) else 32
+    small, quantised = has_small_shared_memory(card), cache_bytes == 1
+    fits = rows <= 16 and not tree if quantised else rows <= 32 or not tree
+    tokens = 64 if fits and width <= (64 if small or quantised else 128) else 32
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
-    warps = 8 if rows * width > (2048 if tree else 4096) or (cache_bytes == 1 and width > 128) else 4
+    many = rows * width > (2048 if tree else 4096) or (small and rows == 64)
+    warps = 8 if many or (quantised and width > 128) else 4
     # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles take up to 168.
     programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
     return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 and cache_bytes > 1 else 255)

@@ -1,14 +1,18 @@
 """Every Triton configuration compiles for six architectures without spills, within the card's shared memory."""
 
 import dataclasses
+import inspect
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+import jax
 import pytest
 
+from pallas_attn import device
+from pallas_attn.triton import launch, tiles
 from tests.aot.triton_cases import CARDS, ORDINARY, SPILLS, TRITON_CASES
 from tests.aot.triton_compile import TritonCompiler, TritonKernelReport, complaints
 from tests.aot.triton_resources import SHOWN
@@ -41,6 +45,80 @@ def test_compiles(triton_compiler: TritonCompiler, case: str, card: str) -> None
 def test_the_ordinary_run_has_what_there_is() -> None:
     assert {(case, card) for case in TRITON_CASES for card in CARDS} >= ORDINARY | SPILLS.keys()
     assert set(TRITON_CASES) >= set(SHOWN)
+
+
+# --- every tile that a table may choose is that of a case
+
+GRID: dict[str, list[dict[str, Any]]] = {
+    "decode_tile": [
+        {"rows": rows, "head_dim": d, "cache_bytes": size, "tree": tree}
+        for rows in (1, 4, 16, 17, 32, 33, 64, 128)
+        for d in (64, 80, 96, 128, 256)
+        for size in (1, 2)
+        for tree in (False, True)
+    ],
+    "latent_tile": [
+        {"rows": rows, "latent_dim": latent, "rope_dim": rope, "quantised": quantised, "tree": tree}
+        for rows in (3, 16, 17, 40, 64, 128)
+        for latent, rope in ((512, 64), (512, 128), (256, 64), (128, 64), (128, 32), (64, 32))
+        for quantised in (False, True)[: 1 + (latent % 128 == 0)]
+        for tree in (False, True)
+    ],
+    "sparse_tile": [
+        {"rows": rows, "latent_dim": latent, "rope_dim": rope, "quantised": quantised}
+        for rows in (3, 16, 17, 40, 64, 128)
+        for latent, rope in ((512, 64), (512, 128), (256, 64), (128, 64), (64, 32))
+        for quantised in (False, True)[: 1 + (latent % 128 == 0)]
+    ],
+    "index_tile": [
+        {"num_tokens": tokens, "num_sequences": 16, "num_heads": heads, "dim": dim, "quantised": quantised}
+        for tokens in (1, 16, 32, 48, 64, 128, 256, 4096)
+        for heads in (8, 16, 32, 64, 128)
+        for dim in (64, 128, 256)
+        for quantised in (False, True)
+    ],
+    "flash_tile": [
+        {"rows": rows, "head_dim": d, "demanding": demanding}
+        for rows in (1, 16, 64, 65, 1000)
+        for d in (64, 80, 96, 128, 192, 256)
+        for demanding in (False, True)
+    ],
+}
+"""Arguments of the functions of `tiles`: sizes that models have, and those on both sides of every bound."""
+
+TOLD_APART = ("cache_bytes", "quantised", "tree", "demanding")
+"""Arguments for which a kernel differs although its tile does not."""
+
+
+def described(function: Callable[..., Any], tile: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    return function.__name__, tile, *(arguments.get(name) for name in TOLD_APART)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_every_tile_that_a_table_may_choose_is_compiled(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, compiled = {}, set()
+    for name, grid in GRID.items():
+        function = getattr(tiles, name)
+        for arguments in grid:
+            tile = function(CARDS[card], **arguments)
+            wanted.setdefault(described(function, tile, arguments), (name, arguments))
+
+        def recording(*args: Any, function: Callable[..., Any] = function, **options: Any) -> Any:
+            tile = function(*args, **options)
+            given = inspect.signature(function).bind(*args, **options).arguments
+            compiled.add(described(function, tile, given))
+            return tile
+
+        monkeypatch.setattr(tiles, name, recording)
+    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
+    monkeypatch.setattr(device, "triton_card", lambda **_: CARDS[card])
+    monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))
+    monkeypatch.setattr(launch, "encoded_call", lambda *_: b"")
+    for case in TRITON_CASES.values():
+        jax.eval_shape(lambda arguments, case=case: case.function(**arguments), dict(case.arguments))
+    assert len(compiled) > 50
+    assert [example for key, example in wanted.items() if key not in compiled] == []
 
 
 def test_what_is_wrong_is_seen() -> None:

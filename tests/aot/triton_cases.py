@@ -156,6 +156,16 @@ MLA_DECODE = {
         f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
         for cache, heads in (("bf16", 2), ("bf16", 5), ("bf16", 16), ("fp8", 16))
     },
+    # One of each tile that `tiles.latent_tile` may choose, with those above.
+    **{
+        f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}{'-tree' if tree else ''}": mla_decode(
+            cache, heads, latent_dim, rope_dim, queries=4 if tree else 1, tree=tree
+        )
+        for cache, latent_dim, rope_dim in (
+            *(("bf16", 256, 64), ("bf16", 128, 64), ("bf16", 64, 32), ("fp8", 256, 64), ("fp8", 128, 64)),
+        )
+        for heads, tree in ((3, False), (24, False), (64, False), (3, True), (8, True))
+    },
     "mla-decode-drafts": mla_decode(queries=4),
     "mla-decode-fixed": mla_decode(fixed=True),
     "mla-decode-h128-window-cap": mla_decode(heads=128, window=1024, soft_cap=30.0),
@@ -229,16 +239,29 @@ def paged_decode(
 
 PAGED_DECODE = {
     **{f"paged-decode-bf16-d{d}": paged_decode(head_dim=d) for d in (64, 80, 96, 128, 256)},
-    **{f"paged-decode-bf16-d128-g{group}": paged_decode(group=group) for group in (1, 8, 16, 40)},
-    **{f"paged-decode-bf16-d256-g{group}": paged_decode(head_dim=256, group=group) for group in (1, 16, 40)},
+    **{f"paged-decode-bf16-d128-g{group}": paged_decode(group=group) for group in (1, 8, 16)},
+    **{f"paged-decode-bf16-d256-g{group}": paged_decode(head_dim=256, group=group) for group in (1, 16)},
     **{f"paged-decode-bf16-p{size}": paged_decode(page_size=size) for size in (1, 8, 64, 128)},
     **{
         f"paged-decode-{cache}-d{d}": paged_decode(cache, d)
         for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
         for d in (64, 128, 256)
     },
-    "paged-decode-fp8-16-d128-g40": paged_decode("fp8-16", 128, 40),
-    "paged-decode-int8-channel-d256-g40": paged_decode("int8-channel", 256, 40),
+    # One of each tile that `tiles.decode_tile` may choose, with those above; the options of a tree take most registers.
+    **{
+        f"paged-decode-{cache}-d{d}-g{group}": paged_decode(cache, d, group)
+        for cache in ("bf16", "fp8-16", "int8-channel")
+        for d in (64, 128, 256)
+        for group in (24, 40)
+    },
+    **{
+        f"paged-decode-{cache}-d{d}-g{group}-tree": paged_decode(
+            cache, d, group, queries=4, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
+        )
+        for cache in ("bf16", "fp8-16", "int8-channel")
+        for d in (64, 128, 256)
+        for group in (1, 8, 16)
+    },
     "paged-decode-f16": paged_decode("f16"),
     "paged-decode-f16-windows": paged_decode("f16", head_windows=True, head_wise=True, sinks=True, soft_cap=30.0),
     "paged-decode-window": paged_decode(window=1024, sinks=True),
@@ -481,6 +504,24 @@ SPARSE = {
             *(("bf16", 512, 128, 128), ("bf16", 448, 64, 64), ("bf16", 256, 32, 64), ("bf16", 96, 16, 16)),
             *(("fp8", 512, 128, 128), ("fp8", 128, 32, 64)),
         )
+    },
+    # One of each tile that `tiles.sparse_tile` and `tiles.index_tile` may choose, with those around.
+    **{
+        f"mla-sparse-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_sparse(cache, heads, latent_dim, rope_dim)
+        for cache, latent_dim, rope_dim in (
+            *(("bf16", 256, 64), ("bf16", 128, 64), ("bf16", 64, 32), ("fp8", 256, 64), ("fp8", 128, 64)),
+        )
+        for heads in (3, 24, 64)
+    },
+    "mla-sparse-bf16-512-128-h16": mla_sparse("bf16", 16, 512, 128),
+    **{
+        f"index-scores-{cache}-d{index_dim}-h{heads}-{num_tokens}": indexed(
+            pallas_attn.index_scores, cache, heads, index_dim, num_tokens=num_tokens
+        )
+        for cache in ("bf16", "fp8")
+        for index_dim in (128, 256)
+        for heads in (8, 32, 64, 128)
+        for num_tokens in (16, 32, 64, 128, 256)
     },
     "mla-sparse-f16-f32": mla_sparse("f16", out_dtype=jnp.float32),
     "mla-sparse-f16-h3": mla_sparse("f16", 3),

@@ -8,10 +8,13 @@ import pytest
 from models.config import PRESETS
 from models.decoder import AttentionSettings, explain_attention
 from models.engine import EngineConfig
-from pallas_attn import device
+from pallas_attn import device, kernel_cache
 from pallas_attn.triton import launch
+from tests.aot import engine
 
 CONFIG = PRESETS["v3-tiny"]
+LARGE = EngineConfig(num_pages=64, page_size=64, max_batched_tokens=512, max_num_seqs=64)
+SIZES_OF_PAGES_OF_64 = LARGE.runner_config(4096).largest_step
 SIZES = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2).runner_config(64).largest_step
 
 
@@ -67,6 +70,21 @@ def test_the_demo_runs_in_triton_on_a_card_that_is_not_hopper(name, monkeypatch)
     monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))
     monkeypatch.setattr(launch, "encoded_call", lambda *_: b"")
     assert chosen("bfloat16") == dict.fromkeys(chosen("bfloat16"), "triton")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [engine.V3, engine.GPT_OSS, *(pytest.param(c, marks=pytest.mark.slow) for c in (engine.V2_LITE, engine.QWEN3))],
+    ids=["v3", "gpt-oss", "v2-lite", "qwen3"],
+)
+def test_a_b200_runs_mosaic_everywhere(config, monkeypatch):
+    """The card is described; the compile gate compiles every bucket of an engine for it."""
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
+    sizes = {"core_count": 148, "shared_memory_per_block_optin": 227 * 1024}
+    card = SimpleNamespace(platform="cuda", device_kind="NVIDIA B200", compute_capability="10.0", **sizes)
+    monkeypatch.setattr(device, "_traced_device", lambda: card)
+    explained = explain_attention(config, AttentionSettings(), SIZES_OF_PAGES_OF_64, "bfloat16")
+    assert {op: explanation.chosen for op, explanation in explained.items()} == dict.fromkeys(explained, "mosaic")
 
 
 def test_what_cannot_run_says_why():

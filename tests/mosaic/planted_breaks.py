@@ -1,0 +1,356 @@
+"""Mistakes in Blackwell's kernels and the test that notices each; `test_planted_breaks.py` plants them.
+
+They are what a person may get wrong there: barriers left out, products that start from what was there before, masks off
+by one, rescaling, scales, what is zeroed, and merges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+DECODE = "pallas_attn/mosaic/decode.py"
+PRODUCTS = "pallas_attn/mosaic/sm100/decode_products.py"
+LATENTS = "pallas_attn/ops/mla_decode/mosaic_tcgen05.py"
+LATENTS_MERGE = "pallas_attn/ops/mla_decode/mosaic_tcgen05_merge.py"
+PREFILL = "pallas_attn/mosaic/sm100/flash.py"
+
+STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
+SLOTS = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_slots"
+SPLITS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged"
+VALUES = "tests/contract/test_mla_decode.py::test_values_of_one_shape"
+ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers_take_more_rows_than_one_has"
+PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedBreak:
+    """Mistake in the text of a file.
+
+    Attributes:
+      right: text that the file has once.
+      wrong: text in its place.
+      noticed_by: a test that fails, or hangs, with the mistake; empty if none does.
+      why_not: reason if none does.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    noticed_by: str = ""
+    why_not: str = ""
+
+
+BREAKS: dict[str, PlantedBreak] = {
+    "decode: S is added to what is in TMEM": PlantedBreak(
+        PRODUCTS,
+        "[(own.scores, k, q, i > 0) for",
+        "[(own.scores, k, q, True) for",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: O is added to what is in TMEM": PlantedBreak(
+        PRODUCTS,
+        "v.transpose((1, 0)), p, False) for",
+        "v.transpose((1, 0)), p, True) for",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: a product is read before it is done": PlantedBreak(
+        PRODUCTS,
+        "        plgpu.tcgen05_commit_arrive(own.done)\n\n    plgpu.barrier_wait(own.done)",
+        "        plgpu.tcgen05_commit_arrive(own.done)\n",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: a product starts before all warps are ready": PlantedBreak(
+        PRODUCTS,
+        "        plgpu.barrier_wait(own.ready)\n",
+        "",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: converted keys are not committed": PlantedBreak(
+        PRODUCTS,
+        "            dequantise.dequantise_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
+        "            dequantise.dequantise_tile(keys[0], own.staged)\n",
+        f"{STAGES}[fp8 per token]",
+    ),
+    "decode: probabilities are not committed": PlantedBreak(
+        PRODUCTS,
+        "        to[0][...] = ps[0]\n        plgpu.commit_smem()\n",
+        "        to[0][...] = ps[0]\n",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: the second half of the channels is the first": PlantedBreak(
+        PRODUCTS,
+        "channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]",
+        "channels = [values.at[:, pl.ds(0, layout.rows)] for first, _ in slices]",
+        f"{STAGES}[float16, heads of 256, drafts]",
+    ),
+    "decode: S is not waited for on its way to registers": PlantedBreak(
+        PRODUCTS,
+        "    result = plgpu.async_load_tmem(accumulator, layout=layout.tile)\n    plgpu.wait_load_tmem()\n",
+        "    result = plgpu.async_load_tmem(accumulator, layout=layout.tile)\n",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: the cap is half as high": PlantedBreak(
+        PRODUCTS,
+        "return soft_cap - 2 * soft_cap * _reciprocal(1 +",
+        "return soft_cap - soft_cap * _reciprocal(1 +",
+        f"{STAGES}[fp8 in 4 groups, heads of 256, soft cap]",
+    ),
+    "decode: the accumulator is not rescaled": PlantedBreak(
+        DECODE,
+        "        acc = acc * over_columns(rescale, acc.shape)\n",
+        "",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: masked values are not zeroed": PlantedBreak(
+        DECODE,
+        "            clear_rows(v, live_mask, self.layout, self.tile.row_bytes)\n        else:",
+        "            pass\n        else:",
+        f"{STAGES}[bfloat16]",
+    ),
+    "decode: masked 8-bit values are not zeroed": PlantedBreak(
+        DECODE,
+        "dequantise.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)",
+        "pass",
+        f"{STAGES}[fp8 per token]",
+    ),
+    "decode: tiles with drafts count as visible": PlantedBreak(
+        DECODE,
+        "newest = self.first_query if self.x.drafts is None else self.first_query - 1",
+        "newest = self.kv_len - 1",
+        "tests/contract/test_paged_attention.py::test_decode[mosaic_sm100-drafts, ragged]",
+    ),
+    "decode: an absent page arrives once too seldom": PlantedBreak(
+        DECODE,
+        "for _ in range(self.tile.page_copies):",
+        "for _ in range(self.tile.page_copies - 1):",
+        f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
+    ),
+    "decode: a window is one wider": PlantedBreak(
+        DECODE,
+        "(each < self.sink_tokens) | (each > limit(1))",
+        "(each < self.sink_tokens) | (each >= limit(1))",
+        f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
+    ),
+    "decode: sums keep the scales of values": PlantedBreak(
+        DECODE,
+        "            p *= over_tokens(1 / v_scale, shape)\n",
+        "            pass\n",
+        f"{STAGES}[fp8 per token]",
+    ),
+    "decode: the slot is filled again too early": PlantedBreak(
+        DECODE,
+        "slot, following = lax.rem(i, static.stages), i + static.stages\n",
+        "slot, following = lax.rem(i, static.stages), i + static.stages - 1\n",
+        f"{STAGES}[bfloat16]",
+    ),
+    "latents: both programs take the same other columns": PlantedBreak(
+        LATENTS,
+        'return (1 - lax.axis_index("half")) * self.static.own if',
+        'return lax.axis_index("half") * self.static.own if',
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: scores are added to those of the tile before": PlantedBreak(
+        LATENTS,
+        "mem.k.rope.at[slot].transpose((1, 0)), accumulate=False)",
+        "mem.k.rope.at[slot].transpose((1, 0)))",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: own columns replace the scores of others": PlantedBreak(
+        LATENTS,
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)))\n",
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)), accumulate=False)\n",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: S is not waited for on its way to registers": PlantedBreak(
+        LATENTS,
+        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n        plgpu.wait_load_tmem()\n",
+        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: O is not rescaled": PlantedBreak(
+        LATENTS,
+        "pl.when((m_new - m).max() > 0)(",
+        "pl.when((m_new - m).max() > 1e30)(",
+        f"{SPLITS}[rows, two halves]",
+    ),
+    "latents: masked latents are not zeroed": PlantedBreak(
+        LATENTS,
+        "            self.clear_dead_rows(split, slot)\n",
+        "",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: only own columns are zeroed": PlantedBreak(
+        LATENTS,
+        "self.mem.k[: 2 if self.static.columns and self.static.other else 1]",
+        "self.mem.k[:1]",
+        f"{SLOTS}[columns]",
+    ),
+    "latents: P is overwritten while it is read": PlantedBreak(
+        LATENTS,
+        "            plgpu.barrier_wait(mem.o_done)  # the product with the P before: P is read, and O whole\n",
+        "",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: a slot is filled again before it is free": PlantedBreak(
+        LATENTS,
+        "pl.when(tile >= static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
+        "pl.when(tile > static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: the newest draft is seen by the one before": PlantedBreak(
+        LATENTS,
+        "jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)",
+        "jnp.where(newer <= (2 if static.causal else 0), FULL, DEAD)",
+        f"{VALUES}[mosaic_sm100-few heads-large scores over absent pages]",
+    ),
+    "latents: a row sees one draft too many": PlantedBreak(
+        LATENTS,
+        "newer = self.static.queries - 1 - lax.div(row, self.static.heads)",
+        "newer = self.static.queries - 2 - lax.div(row, self.static.heads)",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "latents: both halves write where they overlap": PlantedBreak(
+        LATENTS,
+        "is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True",
+        "is_written = True",
+        f"{SLOTS}[rows, halves that overlap, float16]",
+    ),
+    "latents: a split reads past its end": PlantedBreak(
+        LATENTS,
+        "jnp.where((entry < split.stop) & basics.in_pool",
+        "jnp.where(basics.in_pool",
+        f"{SPLITS}[rows, halves that overlap, float16]",
+    ),
+    "latents: the query is free before its last product": PlantedBreak(
+        LATENTS,
+        "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
+        "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
+        f"{SLOTS}[columns]",
+    ),
+    "latents: a split that sees nothing keeps its maximum": PlantedBreak(
+        LATENTS,
+        "partials.stats[index, 0] = jnp.where(seen, m, -jnp.inf)",
+        "partials.stats[index, 0] = m",
+        why_not="its sum and its values are 0 all the same, and so is what it adds to the merge",
+    ),
+    "latents: merged states are not weighted": PlantedBreak(
+        LATENTS_MERGE,
+        "acc = acc * spread(static, weight, acc.shape) + other_acc * spread(static, other_weight, acc.shape)",
+        "acc = acc + other_acc * spread(static, other_weight, acc.shape)",
+        f"{SPLITS}[rows, two halves]",
+    ),
+    "latents: the rotated query is overwritten by P": PlantedBreak(
+        LATENTS,
+        "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_landed)",
+        "            plgpu.tcgen05_commit_arrive(mem.q_moved)",
+        f"{SLOTS}[rows, two halves]",
+    ),
+    "prefill: S is added to what is in TMEM": PlantedBreak(
+        PREFILL,
+        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
+        "rings.q.at[consumer * terms + term], k, accumulate=True)",
+        ROWS,
+    ),
+    "prefill: O of the block before stays": PlantedBreak(
+        PREFILL,
+        "plgpu.tcgen05_mma(scratch.outputs[consumer], p, v, accumulate=accumulate)",
+        "plgpu.tcgen05_mma(scratch.outputs[consumer], p, v)",
+        ROWS,
+    ),
+    "prefill: S is written where P is read": PlantedBreak(
+        PREFILL,
+        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S goes where P was\n",
+        "",
+        ROWS,
+    ),
+    "prefill: one consumer's S is written where P is read": PlantedBreak(
+        PREFILL,
+        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S goes where the P of the tile before was\n",
+        "",
+        "tests/ops/test_flash_sm100.py::test_each_width[256]",
+    ),
+    "prefill: S is not waited for on its way to registers": PlantedBreak(
+        PREFILL,
+        "for columns in self._chunks()]\n        plgpu.wait_load_tmem()\n",
+        "for columns in self._chunks()]\n",
+        ROWS,
+    ),
+    "prefill: O is not rescaled": PlantedBreak(
+        PREFILL,
+        "pl.when(any_of_warp(m != state.m))(",
+        "pl.when(any_of_warp(m > 1e30))(",
+        ROWS,
+    ),
+    "prefill: sums are not rescaled": PlantedBreak(
+        PREFILL,
+        "l = state.l * factor  # noqa: E741",
+        "l = state.l  # noqa: E741",
+        ROWS,
+    ),
+    "prefill: rows that see nothing have no finite shift": PlantedBreak(
+        PREFILL,
+        "shift = jnp.where(m == -jnp.inf, 0.0, m)\n        factor",
+        "shift = m\n        factor",
+        ROWS,
+    ),
+    "prefill: a window is one narrower": PlantedBreak(
+        PREFILL,
+        "seen = column >= over_rows(limits.low, part.shape)",
+        "seen = column > over_rows(limits.low, part.shape)",
+        ROWS,
+    ),
+    "prefill: a query sees the key after it": PlantedBreak(
+        PREFILL,
+        "seen &= column < over_rows(limits.high, part.shape)",
+        "seen &= column <= over_rows(limits.high, part.shape)",
+        ROWS,
+    ),
+    "prefill: absent pages are seen": PlantedBreak(
+        PREFILL,
+        "            seen &= (lax.shift_right_logical(over_rows(limits.pages, part.shape), page) & 1) == 1\n",
+        "",
+        f"{PAGES}[groups of 3, absent pages]",
+    ),
+    "prefill: O is not waited for on its way out": PlantedBreak(
+        PREFILL,
+        "            plgpu.wait_load_tmem()  # the next block's first product overwrites O\n",
+        "",
+        why_not="the wait after the next load, of scores or of the next part, comes before anything overwrites O",
+    ),
+    "prefill: probabilities are not committed": PlantedBreak(
+        PREFILL,
+        "        plgpu.commit_tmem()\n        plgpu.barrier_arrive(scratch.p_full.at[buffer])",
+        "        plgpu.barrier_arrive(scratch.p_full.at[buffer])",
+        ROWS,
+    ),
+    "prefill: sums take the scales of keys": PlantedBreak(
+        PREFILL,
+        "transform.token_scales(i).at[2, columns], PER_COLUMN",
+        "transform.token_scales(i).at[0, columns], PER_COLUMN",
+        f"{PAGES}[int8 by token]",
+    ),
+    "prefill: notes of a tile are read before they are there": PlantedBreak(
+        PREFILL,
+        "        if transform.await_tile is not None:\n            transform.await_tile(i)\n",
+        "",
+        f"{PAGES}[16 bits]",
+    ),
+    "prefill: queries are free while they are read": PlantedBreak(
+        PREFILL,
+        "pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(rings.q_free))",
+        "plgpu.tcgen05_commit_arrive(rings.q_free)",
+        ROWS,
+    ),
+    "prefill: a query's second term replaces the first": PlantedBreak(
+        PREFILL,
+        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
+        "rings.q.at[consumer * terms + term], k, accumulate=False)",
+        f"{PAGES}[fp8 by channel]",
+    ),
+    "prefill: the queue has a slot too few": PlantedBreak(
+        PREFILL,
+        "static.consumers + 2, static.stages + 1, orders_tensor_core=True)",
+        "static.consumers + 2, static.stages - 1, orders_tensor_core=True)",
+        ROWS,
+    ),
+}

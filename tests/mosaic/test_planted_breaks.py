@@ -1,0 +1,94 @@
+"""Mistakes planted in Blackwell's kernels, one at a time: the suites notice them, but those that are named.
+
+No card has run these kernels, so what shows that they are right has to be shown itself. The slow run plants each
+mistake in a copy of the library and runs the test that is known to notice it. Every run checks that the list is about
+the code there is.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mosaic.planted_breaks import BREAKS, PlantedBreak
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("pallas_attn", "models", "scripts", "tests")
+HANGS_AFTER_SECONDS = 120
+"""Some mistakes leave a barrier that nobody arrives at."""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what the tests need."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "goldens"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+@contextlib.contextmanager
+def planted_in(folder: Path, planted: PlantedBreak) -> Iterator[None]:
+    """Context in which the library in a folder has the mistake."""
+    file = folder / planted.file
+    right = file.read_text()
+    file.write_text(right.replace(planted.right, planted.wrong))
+    yield
+    file.write_text(right)
+
+
+def passes(folder: Path, *tests: str) -> bool:
+    """Whether tests pass in a folder; one that hangs does not."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    variables = os.environ | {"PYTHONPATH": str(folder)}
+    try:
+        ended = subprocess.run(
+            [*command, "-m", "slow or not slow"],
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANGS_AFTER_SECONDS * len(tests),
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    assert ended.returncode in (0, 1), ended.stdout  # or there is no such test
+    return ended.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, planted in BREAKS.items() if planted.noticed_by])
+def test_is_noticed(name: str, copy: Path) -> None:
+    with planted_in(copy, BREAKS[name]):
+        assert not passes(copy, BREAKS[name].noticed_by)
+
+
+@pytest.mark.slow
+def test_without_a_mistake_all_pass(copy: Path) -> None:
+    assert passes(copy, *sorted({planted.noticed_by for planted in BREAKS.values() if planted.noticed_by}))
+
+
+def test_most_are_noticed() -> None:
+    unnoticed = [name for name, planted in BREAKS.items() if not planted.noticed_by]
+    assert len(BREAKS) >= 30
+    assert len(unnoticed) * 30 <= 2 * len(BREAKS)
+    assert all(BREAKS[name].why_not for name in unnoticed)
+
+
+def test_they_are_about_the_code_there_is() -> None:
+    for name, planted in BREAKS.items():
+        source = (ROOT / planted.file).read_text()
+        assert source.count(planted.right) == 1, name
+        ast.parse(source.replace(planted.right, planted.wrong))
+        file, _, test = planted.noticed_by.partition("::")
+        assert not planted.noticed_by or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
