@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.aot.case import Case, Cases, DeferredCase, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
 from tests.aot.engine import ENGINE, SM100_ENGINE, TRITON_ENGINE
-from tests.aot.experts import EXPERTS
 from tests.aot.latent import LATENT, LATENT_MORE
 from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_sparse import MLA_SPARSE, MLA_SPARSE_MORE
@@ -29,7 +28,7 @@ SM100_LATENT = on_b200(
 ALL: dict[str, Case | DeferredCase] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
     **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | MLA_SPARSE | MLA_SPARSE_MORE),
-    **(PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS | EXPERTS),
+    **(PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
     **(TRITON | TRITON_ENGINE),
@@ -50,7 +49,6 @@ MODULES = {
     **dict.fromkeys(REAL, "real"),
     **dict.fromkeys(TRITON, "triton_xla"),
     **dict.fromkeys(STEPS, "steps"),
-    **dict.fromkeys(EXPERTS, "experts"),
     **dict.fromkeys(SM100_WRITES, "writes"),
     **dict.fromkeys(MLA_TCGEN05 | MLA_TCGEN05_MORE, "mla_tcgen05"),
     **dict.fromkeys(SM100_LATENT, "latent"),
@@ -68,7 +66,7 @@ IN_EVERY_RUN = frozenset(
         # Portable implementations: quantised ones do what others do, and more.
         "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
         "xla-gather-latent-fp8", "xla-ragged-attention",
-        "experts-1-tokens", "experts-1024-tokens",
+        "experts-21-tokens", "experts-1024-tokens",
         "plan-decode-64-windows",
         # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",
