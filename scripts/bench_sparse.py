@@ -1,5 +1,5 @@
 """Measures decoding over long contexts, sparse and dense, over caches of 16 and of 8 bits:
-`python scripts/bench_sparse.py [--cases 32x32768 8x131072] [--caches bfloat16 fp8]`.
+`python scripts/bench_sparse.py [--cases 16x32768 16x131072] [--caches bfloat16 fp8]`.
 
 What is measured: scripts/bench/engine/filled.py. No prompt is computed, and weights are random.
 """
@@ -36,14 +36,14 @@ def case(text: str) -> tuple[int, int]:
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, FilledWork]:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition(":")[0])
-    parser.add_argument("--config", choices=filled.CONFIGS, default="v32-3-layers", help="default: %(default)s")
+    parser.add_argument("--config", choices=filled.CONFIGS, default="v32-2-layers", help="default: %(default)s")
     parser.add_argument(
         "--cases",
         nargs="+",
         type=case,
-        default=[(32, 32768), (8, 131072)],
+        default=[(16, 32768), (16, 131072)],
         metavar="BATCHxCONTEXT",
-        help="default: 32x32768 8x131072",
+        help="default: 16x32768 16x131072",
     )
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=["bfloat16", "fp8"], help="default: bfloat16 fp8"

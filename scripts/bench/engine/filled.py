@@ -31,13 +31,13 @@ from scripts.bench.harness.timing import Stopwatch
 
 CONFIGS: dict[str, DeepSeekConfig] = {
     "v32-tiny": PRESETS["v32-tiny"],
-    "v32-3-layers": dataclasses.replace(
+    "v32-2-layers": dataclasses.replace(
         PRESETS["mla-25m"],
         model_type="deepseek_v32",
         vocab_size=16160,
         hidden_size=7168,
         intermediate_size=18432,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=128,
         q_lora_rank=1536,
         moe_intermediate_size=2048,
@@ -51,7 +51,7 @@ CONFIGS: dict[str, DeepSeekConfig] = {
         dtype="bfloat16",
     ),
 }
-"""Name to configuration: a tiny one for trying, and three layers of DeepSeek-V3.2's widths, one dense and two with 16
+"""Name to configuration: a tiny one for trying, and two layers of DeepSeek-V3.2's widths, one dense and one with 16
 of 256 experts, and an eighth of the vocabulary: about what one of 16 devices reads for a layer."""
 
 

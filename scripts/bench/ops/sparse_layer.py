@@ -122,8 +122,8 @@ BENCH = Bench(
     grids={
         "sparse": [
             SparseLayerCase(batch, context, heads, cache)
-            for heads, (batch, context), cache in itertools.product(
-                (128, 16), ((64, 8192), (64, 32768), (16, 131072), (64, 4096), (1, 131072)), ("bf16", "fp8")
+            for heads, cache, (batch, context) in itertools.product(
+                (128, 16), ("bf16", "fp8"), ((64, 8192), (64, 32768), (16, 131072), (64, 4096), (1, 131072))
             )
         ],
         "small": [SparseLayerCase(2, 64, 3, cache, 16, 16) for cache in ("f32", "fp8")],
