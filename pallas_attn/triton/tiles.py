@@ -163,24 +163,27 @@ class IndexTile:
 
 
 def index_tile(
-    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool
+    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool, tree: bool
 ) -> IndexTile:
     """Tile of scores of index keys.
 
     Args:
       dim: columns of a key.
       quantised: whether keys are in 8 bits, which become 16 in registers.
+      tree: whether tokens have a mask.
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
     by_integers = quantised and not has_e4m3(card)
-    few = queries == 1 or power_of_two(dim) > 128 or by_integers
+    wide = power_of_two(dim) > 128
+    timed = card.capability == (9, 0) and not wide
+    few = queries == 1 or wide or by_integers or (num_heads > 64 and not timed)
     return IndexTile(
         queries,
-        heads=min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads)),
+        heads=min(32 if queries == 1 and (num_heads > 64 or (wide and by_integers)) else 64, power_of_two(num_heads)),
         tokens=64 if few else 128,
-        warps=4,
-        stages=3 if queries == 1 else 2,
-        max_registers=255 if by_integers and num_heads > 64 else None,
+        warps=8 if wide else 4,
+        stages=3 if queries == 1 and not wide else 2,
+        max_registers=None if timed and not (tree and queries > 1) else 255,
     )
 
 
