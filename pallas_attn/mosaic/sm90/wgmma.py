@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import LOG2E, Ref, interpreted
 from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE, add_product
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref, over_tokens
 
 DEPTH = 16
@@ -75,10 +75,12 @@ def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Ar
 
 def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
     """Compute o + p @ v."""
-    o = add_product(o, p, v)
     if interpreted():
+        o += jnp.dot(p, v[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
-    return o
+        return o
+    added: Any = pl.run_state(lambda total: plgpu.wgmma(total, p, v))(plgpu.ACC.init(o))
+    return added
 
 
 def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax.Array:
