@@ -265,11 +265,10 @@ def _choose(
     following: Int32[Array, "n"],
     tolerance: Float[Array, ""],
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"], Bool[Array, "n"]]:
-    """Samples at `rows`, and again with the logits of the tokens that did follow and of those that should have moved
-    towards each other by half the tolerance."""
+    """Samples at `rows`, and again with the logits of the tokens that did follow raised by the tolerance, as if each
+    had moved by half of it, all others down."""
     logits, _ = run_sequence(step, weights, allocate, tokens, num_tokens, rows)
     wanted, margins = sample(logits, sampling)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    nudged = logits.at[row, following].add(tolerance / 2).at[row, wanted].add(-tolerance / 2)
-    chosen, _ = sample(nudged, sampling)
+    chosen, _ = sample(logits.at[row, following].add(tolerance), sampling)
     return wanted, margins, chosen == following
