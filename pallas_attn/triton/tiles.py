@@ -174,14 +174,16 @@ def index_tile(
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
     by_integers = quantised and not has_e4m3(card)
-    few = queries == 1 or power_of_two(dim) > 128 or by_integers
+    wide = power_of_two(dim) > 128
+    timed = card.capability == (9, 0) and not wide
+    few = queries == 1 or wide or by_integers or (num_heads > 64 and not timed)
     return IndexTile(
         queries,
-        heads=min(64 if queries > 1 or num_heads <= 64 else 32, power_of_two(num_heads)),
+        heads=min(32 if queries == 1 and (num_heads > 64 or (wide and by_integers)) else 64, power_of_two(num_heads)),
         tokens=64 if few else 128,
-        warps=4,
-        stages=3 if queries == 1 else 2,
-        max_registers=255 if (by_integers and num_heads > 64) or (tree and queries > 1) else None,
+        warps=8 if wide else 4,
+        stages=3 if queries == 1 and not wide else 2,
+        max_registers=None if timed and not (tree and queries > 1) else 255,
     )
 
 
