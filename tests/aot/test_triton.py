@@ -71,7 +71,14 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for quantised in (False, True)[: 1 + (latent % 128 == 0)]
     ],
     "index_tile": [
-        {"num_tokens": tokens, "num_sequences": 16, "num_heads": heads, "dim": dim, "quantised": quantised, "tree": tree}
+        {
+            "num_tokens": tokens,
+            "num_sequences": 16,
+            "num_heads": heads,
+            "dim": dim,
+            "quantised": quantised,
+            "tree": tree,
+        }
         for tree, token_counts, head_counts, dims in (
             (False, (1, 16, 32, 48, 64, 128, 256, 4096), (8, 16, 32, 64, 128), (64, 128, 256)),
             (True, (16, 32, 128), (64, 128), (128,)),
