@@ -308,8 +308,8 @@ def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Siz
     ("devices", "exchanged"),
     [
         (2, {}),
-        pytest.param(  # tokens, their experts, weights, which are live; and results
-            "data=2,expert=4", {"all-gather": 1 + 4, "reduce-scatter": 1}, marks=pytest.mark.slow
+        pytest.param(  # tokens, and experts with their weights; and results
+            "data=2,expert=4", {"all-gather": 1 + 2, "reduce-scatter": 1}, marks=pytest.mark.slow
         ),
         pytest.param("context=2", {"all-to-all": LATENT.num_hidden_layers}, marks=pytest.mark.slow),  # outputs of heads
     ],
