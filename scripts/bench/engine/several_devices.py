@@ -71,8 +71,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "v3-2-layers": _V3,
     "v3-3-layers": dataclasses.replace(_V3, num_hidden_layers=3),
 }
-"""Name to configuration: tiny ones for trying, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and DeepSeek-V3's
-widths with a dense layer and one or two of experts: 28 and 51 GB of weights."""
+"""Name to configuration: tiny ones for trying, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and models of
+DeepSeek-V3's widths with a dense layer and one or two of experts: 28 and 51 GB of weights."""
 
 type Layout = Mapping[str, int]
 """Devices along each axis of a mesh; empty for one device without a mesh."""
