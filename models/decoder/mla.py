@@ -164,6 +164,18 @@ def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], I
     return tables, jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32), kv_lens
 
 
+def newest_mask(part: Part) -> Bool[Array, "T Q"] | None:
+    """Which of the Q newest keys each of the `packed_rows` sees, up to its own, in rows of drafts that are a tree; None
+    in others."""
+    if isinstance(part, Chunks) or part.draft_mask is None:
+        return None
+    query = jnp.arange(part.queries, dtype=jnp.int32)
+    draft = query[:, None] - part.queries + 1 + query[None]  # [Q, Q]: whose key it is; below 0 one of before the drafts
+    index = jnp.broadcast_to(jnp.maximum(draft, 0)[None], part.draft_mask.shape)
+    shown = (draft < 0)[None] | jnp.take_along_axis(part.draft_mask, index, axis=2)
+    return shown.reshape(-1, part.queries)
+
+
 def plan_rows(
     parts: list[Part],
     config: DeepSeekConfig,
@@ -327,6 +339,7 @@ class MLA(nnx.Module):
             cu_q_lens,
             kv_lens,
             top_k=self.settings.index_topk or self.config.index_topk,
+            draft_mask=newest_mask(part),
             implementation=self.settings.implementation,
         )
         return token_slots(positions, tables, cu_q_lens, page_size=index.page_size)

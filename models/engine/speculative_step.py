@@ -82,9 +82,7 @@ def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState
 def check_trees(config: ModelConfig, settings: AttentionSettings) -> None:
     """Raises NotImplementedError for a model whose attention goes by slots, which in a tree are not positions."""
     reason = None
-    if config.is_sparse:
-        reason = f"tokens of a {config.model_type} choose among the keys in all slots before theirs"
-    elif any(group.window is not None for group in cache_groups(config)):
+    if any(group.window is not None for group in cache_groups(config)):
         reason = "windows count slots"
     elif settings.batch_invariant:
         reason = "batch_invariant computes each token as a row of its own"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn.portable.index_keys import meant_index_keys, read_index_keys
 from pallas_attn.portable.online_softmax import QueryTiles, XlaConfig, dot_f32, map_groups, tile_queries
@@ -34,7 +34,22 @@ class IndexCall(Protocol):
     @property
     def kv_lens(self) -> Int32[Array, "S"]: ...
     @property
+    def draft_mask(self) -> Bool[Array, "T M"] | None: ...
+    @property
     def scale(self) -> float: ...
+
+
+def seen_keys(
+    key: Int32[Array, "*#rows K"], position: Int32[Array, "*rows"], draft_mask: Bool[Array, "*rows M"] | None
+) -> Bool[Array, "*rows K"]:
+    """Whether tokens at these positions see keys: those up to their own, of the newest M those that the mask shows."""
+    ahead = key - position[..., None]
+    if draft_mask is None:
+        return ahead <= 0
+    width = draft_mask.shape[-1]
+    column = ahead + width - 1
+    shown = jnp.take_along_axis(draft_mask, jnp.clip(column, 0, width - 1), axis=-1)
+    return (column < 0) | ((ahead <= 0) & shown)
 
 
 def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
@@ -49,7 +64,11 @@ def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
     position = (call.kv_lens - call.cu_q_lens[1:])[sequence] + token
     real = (token >= call.cu_q_lens[0]) & (token < call.cu_q_lens[-1])
     key = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    visible = (key[None] <= position[:, None]) & real[:, None] & jnp.repeat(in_pool, page_size, axis=1)[sequence]
+    visible = (
+        seen_keys(key[None], position, call.draft_mask)
+        & real[:, None]
+        & jnp.repeat(in_pool, page_size, axis=1)[sequence]
+    )
     products = jnp.einsum("thd,tkd->thk", call.q.astype(jnp.float32), keys[sequence], precision=HIGHEST)
     return jnp.where(visible, _weighted("thk,th->tk", products, call.weights, call.scale), -jnp.inf)
 
@@ -121,6 +140,7 @@ class IndexTiles:
         def group(members: Int32[Array, "W"]) -> Array:
             token = self._queries.token[members]
             q, weights = call.q[token], call.weights[token]
+            mask = None if call.draft_mask is None else call.draft_mask[token]
             steps = jnp.max(self._pages.num_tiles[members])
             state = varying_like(start(members.shape[0]), (call, self._pages.num_tiles))
 
@@ -128,7 +148,7 @@ class IndexTiles:
                 j, state = carry
                 page_ids, key, exists = self._pages.locate(members, j)
                 keys = read_index_keys(call.index, page_ids[:, 0]).reshape(members.shape[0], -1, q.shape[-1])
-                visible = (key[:, None] <= self._position[members][..., None]) & self._real[members][..., None]
+                visible = seen_keys(key[:, None], self._position[members], mask) & self._real[members][..., None]
                 scores = _weighted("wmhk,wmh->wmk", dot_f32("wmhd,wkd->wmhk", q, keys), weights, call.scale)
                 return j + 1, step(state, jnp.where(visible & exists, scores, -jnp.inf), key, j)
 

@@ -44,13 +44,14 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     num_sequences, table_pages = call.block_tables.shape
     num_pages, page_size, _ = call.index.keys.shape
     card, width = device.triton_card(), table_pages * page_size
-    tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, quantised=call.index.scale is not None)
+    options = {"quantised": call.index.scale is not None, "tree": call.draft_mask is not None}
+    tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, **options)
     num_tiles = num_tokens // tile.queries + num_sequences + 2
     steps = -(-width // tile.tokens)
     scores, counts = launch(
         _score,
         *(call.q, call.weights, call.index.keys, call.index.scale),
-        *(call.block_tables, call.cu_q_lens, call.kv_lens),
+        *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask),
         *(num_tokens, num_sequences, table_pages, num_pages),
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
@@ -68,6 +69,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             "BLOCKS": -(-num_heads // tile.heads),
             "COLUMNS": tiles.power_of_two(dim),
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
+            "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
             "SCALE": call.scale,
             "FILL": fill,
             "NATIVE": tiles.has_e4m3(card),
@@ -89,6 +91,7 @@ def _score(
     tables_ptr,  # [S, table_pages]
     cu_q_lens_ptr,  # [S + 1]
     kv_lens_ptr,  # [S]
+    mask_ptr,  # [T, DRAFTS] or None
     num_tokens,
     num_sequences,
     table_pages,
@@ -105,6 +108,7 @@ def _score(
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -148,7 +152,8 @@ def _score(
                 score = tl.zeros([TOKENS], tl.float32)
                 for block in tl.static_range(BLOCKS):
                     score += _weighted(k, q[block], weights[block])
-                _store_scores(out_ptr + row * WIDTH, score * k_scale, key, seen, first_position, WIDTH, FILL)
+                shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
+                _store_scores(out_ptr + row * WIDTH, score * k_scale, key, shown, first_position, WIDTH, FILL)
             else:
                 for i in range(queries):
                     score = tl.zeros([TOKENS], tl.float32)
@@ -156,7 +161,8 @@ def _score(
                         q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
                         score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                     at = out_ptr + (row + i) * WIDTH
-                    _store_scores(at, score * k_scale, key, seen, first_position + i, WIDTH, FILL)
+                    shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
+                    _store_scores(at, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
         if FILL:  # what no step has
             done = tl.maximum((end + TOKENS - 1) // TOKENS - program, 0)
             for step in range(program + (done + programs - 1) // programs * programs, tl.cdiv(WIDTH, TOKENS), programs):
@@ -185,6 +191,18 @@ def _weighted(k, q, weights):
     """Sum over heads of weight · relu(key · query), for each key."""
     products = tl.dot(k, q)
     return tl.sum(tl.where(products < 0, 0.0, products) * weights[None, :], 1)  # a product may be NaN
+
+
+@kernel
+def _shown(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
+    """Whether the token's mask shows keys; it says nothing of those before the newest DRAFTS up to its position."""
+    if mask_ptr is None:
+        shown = key == key
+    else:
+        column = key - position + DRAFTS - 1
+        at = mask_ptr + row * DRAFTS + column
+        shown = tl.load(at, mask=(column >= 0) & (column < DRAFTS), other=1) != 0
+    return shown
 
 
 @kernel

@@ -163,13 +163,14 @@ class IndexTile:
 
 
 def index_tile(
-    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool
+    card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool, tree: bool
 ) -> IndexTile:
     """Tile of scores of index keys.
 
     Args:
       dim: columns of a key.
       quantised: whether keys are in 8 bits, which become 16 in registers.
+      tree: whether tokens have a mask.
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
     by_integers = quantised and not has_e4m3(card)
@@ -180,7 +181,7 @@ def index_tile(
         tokens=64 if few else 128,
         warps=4,
         stages=3 if queries == 1 else 2,
-        max_registers=255 if by_integers and num_heads > 64 else None,
+        max_registers=255 if (by_integers and num_heads > 64) or (tree and queries > 1) else None,
     )
 
 

@@ -40,6 +40,9 @@ NAMES = {
 BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-3 0251105a"}
 """Contenders built from source, whose versions no package manager reports."""
 
+DTYPES = {"float8_e4m3fn": "fp8"}
+"""Dtypes of caches as readers name them, where that is another name."""
+
 PACKAGES = {
     "flashinfer-python": ("FlashInfer", "flashinfer"),
     "torch": ("torch", "flash$"),
@@ -263,6 +266,26 @@ def head_windows(*stems: str) -> Callable[[str], str]:
     return write
 
 
+def sparse_layer(stem: str) -> Callable[[str], str]:
+    """Microseconds of a layer's sparse and dense attention, and their ratio, by cache."""
+
+    def write(document: str) -> str:
+        rows = [
+            [
+                f"{case['arguments']['heads']}, {case['arguments']['batch']} x {case['arguments']['context'] // 1024}k",
+                case["arguments"]["cache"],
+                *(microseconds(case["results"][name]["median_us"]) for name in ("sparse", "dense")),
+                f"{case['results']['sparse']['median_us'] / case['results']['dense']['median_us']:.2f}",
+            ]
+            for case in Cases(stem)
+            if measured(case, "sparse") and measured(case, "dense")
+        ]
+        headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
 def resources(stem: str) -> Callable[[str], str]:
     """Registers of a thread and shared memory of a block, of each case's kernel that takes most, by card."""
 
@@ -285,6 +308,33 @@ def resources(stem: str) -> Callable[[str], str]:
         return table(["call", *cards], rows) + "\n" + note
 
     return write
+
+
+def cache_costs(stem: str, cached: str) -> Callable[[str], str]:
+    """Differences of logits by rounding a cache: a row a model and dtype of weights, a column a dtype of the cache."""
+
+    def write(document: str) -> str:
+        cases = [case for case in read(stem)["cases"] if case["cached"] == cached]
+        dtypes = list(dict.fromkeys(case["cache"] for case in cases))
+        found = {(case["model"], case["weights"], case["cache"]): case for case in cases}
+        deviations = {(case["model"], case["weights"]): case["deviation"] for case in cases}
+        rows = []
+        for (model, weights), deviation in sorted(
+            deviations.items(), key=lambda item: (item[0][1] == "bfloat16", item)
+        ):
+            cells = [found.get((model, weights, dtype)) for dtype in dtypes]
+            rows.append(
+                [f"`{model}`, {weights}", f"{deviation:.2f}", *(cost_cell(case) if case else "" for case in cells)]
+            )
+        headings = ["model, weights", "deviation of logits", *(DTYPES.get(dtype, dtype) for dtype in dtypes)]
+        return table(headings, rows) + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
+def cost_cell(case: dict[str, Any]) -> str:
+    moved = f"{case['rms']:.2g}, {case['largest']:.2g}"
+    return f"{moved}; {case['kl_mean']:.1e}; {case['equal_tokens']:.0%}"
 
 
 GRID, VARIED = Cases("mla_decode_grid_later_nvidia_h200"), "mla_decode_varied"
@@ -323,6 +373,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
+    "sparse-layer": sparse_layer("sparse_layer_nvidia_h100"),
+    "cache-costs-latents": cache_costs("cache_costs", "latents"),
+    "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(
         "engine_head_windows_nvidia_h200", "engine_head_windows_1_of_8_nvidia_h200", "engine_head_windows_cpu"
     ),

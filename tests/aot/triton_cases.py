@@ -476,9 +476,10 @@ def indexed(
     *,
     num_tokens: int = 16,
     table_pages: int = 512,
+    tree: int = 0,
     **options: Any,
 ) -> TritonCase:
-    """Index queries of 16 sequences over contexts of 32k; `cache` names a dtype."""
+    """Index queries of 16 sequences over contexts of 32k; `cache` names a dtype, `tree` is the width of a mask."""
     ints = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, heads, index_dim, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16),
@@ -488,6 +489,8 @@ def indexed(
         "cu_q_lens": ints(17),
         "kv_lens": ints(16),
     }
+    if tree:
+        arguments["draft_mask"] = shape(num_tokens, tree, dtype=jnp.bool_)
     return TritonCase(functools.partial(op, implementation="triton", **options), arguments)
 
 
@@ -540,6 +543,11 @@ SPARSE = {
         )
     },
     "index-top-k-short": CHOOSE(table_pages=2),
+    **{
+        f"index-top-k-{cache}-{n}-tree": CHOOSE(cache, num_tokens=n, tree=8)
+        for cache in ("bf16", "fp8")
+        for n in (16, 128)
+    },
     "index-scores-bf16": indexed(pallas_attn.index_scores),
     "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),
     "select-top-k": TritonCase(

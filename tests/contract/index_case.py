@@ -24,6 +24,7 @@ class IndexCase:
       padding: tokens of no sequence at the end.
       dtype: of the queries; None for the backend's own, see `Backend.dtype`.
       cache_dtype: of the keys; None for q's. With float8_e4m3fn they have scales.
+      tree: number of newest keys that each token sees by chance, as drafts of a tree do; 0 for no mask.
       absent_pages: some pages are missing in the middle of what a token would see.
       exact: small integers, whose scores are exact in any order and often equal.
     """
@@ -38,6 +39,7 @@ class IndexCase:
     num_pages: int = 64
     dtype: str | None = None
     cache_dtype: str | None = None
+    tree: int = 0
     absent_pages: bool = False
     exact: bool = False
 
@@ -54,6 +56,7 @@ class IndexInputs:
       q: [T, Hi, Di].
       keys: [N, ps, Di], what the cache means, every slot filled.
       stored: the arrays of the cache.
+      draft_mask: bool [T, tree]; None without.
       tables: [S, P].
       sequence: [T], of each token; -1 for padding.
       visible: bool [T, K], which key each token sees; K = P·ps.
@@ -66,6 +69,7 @@ class IndexInputs:
     weights: np.ndarray
     keys: np.ndarray
     stored: tuple[np.ndarray, ...]
+    draft_mask: np.ndarray | None
     tables: np.ndarray
     sequence: np.ndarray
     visible: np.ndarray
@@ -78,11 +82,16 @@ class IndexInputs:
         absent = rng.random((batch, 1, case.pages_per_row)) < (0.25 if case.absent_pages else 0.0)
         t = np.arange(case.pages_per_row * case.page_size)
         visible = np.zeros((case.num_tokens, t.size), bool)
+        mask = rng.random((case.num_tokens, case.tree)) < 0.5
         for s, (kv_len, q_len, first) in enumerate(
             zip(case.kv_lens, case.q_lens, np.cumsum((0, *case.q_lens)), strict=False)
         ):
             for i in range(q_len):
-                visible[first + i] = (t <= kv_len - q_len + i) & ~np.repeat(absent[s, 0], case.page_size)
+                position = kv_len - q_len + i
+                visible[first + i] = (t <= position) & ~np.repeat(absent[s, 0], case.page_size)
+                for j, shown in enumerate(mask[first + i]):
+                    if position - case.tree + 1 + j >= 0:
+                        visible[first + i, position - case.tree + 1 + j] &= shown
         seen = np.stack([visible[sequence == s].any(axis=0) for s in range(batch)])[:, None]
         size = {"page_size": case.page_size, "num_pages": case.num_pages}
         tables = harness.paginate(rng, seen, **size, absent=absent if case.absent_pages else None)
@@ -95,13 +104,15 @@ class IndexInputs:
         if case.cache_dtype == "float8_e4m3fn":
             scale = 2.0 ** rng.integers(-2, 3, (*keys.shape[:2], 1)).astype(np.float32)
             stored, keys = (keys, scale), keys.astype(np.float32) * scale
-        return IndexInputs(case, rng, q, weights, keys, stored, tables, sequence, visible, dead)
+        draft_mask = mask if case.tree else None
+        return IndexInputs(case, rng, q, weights, keys, stored, draft_mask, tables, sequence, visible, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Array arguments; what must not matter is poison or 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = self.sequence < 0
-        return {
+        trees = {} if self.draft_mask is None else {"draft_mask": self.draft_mask}
+        return trees | {
             "q": fill(self.rng, self.q, padding),
             "weights": fill(self.rng, self.weights, padding),
             "index": PagedIndexKeys(*(jnp.asarray(fill(self.rng, part, self.dead)) for part in self.stored)),

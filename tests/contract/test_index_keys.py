@@ -38,6 +38,7 @@ SCORES = {
     "rows of all kinds": BASE,
     "decode": DECODE,
     "absent pages": replace(BASE, absent_pages=True),
+    "trees of drafts": replace(BASE, tree=5, absent_pages=True),
     "all padding": replace(BASE, kv_lens=(0,) * 3, q_lens=(0,) * 3),
     "one head, pages of 16": replace(BASE, heads=1, page_size=16, pages_per_row=5),
     "bfloat16": replace(BASE, dtype="bfloat16"),
@@ -47,6 +48,8 @@ SCORES = {
 }
 CHOICES = {
     "rows of all kinds": replace(BASE, exact=True),
+    "trees of drafts": replace(BASE, exact=True, tree=5),
+    "decode rows of trees": replace(DECODE, exact=True, tree=9),
     "decode, absent pages": replace(DECODE, exact=True, absent_pages=True),
     "bfloat16 over 8 bits": replace(BASE, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
@@ -260,6 +263,8 @@ BAD = {
     "float tables": ("block_tables", {"block_tables": jnp.zeros((8, 9))}),
     "sums of other sequences": ("cu_q_lens", {"cu_q_lens": jnp.zeros((8,), jnp.int32)}),
     "lengths of other sequences": ("kv_lens", {"kv_lens": jnp.zeros((9,), jnp.int32)}),
+    "a mask of other tokens": ("draft_mask", {"draft_mask": jnp.ones((31, 4), bool)}),
+    "a mask of numbers": ("draft_mask", {"draft_mask": jnp.ones((32, 4))}),
     "a scale of 0": ("sm_scale", {"sm_scale": 0.0}),
     "top_k of 0": ("top_k", {"top_k": 0}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),

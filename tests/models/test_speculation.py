@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from models.checkpoints import random_model
-from models.config import PRESETS, HeadWindows
+from models.config import HeadWindows
 from models.decoder import AttentionSettings, Decoder
 from models.engine import (
     DraftModelProposer,
@@ -48,8 +48,19 @@ SHORT = EngineConfig(
 WIDE = HeadWindows((FULL, 100), (0, 0))
 """Windows of heads in name only: no sequence is as long."""
 
+SPARSE = dataclasses.replace(
+    engine_case.CONFIG,
+    model_type="glm_moe_dsa",
+    index_topk=12,
+    index_n_heads=4,
+    index_head_dim=12,
+    indexer_types=("full", "shared"),
+)
+"""Its tokens choose fewer keys than most prompts have; the second layer shares what the first one chose."""
+
 FAMILIES = {
     "latents": (LATENTS, SHORT),
+    "sparse": (SPARSE, SHORT),
     "windows": (test_engine_windows.CONFIG, dataclasses.replace(SHORT, num_pages=12, page_size=4, cache_dtype="int8")),
     "keys and values": (dataclasses.replace(test_engine_windows.CONFIG, windows=None), SHORT),
     "quantised": (
@@ -139,7 +150,8 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
 
 
 @pytest.mark.parametrize(
-    "family", ["latents", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))]
+    "family",
+    ["latents", "sparse", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))],
 )
 def test_trees_of_drafts_change_no_token(family: str):
     """Accepted tokens lie scattered among those that are not, until they are moved to their places."""
@@ -163,9 +175,6 @@ def test_trees_are_refused_where_attention_goes_by_slots():
     expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
     with pytest.raises(NotImplementedError, match="expanded decode rows take one token each"):
         Engine(expanding, dataclasses.replace(SHORT, speculate=trees))
-    sparse = random_model(PRESETS["v32-tiny"], seed=3)
-    with pytest.raises(NotImplementedError, match="tokens of a deepseek_v32 choose among the keys"):
-        Engine(sparse, dataclasses.replace(SHORT, speculate=trees))
 
 
 def test_windows_of_heads_and_quantised_caches_lose_nothing_to_rejected_drafts():

@@ -63,3 +63,17 @@ def test_unknown_goldens_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit):
         cache_costs.main()
     assert "no golden is called v9; there are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
+
+
+def test_every_golden_is_in_the_committed_report() -> None:
+    """With both dtypes of weights, each over the caches that it can have."""
+    report = json.loads((cache_costs.ROOT / "benchmarks" / "results" / "cache_costs.json").read_text())
+    names = {path.parent.name for path in GOLDENS.glob("*/golden.npz")}
+    found = {(case["model"], case["weights"], case["cache"]) for case in report["cases"]}
+    for name in names:
+        is_latent = "kv_lora_rank" in json.loads((GOLDENS / name / "config.json").read_text())
+        caches = cache_costs.LATENT_CACHES if is_latent else cache_costs.KV_CACHES
+        for weights in ("float32", "bfloat16"):
+            assert {cache for model, dtype, cache in found if (model, dtype) == (name, weights)} == {*caches} - {
+                weights
+            }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks, dispatch
 from pallas_attn.ops.index_scores.call import IndexScoresCall
@@ -18,6 +18,7 @@ def index_scores(
     cu_q_lens: Int32[Array, "S_plus_1"],
     kv_lens: Int32[Array, "S"],
     *,
+    draft_mask: Bool[Array, "T M"] | None = None,
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "T K"]:
@@ -35,6 +36,8 @@ def index_scores(
         token may hold anything.
       cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
       kv_lens: tokens each sequence holds, the new ones included.
+      draft_mask: True where a token sees the key at its own position - M + 1 + j, which replaces causality among these
+        M: drafts of a tree do not see those of other branches. None where all up to its own are seen.
       sm_scale: positive; None for Di**-0.5.
       implementation: None, a name, or names to try in order.
 
@@ -56,7 +59,7 @@ def index_scores(
     """
     block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     call = IndexScoresCall(
-        q, weights, index, block_tables, cu_q_lens, kv_lens, sm_scale=checks.number("sm_scale", sm_scale)
+        q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale=checks.number("sm_scale", sm_scale)
     )
     call.validate()
     if not (q.shape[0] and kv_lens.shape[0]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks, dispatch
 from pallas_attn.ops.index_top_k.call import IndexTopKCall
@@ -19,6 +19,7 @@ def index_top_k(
     kv_lens: Int32[Array, "S"],
     *,
     top_k: int,
+    draft_mask: Bool[Array, "T M"] | None = None,
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Int32[Array, "T top_k"]:
@@ -26,7 +27,7 @@ def index_top_k(
     held for some keys of some tokens at a time, so memory does not grow with the context.
 
     Args:
-      q, weights, index, block_tables, cu_q_lens, kv_lens, sm_scale: as `index_scores` takes them.
+      q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale: as `index_scores` takes them.
       top_k: positions wanted, which may be more than a token sees.
       implementation: None, a name, or names to try in order.
 
@@ -54,6 +55,7 @@ def index_top_k(
         block_tables,
         cu_q_lens,
         kv_lens,
+        draft_mask,
         sm_scale=checks.number("sm_scale", sm_scale),
         top_k=checks.size("top_k", top_k),
     )

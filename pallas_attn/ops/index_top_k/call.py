@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks
 from pallas_attn.types import PagedIndexKeys
@@ -26,6 +26,7 @@ class IndexTopKCall:
     block_tables: Int32[Array, "S P"]
     cu_q_lens: Int32[Array, "S_plus_1"]
     kv_lens: Int32[Array, "S"]
+    draft_mask: Bool[Array, "T M"] | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     top_k: int = dataclasses.field(metadata={"static": True})
 
@@ -44,4 +45,5 @@ class IndexTopKCall:
 
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
-        checks.check_indexed(self.q, self.weights, self.index, self.block_tables, self.cu_q_lens, self.kv_lens)
+        lengths = (self.block_tables, self.cu_q_lens, self.kv_lens)
+        checks.check_indexed(self.q, self.weights, self.index, *lengths, self.draft_mask)

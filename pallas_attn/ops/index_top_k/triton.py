@@ -32,6 +32,7 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
         call,
         q=jnp.pad(call.q, ((0, padding), (0, 0), (0, 0))),
         weights=jnp.pad(call.weights, ((0, padding), (0, 0))),
+        draft_mask=None if call.draft_mask is None else jnp.pad(call.draft_mask, ((0, padding), (0, 0))),
     )
     firsts = jnp.arange(portions, dtype=jnp.int32) * size
     chosen = lax.map(lambda first: _chosen(_portion(call, first, size)), firsts)
@@ -51,6 +52,7 @@ def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTo
         call,
         q=lax.dynamic_slice_in_dim(call.q, first, size),
         weights=lax.dynamic_slice_in_dim(call.weights, first, size),
+        draft_mask=None if call.draft_mask is None else lax.dynamic_slice_in_dim(call.draft_mask, first, size),
         cu_q_lens=jnp.clip(call.cu_q_lens - first, 0, size),
         kv_lens=call.kv_lens - cut,
     )

@@ -123,7 +123,7 @@ BENCH = Bench(
         "sparse": [
             SparseLayerCase(batch, context, heads, cache)
             for heads, cache, (batch, context) in itertools.product(
-                (128, 16), ("bf16", "fp8"), ((64, 4096), (64, 8192), (64, 32768), (16, 131072), (1, 131072))
+                (128, 16), ("bf16", "fp8"), ((64, 8192), (64, 32768), (16, 131072), (64, 4096), (1, 131072))
             )
         ],
         "small": [SparseLayerCase(2, 64, 3, cache, 16, 16) for cache in ("f32", "fp8")],

@@ -1,0 +1,197 @@
+"""Measures decode steps over long contexts, with sparse attention and without, over caches of 16 and of 8 bits.
+
+No prompt is computed: pages of random values are imported for every context, as from another engine, and each request
+adds one token to one of them. Without sparse attention it is the same model without indexers. One engine serves all
+cases of a model and a dtype of cache. A case is `batch` contexts of `context` tokens; only steps in which all of them
+decode count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import PRESETS, DeepSeekConfig
+from models.decoder import AttentionSettings, Decoder
+from models.decoder.caches import INDEX
+from models.engine import CachedPages, Engine, EngineConfig
+from models.engine.cached_pages import CachedSequence
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.engine.serving import Costs, generate, summary
+from scripts.bench.harness.device import measure_rates
+from scripts.bench.harness.timing import Stopwatch
+
+CONFIGS: dict[str, DeepSeekConfig] = {
+    "v32-tiny": PRESETS["v32-tiny"],
+    "v32-2-layers": dataclasses.replace(
+        PRESETS["mla-25m"],
+        model_type="deepseek_v32",
+        vocab_size=16160,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_hidden_layers=2,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        moe_intermediate_size=2048,
+        n_routed_experts=16,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        index_topk=2048,
+        index_n_heads=64,
+        index_head_dim=128,
+        dtype="bfloat16",
+    ),
+}
+"""Name to configuration: a tiny one for trying, and two layers of DeepSeek-V3.2's widths, one dense and one with 16
+of 256 experts, and an eighth of the vocabulary: about what one of 16 devices reads for a layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledWork:
+    """Model, contexts and caches that are measured.
+
+    Attributes:
+      config: name of a configuration in `CONFIGS`.
+      cases: (batch, context) of each; contexts of whole pages.
+      caches: names of the caches' dtypes.
+      new_tokens: of each request.
+      page_size: tokens a page holds.
+    """
+
+    config: str
+    cases: tuple[tuple[int, int], ...]
+    caches: tuple[str, ...]
+    new_tokens: int
+    page_size: int = 64
+
+    def __post_init__(self) -> None:
+        limit = CONFIGS[self.config].max_position_embeddings
+        for batch, context in self.cases:
+            if batch < 1 or context < 1 or context % self.page_size:
+                raise ValueError(
+                    f"cases: expected batches of at least 1 and contexts of whole pages of {self.page_size},"
+                    f" got {batch}x{context}"
+                )
+            if context + 1 + self.new_tokens > limit:
+                raise ValueError(
+                    f"cases: expected at most {limit} tokens, got {context} in the cache and {1 + self.new_tokens} more"
+                )
+        if self.new_tokens < 3:
+            raise ValueError(f"new_tokens: expected at least 3, for a step that all decode in, got {self.new_tokens}")
+
+    def engine_config(self, cache: str) -> EngineConfig:
+        batches = tuple(sorted({batch for batch, _ in self.cases}))
+        own = -(-(1 + self.new_tokens) // self.page_size)
+        return EngineConfig(
+            num_pages=max(batch * (context // self.page_size + own) for batch, context in self.cases),
+            page_size=self.page_size,
+            max_batched_tokens=batches[-1],
+            max_num_seqs=batches[-1],
+            max_prefill_seqs=batches[-1],
+            max_model_len=max(context for _, context in self.cases) + 1 + self.new_tokens,
+            cache_dtype=cache,
+            decode_buckets=batches,
+            prefill_buckets=(batches[-1],),
+            history=None,
+        )
+
+
+def dense(config: DeepSeekConfig) -> DeepSeekConfig:
+    """The same model without indexers."""
+    return dataclasses.replace(config, model_type="deepseek_v3", index_topk=0, index_n_heads=0, index_head_dim=0)
+
+
+def run(work: FilledWork, settings: AttentionSettings, dtype: str, limit_seconds: float) -> Iterator[dict[str, Any]]:
+    """Yields the result of each case; makes no engine and begins no case after the limit."""
+    began = time.perf_counter()
+    rates = measure_rates(Stopwatch(samples=3))
+    config = CONFIGS[work.config]
+    models = [random_model(config, dtype, settings), random_model(dense(config), dtype, settings)]
+    for cache, model in itertools.product(work.caches, models):
+        if time.perf_counter() - began > limit_seconds:
+            return
+        engine = Engine(model, work.engine_config(cache))
+        engine.warmup()
+        for batch, context in work.cases:
+            if time.perf_counter() - began > limit_seconds:
+                return
+            least = decode_bytes(model, Costs.of(model, rates), cache, batch, context)
+            yield {
+                "sparse": model.config.is_sparse,
+                "cache": cache,
+                "batch": batch,
+                "context": context,
+                "compile_s": engine.stats().compile_s,
+                "rates": dataclasses.asdict(rates),
+                **measure(engine, work, batch, context, least / rates.copy),
+            }
+        del engine
+        gc.collect()  # or the next caches would be made beside these
+
+
+def decode_bytes(model: Decoder, costs: Costs, cache: str, batch: int, context: int) -> float:
+    """Bytes that a step has to read: weights, index keys of all tokens, and latents of those that are attended to."""
+    specs = model.cache_specs(1, 1, cache)
+    arrays = [named for spec in specs for named in spec.arrays.items()]
+    index = sum(array.size * array.dtype.itemsize for name, array in arrays if name.startswith(INDEX))
+    latents = sum(spec.bytes_per_page for spec in specs) - index
+    attended = min(costs.config.index_topk or context, context)
+    return costs.weight_bytes(batch) + batch * (context * index + attended * latents)
+
+
+def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s: float) -> dict[str, Any]:
+    """Fills the cache and measures decode steps over it."""
+    began = time.perf_counter()
+    prompts = fill(engine, batch, context)
+    filled_s = time.perf_counter() - began
+    outputs, steps = generate(engine, prompts, [work.new_tokens] * batch)
+    if any(output.cached_tokens != context for output in outputs):
+        raise RuntimeError(f"expected {context} tokens of each request in the cache, a request found fewer")
+    decodes = [step.duration_s for step in steps if not step.prefill_tokens and step.decode_tokens == batch]
+    step_s = statistics.median(decodes)
+    return {
+        "filled_s": filled_s,
+        "decode_tokens_per_s": batch / step_s,
+        "step_s": summary(decodes),
+        "floor_s": floor_s,
+        "fraction_of_floor": floor_s / step_s,
+    }
+
+
+def fill(engine: Engine, batch: int, context: int) -> list[list[int]]:
+    """Imports pages of random values for as many contexts; returns a prompt of one token more for each."""
+    rng = np.random.default_rng(batch)
+    made_for, page_size = engine.cache_format, engine.config.page_size
+    num_pages, vocabulary = context // page_size, made_for["config.vocab_size"]
+    values = {}
+    for arrays in made_for["arrays"].values():
+        for name, (shape, dtype) in arrays.items():
+            if name not in values:  # layers may be alike
+                drawn = rng.standard_normal((num_pages, *shape), np.float32)
+                values[name] = (np.abs(drawn) if name.endswith("scale") else drawn).astype(jnp.dtype(dtype))
+    contents = {f"{layer}.{name}": values[name] for layer, arrays in made_for["arrays"].items() for name in arrays}
+    prompts = rng.integers(0, vocabulary, (batch, context + 1)).tolist()
+    for prompt in prompts:  # each has the pages in an order of its own
+        rows = rng.permutation(num_pages).astype(np.int32)[None]
+        sequence = CachedSequence(tuple(prompt[:-1]), "", (rows,))
+        engine.import_pages(CachedPages(made_for, (sequence,), (contents,)))
+    return prompts
+
+
+def line(result: dict[str, Any]) -> str:
+    """One line for people."""
+    step = result["step_s"]["median"]
+    return (
+        f"{'sparse' if result['sparse'] else 'dense'}, {result['cache']}, {result['batch']} x {result['context']}:"
+        f" {result['decode_tokens_per_s']:,.0f} tokens/s, {1e3 * step:.2f} ms a step"
+        f" ({result['fraction_of_floor']:.0%} of the floor); filled in {result['filled_s']:.1f} s"
+    )

@@ -1,0 +1,87 @@
+"""Measures decoding over long contexts, sparse and dense, over caches of 16 and of 8 bits:
+`python scripts/bench_sparse.py [--cases 16x32768 16x131072] [--caches bfloat16 fp8]`.
+
+What is measured: scripts/bench/engine/filled.py. No prompt is computed, and weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from models.decoder import AttentionSettings
+from scripts.bench.engine import filled
+from scripts.bench.engine.filled import FilledWork
+from scripts.bench.harness.device import description
+from scripts.cli.command_line import check_outputs, exit_status, write_report
+
+PROG = "bench_sparse"
+CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+def case(text: str) -> tuple[int, int]:
+    """Parses BATCHxCONTEXT."""
+    batch, _, context = text.partition("x")
+    return int(batch), int(context)
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, FilledWork]:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition(":")[0])
+    parser.add_argument("--config", choices=filled.CONFIGS, default="v32-2-layers", help="default: %(default)s")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=case,
+        default=[(16, 32768), (16, 131072)],
+        metavar="BATCHxCONTEXT",
+        help="default: 16x32768 16x131072",
+    )
+    parser.add_argument(
+        "--caches", nargs="+", choices=CACHES, default=["bfloat16", "fp8"], help="default: bfloat16 fp8"
+    )
+    parser.add_argument("--new-tokens", type=int, default=48, help="of each request (default: 48)")
+    parser.add_argument("--page-size", type=int, default=64, help="default: 64")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    args = parser.parse_args(argv)
+    try:
+        caches = tuple(CACHES[name] for name in args.caches)
+        return args, FilledWork(args.config, tuple(args.cases), caches, args.new_tokens, args.page_size)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def run(argv: list[str] | None) -> int:
+    args, work = parse_args(argv)
+    check_outputs({"--json": args.json})
+    console, results = Console(), []
+    report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work), "results": results}
+    settings = AttentionSettings(implementation=args.implementation)
+    for result in filled.run(work, settings, args.dtype, args.limit_seconds):
+        results.append(result)
+        console.print(filled.line(result), highlight=False, soft_wrap=True)
+        if args.json is not None:
+            write_report("--json", args.json, report)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # read when jax first runs
+    return exit_status(PROG, lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
