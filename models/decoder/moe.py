@@ -322,10 +322,10 @@ class ExpertGroups(NamedTuple):
         """Ranks pairs by a stable sort, or by counting up to `COUNTED_ROWS`: three kernels with the sizes, where two
         sorts and two scatters take seven, and a decode step consists of small kernels."""
         sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
         if expert.shape[0] > COUNTED_ROWS:
             row = jnp.argsort(expert).astype(jnp.int32)
-            return ExpertGroups(row, number.at[row].set(number, unique_indices=True), sizes)
+            return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
         one, other = (expert[:, None], number[:, None]), (expert[None], number[None])
         comes_after = (other[0] < one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)

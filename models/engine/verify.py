@@ -9,10 +9,11 @@ How near was measured, in 28,000 tokens of the small random models and the golde
 themselves a near tie: 3% of the tokens differed (6% at worst), by margins of up to 4.2. A tolerance that wide says
 little about a single token, so the number of tokens that needed it is limited, too.
 
-Some need more than that. Of 2,400 tokens of `v3-tiny` in bfloat16, on one device and two, 11% differed, and two by
-more: one needed 5.8 in the plain run of the same two devices, and 0.2 in that of one device or in float32, where other
-experts were chosen. A run in float32 differs from the engine's and from the plain one more often than they do from one
-another. So a model with experts in bfloat16 may have a few such tokens; float32 is what tells them from wrong ones.
+Some need more than that. Of 2,400 tokens of `v3-tiny` in bfloat16 on a CPU, on one device and two, 11% differed, and
+two by more, as did two of 512 on two H100s. One needed 5.8 in the plain run of the same two devices, and 0.2 in that of
+one device or in float32, where other experts were chosen. A run in float32 differs from the engine's and from the plain
+one more often (18%) than they do from one another. So a model with experts in bfloat16 may have a few such tokens;
+float32 is what tells them from wrong ones.
 
 Over quantised keys and values the plain run quantises alike, but a rounding error of the last place can move one to the
 next of 255 values: in 5,800 tokens of float32 models logits moved by at most 0.012, and no token differed. Latents in 8
