@@ -156,6 +156,9 @@ class Experts:
     activation: Callable[[Array], Array] = dataclasses.field(default=swiglu, metadata={"static": True})
 
 
+NOT_LIVE = -1
+"""Expert of a row that is to have none."""
+
 COUNTED_ROWS = 1024
 """Up to this many (token, expert) pairs are ranked by counting instead of sorting."""
 
@@ -179,12 +182,17 @@ def routed_experts(
         return apply_experts(x, chosen, weights, experts)
     if is_live is None:
         is_live = jnp.ones(x.shape[0], jnp.bool_)
-    if split.data == 1:
-        return _own_part(x, chosen, weights, is_live, experts, split)
-    if not is_gathered(split, chosen.shape[1]):
+    if split.data > 1 and not is_gathered(split, chosen.shape[1]):
         return _exchanged(x, chosen, weights, experts, split, is_live)
-    x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
-    return jax.lax.psum_scatter(_own_part(x, chosen, weights, is_live, experts, split), DATA, tiled=True)
+    chosen = jnp.where(is_live[:, None], chosen, NOT_LIVE)
+    if split.data == 1:
+        return _own_part(x, chosen, weights, experts, split)
+    # Experts and weights travel together: a small collective operation takes as long as a large one.
+    routing = jnp.concatenate([chosen, jax.lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
+    x, routing = jax.lax.all_gather((x, routing), DATA, tiled=True)
+    chosen, weights = jnp.split(routing, 2, axis=1)
+    weights = jax.lax.bitcast_convert_type(weights, jnp.float32)
+    return jax.lax.psum_scatter(_own_part(x, chosen, weights, experts, split), DATA, tiled=True)
 
 
 def is_gathered(split: ExpertSplit, copies: int) -> bool:
@@ -202,14 +210,13 @@ def _own_part(
     x: Float[Array, "T D"],
     chosen: Int32[Array, "T k"],
     weights: Float32[Array, "T k"],
-    is_live: Bool[Array, "T"],
     experts: Experts,
     split: ExpertSplit,
 ) -> Float[Array, "T D"]:
     """The part of the sum that this device's experts have."""
     num_own = experts.gate_up.shape[0]
     own = chosen - jax.lax.axis_index(EXPERTS) * num_own
-    own = jnp.where((own >= 0) & (own < num_own) & is_live[:, None], own, num_own)
+    own = jnp.where((own >= 0) & (own < num_own), own, num_own)
     return apply_experts(x, own, weights, experts, expected=own.size // split.devices)
 
 
@@ -281,15 +288,22 @@ def apply_experts(
     source = jnp.pad(source, (0, -num_pairs % piece))
     place = jnp.where(place < ends[-1], place, 0)
 
-    def multiply_piece(i: ArrayLike, out: Array) -> Array:
-        start = jnp.asarray(i, jnp.int32) * piece
-        own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
-        y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, piece), experts, own)
-        return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
+    def one_piece() -> Array:
+        y, row = multiply(x, source[:piece], experts, groups.sizes)
+        return _weighted_sum(y[row[place]], weights, x.dtype, has_expert)
 
-    empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
-    y = jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)
-    return _weighted_sum(y[place], weights, x.dtype, has_expert)
+    def more_pieces() -> Array:
+        def multiply_piece(i: ArrayLike, out: Array) -> Array:
+            start = jnp.asarray(i, jnp.int32) * piece
+            own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
+            y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, piece), experts, own)
+            return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
+
+        empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
+        y = jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)
+        return _weighted_sum(y[place], weights, x.dtype, has_expert)
+
+    return jax.lax.cond(ends[-1] <= piece, one_piece, more_pieces)
 
 
 class ExpertGroups(NamedTuple):
