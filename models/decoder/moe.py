@@ -350,7 +350,7 @@ def _weighted_sum(
 def way_of_few_rows(
     num_pairs: int, experts: Experts
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
-    """How so few pairs are multiplied that reading weights is all, without sorting them; None if they are many, or the
+    """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
     row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
     """

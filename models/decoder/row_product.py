@@ -126,7 +126,7 @@ def row_product(call: RowProduct) -> Float[Array, "P_padded N_out"]:
     def operand(shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
-    scratch = Scratch(
+    scratch = RowScratch(
         x=operand((stages, num_rows, DEPTH)),
         weights=operand((stages, parts, DEPTH, COLUMNS)),
         landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
@@ -145,7 +145,7 @@ def row_product(call: RowProduct) -> Float[Array, "P_padded N_out"]:
     )(x, weights, pairs)
 
 
-class Scratch(NamedTuple):
+class RowScratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     x: Any
@@ -154,7 +154,7 @@ class Scratch(NamedTuple):
     free: Any
 
 
-def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: Any, scratch: Scratch) -> None:
+def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: Any, scratch: RowScratch) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
     steps, num_pairs = weights.shape[1] // DEPTH, pairs.expert.shape[0]
     tiles = out.shape[1] // (COLUMNS if gated else parts * COLUMNS)

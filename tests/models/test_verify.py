@@ -154,7 +154,7 @@ def test_few_tokens_may_differ_by_more_where_that_is_counted(tokens, far, passed
 
 
 def test_tokens_that_differ_by_more_are_counted_one_by_one(plain, cases):
-    """What comes after them is compared, too, and an end is never excused."""
+    """Tokens after them are compared, too, and an end is never excused."""
     case = cases[2]
     wrong = [*case.tokens]
     wrong[7] = (case.tokens[7] + 1) % 256
