@@ -2,36 +2,32 @@
 plain Python, on the host."""
 
 import dataclasses
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from models.engine.request import Request
 
 PROBE_STEPS = 32
-"""While drafts do not pay, so many steps without are followed by `PROBES` with some, to see if that has changed."""
-
-PROBES = 2
-"""Several, since it is the change to another program that takes longest."""
+"""While drafts do not pay, one step in so many verifies some all the same, to see whether that has changed."""
 
 RAREST_PROBE_STEPS = 256
-"""Each such attempt in vain doubles the number of steps until the next, up to this; an accepted draft resets it."""
-
-CHANGING_GAIN = 0.03
-"""Another number of drafts than the last step's has to promise so many more tokens in a time. Otherwise measured rates
-and times would make it change all the time, and a program that did not run last takes longer to start."""
+"""Each such step in vain doubles the number until the next, up to this; one whose drafts are accepted resets it."""
 
 DRAFTING_COST = 0.03
 """Share of a step that drafts are taken to cost at least, as long as that is not measured."""
 
-FORGOTTEN_STEPS = 1024
-"""A step's time is forgotten after so many others: contexts are longer by then, or shorter."""
+FORGOTTEN_STEPS = 128
+"""A step's time is forgotten after so many others. Otherwise a number of drafts that seemed slow once would never be
+tried again; contexts are longer by then, or shorter, too."""
+
+SETTLING_STEPS = 4
+"""Steps after one with prompts whose time is not counted: after another program the first ones take longer."""
 
 OPERATIONS_PER_BYTE = 200.0
 """Operations that take as long as reading a byte of weights; about what 16-bit matrix products reach on Hopper."""
 
 _REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98  # what is left of older measurements after each step
-_FEWEST_TIMES, _NEWEST_TIMES = 3, 5  # of a kind of steps: until they count, and kept
+_FEWEST_TIMES, _NEWEST_TIMES = 3, 8  # of a kind of steps: until they count, and kept
 
 
 def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, itemsize: int) -> Callable[[int], float]:
@@ -61,10 +57,11 @@ class DraftControl:
     With acceptance rate p, a row with drafts for n places gets 1 + p + ... + p^n tokens. Each request has its own p,
     measured in its newest steps, and begins with that of the engine's newest requests.
 
-    A step's time is the median of the newest ones with about as many rows and as many drafts. Before there are any, all
-    are estimated by a function; then those that are missing: fewer drafts by what the function says beside the nearest
-    number that is known, more drafts as costing next to nothing beyond it, so that they are tried. Old times are
-    forgotten. Without times, as nothing else enters, the same traffic gives the same choices.
+    A step's time is that of the newest ones with about as many rows and as many drafts: the second-shortest, since the
+    host makes steps seem long, and the one after a pause short. Before there are any, all are estimated by a function.
+    Then those that are missing are what would be best: next to nothing more than the nearest known one with fewer
+    drafts, or what the function says beside that with more, so that they are tried if that could pay. No step takes
+    longer than one with more drafts. Without times, as nothing else enters, the same traffic gives the same choices.
     """
 
     def __init__(
@@ -90,9 +87,8 @@ class DraftControl:
         self._widths, self._cost, self._draft_cost, self.depth = tuple(widths), cost, draft_cost, depth
         self._hits, self._trials = 0.5, 1.0
         self._steps_without, self._probe_after = 0, PROBE_STEPS
-        self._last = self._widths[0]
         self._times: dict[tuple[int, int], _Times] = {}
-        self._num_steps = 0
+        self._num_steps, self._settled_after = 0, 0
 
     def num_drafts(self, requests: Sequence[Request]) -> int:
         """Drafts of every row in a step that decodes these requests."""
@@ -106,15 +102,11 @@ class DraftControl:
             return sum(sum(rate**i for i in range(places + 1)) for rate in rates) / seconds[num_drafts]
 
         best = max(self._widths, key=tokens_a_time)  # of equals the smallest
-        if tokens_a_time(best) < (1 + CHANGING_GAIN) * tokens_a_time(self._last):
-            best = self._last
         self._steps_without = 0 if best else self._steps_without + 1
-        if self._steps_without > self._probe_after:
-            if self._steps_without == self._probe_after + PROBES:
-                self._steps_without = 0
-                self._probe_after = min(2 * self._probe_after, RAREST_PROBE_STEPS)
+        if self._steps_without >= self._probe_after:
+            self._steps_without = 0
+            self._probe_after = min(2 * self._probe_after, RAREST_PROBE_STEPS)
             return self._widths[1]
-        self._last = best
         return best
 
     def _step_times(self, num_rows: int) -> dict[int, float]:
@@ -123,12 +115,15 @@ class DraftControl:
         known = {n: time for n in self._widths if (time := self._measured(num_rows, n)) is not None}
         if not known:
             return estimated
-        seconds = {}
-        for n in self._widths:
-            fewer = [other for other in known if other <= n]
-            nearest = max(fewer, default=min(known))
-            share = estimated[n] / estimated[nearest] if not fewer else 1.0 if n in known else 1 + DRAFTING_COST
-            seconds[n] = known[nearest] * share
+        seconds: dict[int, float] = {}
+        for n in reversed(self._widths):
+            if n in known:
+                possible = [known[n]]
+            else:
+                beyond_fewer = [known[m] * (1 + DRAFTING_COST) for m in known if m < n]
+                below_more = [known[m] * estimated[n] / estimated[m] for m in known if m > n]
+                possible = [*beyond_fewer[-1:], *below_more[:1]]
+            seconds[n] = min([*possible, *(longer / (1 + DRAFTING_COST) for longer in seconds.values())])
         return seconds
 
     def _estimate(self, num_rows: int, num_drafts: int) -> float:
@@ -139,12 +134,18 @@ class DraftControl:
         times = self._times.get(_load(num_rows, num_drafts))
         if times is None or len(times.newest) < _FEWEST_TIMES or self._num_steps - times.step > FORGOTTEN_STEPS:
             return None
-        return statistics.median(times.newest)
+        return sorted(times.newest)[1]
+
+    def record_prompts(self) -> None:
+        """Takes note of a step that computed prompts, too."""
+        self._settled_after = self._num_steps + SETTLING_STEPS
 
     def record_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Takes note of the time of a step that decoded so many rows and nothing else, of which some had as many drafts
         as this and none had more."""
         self._num_steps += 1
+        if self._num_steps <= self._settled_after:
+            return
         padded = next(width for width in self._widths if num_drafts <= width)
         times = self._times.setdefault(_load(num_rows, padded), _Times())
         if self._num_steps - times.step > FORGOTTEN_STEPS:

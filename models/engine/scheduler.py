@@ -209,7 +209,11 @@ class Scheduler:
 
     def record_time(self, plan: StepPlan, seconds: float) -> None:
         """Takes note of how long a step took, for the number of drafts of later ones."""
-        if self._draft_control is not None and plan.decode and not plan.prefill:
+        if self._draft_control is None:
+            return
+        if plan.prefill:
+            self._draft_control.record_prompts()
+        else:
             self._draft_control.record_time(len(plan.decode), plan.num_drafts, seconds)
 
     def abort(self, request_id: int | str) -> bool:

@@ -35,8 +35,7 @@ from scripts.bench.harness.device import measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 EMBEDDING_SCALE = 2.0**20
-"""Factor of the input embeddings, beyond which a sum with what a layer adds rounds to the embedding, all but always:
-with 2**10 one token in thirty was another than the table's."""
+"""Factor of the input embeddings, beyond which a sum with what a layer adds rounds to the embedding, all but always."""
 
 SETTLING_STEPS = 32
 """Steps after the last prompt that are not measured: by then the number of drafts follows the acceptance."""
@@ -191,7 +190,10 @@ def decode(
       a request.
     """
     arrived: Counter[int | str] = Counter()
-    ids = [engine.add_request(prompt, params, on_token=lambda i, *_: arrived.update((i,))) for prompt in prompts]
+    ids = [
+        engine.add_request(prompt, dataclasses.replace(params, seed=seed), on_token=lambda i, *_: arrived.update((i,)))
+        for seed, prompt in enumerate(prompts)  # with one seed, all would draw the same tokens, and the same experts
+    ]
 
     def step() -> None:
         if not engine.has_unfinished:
