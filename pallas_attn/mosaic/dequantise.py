@@ -26,10 +26,8 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import tiles
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.tiles import ROW_BYTES, RegisterLayout
+from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
-
-QUERY_SCALE = 2.0**-4
-"""Factor of bfloat16 queries: float16 then holds those from 2**-13 to 2**20 exactly, and larger ones saturate."""
 
 QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
 """Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r is stored as chunk c ^ (r % 8) of that
@@ -86,11 +84,8 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*rows R"]) -> tuple[Array, Array, float]:
     """Compute float16 queries for latents in 8 bits, queries for their rotated columns, and the factor of both."""
-    if q_latent.dtype == jnp.float16:
-        return q_latent, q_rope, 1.0
-    limit = float(jnp.finfo(jnp.float16).max)
-    narrowed = jnp.clip(q_latent.astype(jnp.float32) * QUERY_SCALE, -limit, limit).astype(jnp.float16)
-    return narrowed, q_rope * jnp.asarray(QUERY_SCALE, q_rope.dtype), QUERY_SCALE
+    narrowed, factor = float16_queries(q_latent)
+    return narrowed, q_rope * jnp.asarray(factor, q_rope.dtype), factor
 
 
 def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
@@ -101,11 +96,10 @@ def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Ar
     """
     if kv.k_scale is None:
         return [q], 1.0
-    if scale_layout(kv) != "channel" and q.dtype == jnp.float16:
-        return [q], 1.0
-    exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
     if scale_layout(kv) != "channel":
-        return [jnp.clip(exact * QUERY_SCALE, -limit, limit).astype(jnp.float16)], QUERY_SCALE
+        narrowed, factor = float16_queries(q)
+        return [narrowed], factor
+    exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
     exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
     exact = jnp.clip(exact, -limit, limit)
     # Not a conversion there and back: on GPUs the compiler would drop both, and `low` with them.

@@ -130,7 +130,7 @@ class RowLayout:
     # Single values of global memory
 
     def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
-        """Load ref[index] from a ref [n], for indices in its range.
+        """Load elements of a ref by their index in memory, which is in its range.
 
         No running kernel may write there if it is global memory.
 
@@ -138,7 +138,7 @@ class RowLayout:
           layout: of the indices and of the result; `per_row` unless given.
         """
         if interpreted():
-            return ref[...][index]
+            return ref[...].reshape(-1)[index]
         layout, dtype = layout or self.per_row, ref.dtype
 
         @plgpu.inline_mgpu(

@@ -32,6 +32,20 @@ def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Arra
         return lax.convert_element_type(quotient, jnp.float32)
 
 
+QUERY_SCALE = 2.0**-4
+"""Factor of bfloat16 queries: float16 then holds those from 2**-13 to 2**20 exactly, and larger ones saturate."""
+
+
+def float16_queries(q: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], float]:
+    """Queries for kernels that multiply them with a cache in 8 bits, and the factor of their products: e4m3 becomes
+    float16 in an instruction, bfloat16 in several.
+    """
+    if q.dtype == jnp.float16:
+        return q, 1.0
+    limit = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(q.astype(jnp.float32) * QUERY_SCALE, -limit, limit).astype(jnp.float16), QUERY_SCALE
+
+
 def quantise(
     x: Float[Array, "*#shape"], scale: Float[Array, "*#shape"], dtype: jax.typing.DTypeLike
 ) -> Num[Array, "..."]:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_attn import device
 from pallas_attn.portable.index_tiles import IndexCall
+from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
@@ -40,7 +41,8 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     Args:
       fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
     """
-    num_tokens, num_heads, dim = call.q.shape
+    q, factor = (call.q, 1.0) if call.index.scale is None else float16_queries(call.q)
+    num_tokens, num_heads, dim = q.shape
     num_sequences, table_pages = call.block_tables.shape
     num_pages, page_size, _ = call.index.keys.shape
     card, width = device.triton_card(), table_pages * page_size
@@ -50,7 +52,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     steps = -(-width // tile.tokens)
     scores, counts = launch(
         _score,
-        *(call.q, call.weights, call.index.keys, call.index.scale),
+        *(q, call.weights, call.index.keys, call.index.scale),
         *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask),
         *(num_tokens, num_sequences, table_pages, num_pages),
         outputs=[
@@ -70,7 +72,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             "COLUMNS": tiles.power_of_two(dim),
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
             "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
-            "SCALE": call.scale,
+            "SCALE": call.scale / factor,
             "FILL": fill,
             "NATIVE": tiles.has_e4m3(card),
         },

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, tuning
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_decode.config import seesaw_config
+from pallas_attn.ops.mla_decode.config import conversion_config, seesaw_config
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
@@ -40,6 +40,7 @@ class Configuration:
     Attributes:
       heads: query heads, a block of rows for each 64; an even number of blocks makes clusters.
       out: dtype of the output; None for the queries'.
+      quantised: whether latents have 8 bits.
     """
 
     latent_dim: int = 512
@@ -48,9 +49,10 @@ class Configuration:
     page_size: int = 64
     dtype: Any = jnp.bfloat16
     out: Any = None
+    quantised: bool = False
 
     def __str__(self) -> str:
-        named = {"-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        named = {"-fp8": self.quantised, "-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
         pages = "" if self.page_size == 64 else f"-p{self.page_size}"
         name = f"mla-seesaw-{self.latent_dim}-{self.rope_dim}-h{self.heads}{pages}"
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
@@ -58,7 +60,8 @@ class Configuration:
     @property
     def shapes(self) -> mla_swap_ab.Configuration:
         """Configuration of swap-AB with arguments of the same shapes."""
-        return mla_swap_ab.Configuration(self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype)
+        sizes = {"page_size": self.page_size, "dtype": self.dtype, "quantised": self.quantised}
+        return mla_swap_ab.Configuration(self.latent_dim, self.rope_dim, **sizes)
 
     def arguments(
         self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH
@@ -73,7 +76,8 @@ class Configuration:
         """Tile of `TOKENS` tokens for one block of rows; each of two blocks in a cluster copies half of it."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         sharers = 2 if -(-self.heads // ROWS) % 2 == 0 else 1
-        return Tile(keys * jnp.dtype(self.dtype).itemsize // sharers, (keys + values) * ROWS)
+        num_bytes = self.shapes.tile.num_bytes if self.quantised else keys * jnp.dtype(self.dtype).itemsize
+        return Tile(num_bytes // sharers, (keys + values) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
@@ -86,7 +90,8 @@ class Configuration:
             heads=self.heads,
             page_size=self.page_size,
             pairs=sizes.pairs,
-            cluster=sizes.cluster,
+            cluster=sizes.cluster if -(-self.heads // ROWS) % sizes.cluster == 0 else 1,
+            conversion=conversion_config(self.latent_dim, self.page_size) if self.quantised else None,
             causal=True,
             sm_scale=0.1,
         )
@@ -124,6 +129,11 @@ def configurations() -> Iterator[Configuration]:
             yield from (shared, replace(shared, heads=64), replace(shared, dtype=jnp.float16))
         for heads in (64, 128):
             yield Configuration(latent_dim, rope_dim, heads, page_size=16, out=jnp.float32)
+    for heads in (64, 128):
+        for latent_dim in (128, 256, 384, 512):
+            yield Configuration(latent_dim, heads=heads, quantised=True)
+        yield Configuration(heads=heads, page_size=16, quantised=True)
+        yield Configuration(heads=heads, out=jnp.float32, quantised=True)
 
 
 CONFIGURATIONS = list(configurations())
@@ -140,9 +150,9 @@ def tuned_devices() -> list[str]:
 
 
 @deferred
-def drafts(heads: int, queries: int, page_size: int = 64) -> DeferredCase:
+def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = False) -> DeferredCase:
     """Call with draft trees."""
-    configuration = Configuration(heads=heads, page_size=page_size)
+    configuration = Configuration(heads=heads, page_size=page_size, quantised=quantised)
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask).replace(tile=None)
 
@@ -185,6 +195,7 @@ LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
 """A pool of more than 2**32 elements."""
 
 UNLIKE: dict[str, DeferredCase] = {
+    "fp8-drafts": drafts(64, 4, quantised=True),
     "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows for swap-AB
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),

@@ -66,20 +66,26 @@ class Configuration:
         }
 
     @property
+    def sharers(self) -> int:
+        """Programs that share what they gather."""
+        return 1 if self.heads % 128 or self.latent_dim % 256 else 2
+
+    @property
     def tile(self) -> Tile:
         """Tile of `TOKENS` latents for one block of rows."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
         num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
-        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
+        return Tile(num_bytes // self.sharers, TOKENS * (2 * self.latent_dim + 64) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel."""
-        sizes = sparse_config(SparseKey(self.latent_dim, self.quantised))
+        sizes = sparse_config(SparseKey(self.latent_dim, self.quantised, shared=self.sharers > 1))
         static = SparseStatic(
             latent_dim=self.latent_dim,
             top_k=TOP_K,
             heads=self.heads,
+            sharers=self.sharers,
             splits=1,
             sm_scale=0.1,
             columns=sizes.columns,

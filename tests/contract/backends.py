@@ -126,7 +126,7 @@ MOSAIC_REFUSALS = {
     r"test_mla_sparse.py::test_values\[mosaic-rotated columns of 32": "and 64 rotated ones, got 128 and 32",
     r"mosaic-(gather|write of latents), 8 bits\]": "takes no quantised latents",
     r"latents_in_8_bits\[mosaic-absent pages, many heads": (
-        "takes (no quantised latents|at most 24 query heads over quantised latents, got 40)"
+        "takes (no quantised latents|bfloat16 queries and 64 rotated columns over quantised latents)"
     ),
     r"test_(decode|prefill|dtypes|latents_in_8_bits)\[mosaic-float32( over .*)?\]": (
         "takes bfloat16 and float16 queries, got float32"

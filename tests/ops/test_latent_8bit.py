@@ -235,8 +235,7 @@ def test_kernels_refuse_8_bits_in_words_and_the_portable_implementation_runs(
         plan = plan_decode((q_latent, q_rope), cache, tables, lens)
     none = "takes no quantised latents, got float8_e4m3fn"
     pages = f"takes pages of 16, 32, 64 or 128 tokens, got {cache.page_size}"
-    heads = "takes at most 24 query heads over quantised latents, got 64"
-    for explanation, why in zip(explanations, (none, none, pages, heads), strict=True):
+    for explanation, why in zip(explanations, (none, none, pages, pages), strict=True):
         assert explanation.chosen == "xla"
         assert explanation.refused["mosaic"] == why
     assert plan.implementation == "xla"

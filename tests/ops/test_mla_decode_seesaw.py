@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -106,6 +107,27 @@ def test_blocks_that_share_what_is_read() -> None:
     """Two blocks of query rows are a cluster, and share the copies of latents."""
     case = replace(ONE_BLOCK, kv_lens=(70, 200), heads=128, latent_dim=128, rope_dim=32, page_size=64, pages_per_row=4)
     check(draw(case), CLUSTER)
+
+
+EIGHT = replace(ONE_BLOCK, cache_dtype="float8_e4m3fn", latent_dim=256)
+EIGHT_BITS = {
+    "one block": replace(EIGHT, absent_pages=True),
+    "draft trees, tiles of four pages": replace(
+        TREE, heads=32, rope_dim=64, latent_dim=128, dtype="bfloat16", cache_dtype="float8_e4m3fn"
+    ),
+    "halves that cut a scale's columns": replace(EIGHT, kv_lens=(70, 0, 200), latent_dim=384, page_size=64),
+    "two blocks": replace(
+        EIGHT, kv_lens=(2, 65, 300), queries=2, heads=64, page_size=32, pages_per_row=10, num_pages=40
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
+def test_latents_in_8_bits(case: MlaCase) -> None:
+    """Blocks that share what is read share what they convert, too, on a GPU."""
+    inputs = draw(case)
+    inputs = replace(inputs, pages=inputs.pages.astype(ml_dtypes.bfloat16).astype(np.float32))
+    check(inputs, CLUSTER)
 
 
 REFUSED = {

@@ -29,6 +29,7 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 
 WIDE = SparseConfig(columns=128, pieces=2, registers=88)
 NARROW = SparseConfig(columns=64, pieces=3, registers=72)
+AHEAD = SparseConfig(columns=64, pieces=4, registers=120)
 
 MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16", scattered=True)
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
@@ -40,6 +41,7 @@ FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
         pytest.param(MANY, 3, 5, WIDE, id="shares of two blocks, by programs that take several"),
         pytest.param(replace(FP8, latent_dim=384), 2, 64, NARROW, id="shares, 8 bits, halves of 192"),
         pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, WIDE, id="one program, 8 bits"),
+        pytest.param(replace(FP8, latent_dim=128), 1, 2, AHEAD, id="narrow, 8 bits, more pieces than a tile has"),
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, NARROW, id="unequal halves"),
     ],
 )

@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import ChunkPointers, i32, masked, plus, shifted, times, warp_and_lane
 from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.sm90 import sharing
 from pallas_attn.mosaic.tiles import operand_ref
 
 WARPGROUP, WARP = 128, 32
@@ -108,7 +109,9 @@ def load_rows(threads: int, ref: Ref, row: jax.Array, column: int, columns: int)
     return load(ref, row)
 
 
-def store_rows(threads: int, values: jax.Array, to: Ref, scale: jax.Array | None = None) -> None:
+def store_rows(
+    threads: int, values: jax.Array, to: Ref, scale: jax.Array | None = None, other: Ref | None = None
+) -> None:
     """Store rows to columns of a 16-bit tile in shared memory, as tensor cores read it.
 
     Threads do not wait for each other: a `plgpu.commit_smem` has to follow.
@@ -118,6 +121,7 @@ def store_rows(threads: int, values: jax.Array, to: Ref, scale: jax.Array | None
       values: of `load_rows`.
       to: `tiles.operand` [rows, columns]; bfloat16 if there is a scale.
       scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
+      other: barrier of `sharing.PartBarriers`; rows are stored for the other program of the cluster, too.
     """
     if interpreted():
         if scale is not None:
@@ -126,9 +130,12 @@ def store_rows(threads: int, values: jax.Array, to: Ref, scale: jax.Array | None
         return
     to_bytes = to.shape[1] * 2
     layout, given = _words(threads), () if scale is None else (scale,)
+    barriers = () if other is None else (other,)
+    types = [PER_THREAD] * len(given) + [plgpu.RefType()] * len(barriers)
 
-    @plgpu.inline_mgpu(arg_types=(layout.tile, operand_ref(), *[PER_THREAD] * len(given)))
-    def store(_: Any, values: Any, to: ir.Value, *scale: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout.tile, operand_ref(), *types))
+    def store(_: Any, values: Any, to: ir.Value, *more: Any) -> None:
+        scale, barrier = more[: len(given)], more[len(given) :]
         warp, lane = warp_and_lane()
         row = plus(times(warp, layout.rows // 4), shifted(lane, threads.bit_length() - 1))
         chunks = _Places.of(threads, 1 if scale else 2).tile_chunks
@@ -140,9 +147,17 @@ def store_rows(threads: int, values: jax.Array, to: Ref, scale: jax.Array | None
                 words = [half for each in words for half in _scaled(each, factors[i])]
             for j, word in enumerate(words):
                 block, which = divmod(j, len(pointers))
-                llvm.store(word, pointers[which].pointer(layout.rows * i, 8 * block), alignment=16)
+                pointer = pointers[which].pointer(layout.rows * i, 8 * block)
+                llvm.store(word, pointer, alignment=16)
+                if barrier:
+                    place = llvm.ptrtoint(i32(), pointer)
+                    sharing.store_to_other(word, place, sharing.shared_address(barrier[0]), sharing.other_program())
 
-    store(values, to, *given)
+    store(values, to, *given, *barriers)
+
+
+EIGHT_BIT_THREADS = 4
+"""Threads that share a row of numbers of 8 bits."""
 
 
 class _Places(NamedTuple):

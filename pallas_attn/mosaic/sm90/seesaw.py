@@ -94,7 +94,6 @@ class SeesawMemory(Protocol):
       k: [slots, TOKENS, columns].
       p: [2, ROWS, TOKENS], probabilities of either tile of a pair, or None.
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
-      landed: [slots · PARTS], a part of a tile is there.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
       both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
     """
@@ -107,8 +106,6 @@ class SeesawMemory(Protocol):
     def p(self) -> Any: ...
     @property
     def stats(self) -> Any: ...
-    @property
-    def landed(self) -> Any: ...
     @property
     def ready(self) -> Any: ...
     @property
@@ -144,6 +141,10 @@ class SeesawTurns[Split]:
     half: int
 
     # What a kernel defines
+
+    def await_part(self, pair: Any, slot: Any, part: int) -> None:
+        """Wait until a part of a tile of a pair is there."""
+        raise NotImplementedError
 
     def release(self, slot: Any) -> None:
         """Let the half that this warpgroup reads values from be overwritten."""
@@ -215,14 +216,14 @@ class SeesawTurns[Split]:
 
     def first_scores(self, pair: Any) -> tuple[Any, Any]:
         """Products with the first tile of a pair, and whether every row sees all of it."""
-        s = self.start_scores(self.slots(pair)[0], (0, 1, 2))
+        s = self.start_scores(pair, self.slots(pair)[0], (0, 1, 2))
         full = self.is_full(pair, 0)  # after the products, it would be waited for
         return wgmma.finish(s, under_way=0), full
 
     def odd(self, split: Split, pair: Any, state: SeesawState) -> SeesawState:
         """Attend to a pair of tiles, of which this warpgroup scores the second."""
         mem, (other, mine) = self.mem, self.slots(pair)
-        s = self.start_scores(mine, (1, 0, 2))
+        s = self.start_scores(pair, mine, (1, 0, 2))
         full = self.is_full(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = basics.load(mem.stats.at[0], PER_ROW)
@@ -260,11 +261,12 @@ class SeesawTurns[Split]:
         """Probabilities of a tile in shared memory."""
         return self.mem.k.rope.at[slot] if self.mem.p is None else self.mem.p.at[tile]
 
-    def start_scores(self, slot: Any, parts: tuple[int, ...], s: Any = None) -> Any:
-        """Start products of queries with parts of a tile, as these land, added to those started before."""
+    def start_scores(self, pair: Any, slot: Any, parts: tuple[int, ...]) -> Any:
+        """Start products of queries with parts of a tile of a pair, as these land."""
+        s: Any = None
         q, k, zero, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
         for part in parts:
-            plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
+            self.await_part(pair, slot, part)
             for i in range(0, q[part].shape[2], columns):
                 left, right = q[part].at[zero, :, pl.ds(i, columns)], k[part].at[slot, :, pl.ds(i, columns)]
                 s = wgmma.start_scores(left, right, s, self.static.row_bytes)

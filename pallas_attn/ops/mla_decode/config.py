@@ -153,3 +153,35 @@ def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfi
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
     heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
     return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionConfig:
+    """Sizes of the conversion of latents in 8 bits, in the kernel for many query rows.
+
+    Attributes:
+      pieces: of tiles that a thread has in registers, on their way to shared memory.
+      registers: of a thread that converts; those that compute share the others.
+    """
+
+    pieces: int
+    registers: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pieces <= 4:
+            raise ValueError(f"{self.pieces=} must be from 1 to 4")
+        if not 24 <= self.registers <= 152 or self.registers % 16 != 8:
+            raise ValueError(f"{self.registers=} must be 8 more than a multiple of 16, from 24 to 152")
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: 504 for one in each warpgroup."""
+        return (504 - self.registers) // 2
+
+
+def conversion_config(latent_dim: int, page_size: int) -> ConversionConfig:
+    """Sizes of the conversion of latents in 8 bits."""
+    key = {"latent_dim": latent_dim, "page_size": page_size}
+    pieces = 1 if page_size == 16 else 2  # pages of a tile take registers, too
+    heuristic = ConversionConfig(pieces, 56 if latent_dim > 256 else 120)
+    return tuning.lookup("mla_decode/mosaic_conversion", key, ConversionConfig, lambda: heuristic)

@@ -80,7 +80,9 @@ class RowInputs(NamedTuple):
 
     Attributes:
       q_latent, q_rope: [B, blocks·rows, L or R].
-      pages: [N, ps, L + R].
+      pages: [N, ps, L + R], or [N, ps, L] of 8 bits.
+      scale: float32 [N, ps, L / LATENT_GROUP], or None.
+      rope: [N, ps, R], or None.
       q_lens: int32 [B], or None where every sequence has all queries.
       seen: int32 [B, blocks·rows], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
         where every sequence has all queries, and each query sees what is not newer.
@@ -90,6 +92,8 @@ class RowInputs(NamedTuple):
     q_latent: Any
     q_rope: Any
     pages: Any
+    scale: Any
+    rope: Any
     block_tables: Any
     kv_lens: Any
     q_lens: Any
@@ -115,6 +119,8 @@ def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
         q_latent=as_rows(call.q_latent),
         q_rope=as_rows(call.q_rope),
         pages=call.cache.pages,
+        scale=call.cache.scale,
+        rope=call.cache.rope,
         block_tables=call.block_tables,
         kv_lens=call.kv_lens,
         q_lens=call.q_lens,

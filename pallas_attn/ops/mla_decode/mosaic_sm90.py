@@ -25,8 +25,9 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
-    """Module of the kernel for a number of query rows; quantised latents have one for few heads alone."""
+    """Module of the kernel for a number of query rows; for quantised latents, of heads."""
     refusals.require_plain_scores(call.window, call.soft_cap)
-    if call.cache.is_quantised or call.query_rows <= config.max_columns(call.output_dtype):
-        return mosaic_swap_ab
-    return mosaic_seesaw
+    quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
+    most = config.max_columns(call.output_dtype, quantised=quantised, masked=is_masked)
+    few = call.num_heads <= most if quantised else call.query_rows <= most
+    return mosaic_swap_ab if few else mosaic_seesaw

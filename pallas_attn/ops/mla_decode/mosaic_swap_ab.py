@@ -107,10 +107,7 @@ def _refuse(call: MlaDecodeCall) -> None:
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
     refusals.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
     if num_heads > most:
-        over = ""
-        if call.cache.is_quantised:
-            over = " over quantised latents" + " with a draft mask" * (call.draft_mask is not None)
-        raise NotImplementedError(f"takes at most {most} query heads{over}, got {num_heads}")
+        raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
     refusals.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")

@@ -42,16 +42,19 @@ class SparseKey:
     Attributes:
       latent_dim: L.
       quantised: whether latents have 8 bits.
+      shared: whether two programs share what they gather; addresses of the other one take registers.
     """
 
     latent_dim: int
     quantised: bool
+    shared: bool
 
 
 def sparse_config(key: SparseKey) -> SparseConfig:
     """Sizes of the Mosaic kernel."""
     registers = 72 if key.latent_dim > 256 else 120
-    heuristic = SparseConfig(columns=64, pieces=4 if key.quantised else 3, registers=registers)
+    pieces = 2 if key.shared else 4 if key.quantised else 3
+    heuristic = SparseConfig(columns=64, pieces=pieces, registers=registers)
     return tuning.lookup("mla_sparse/mosaic", dataclasses.asdict(key), SparseConfig, lambda: heuristic)
 
 

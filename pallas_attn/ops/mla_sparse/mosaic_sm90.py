@@ -6,18 +6,21 @@ third one gathers: threads look up slots a pair of tiles ahead, load rows into r
 of the tile that they go to is free, and store them once it is (`mosaic.sm90.gather`). Latents in 8 bits become bfloat16
 on that way, scales multiplied in, once for both products.
 
+Two blocks of heads of a token are a cluster: each of its programs gathers one half of every half of a tile, and the
+rotated keys of one tile of a pair, and stores them to both programs' tiles (`mosaic.sm90.sharing`).
+
 A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
 token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
 that the token has. States of several are merged by a second kernel.
 
 No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
 
-- landed: stored by the gathering warpgroup, after free. Only the warpgroup that scores a tile waits for it, and for all
-  of it; the other one reads values after ready, which comes after that.
-- free: has one phase more than there are stores: consumers arrive once at the start, and after each use of a half. The
-  gathering warpgroup waits for one phase before it stores a half, and for the last one before it ends. It waits for
-  left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next pair is waited
-  for.
+- landed: stored by the gathering warpgroup, of both programs of a cluster, after free. Only the warpgroup that scores
+  a tile waits for it, and for all of it; the other one reads values after ready, which comes after that.
+- free: of both programs of a cluster. It has one phase more than there are stores: consumers arrive once at the start,
+  and after each use of a half. The gathering warpgroup waits for one phase before it stores a half, and for the last
+  one before it ends. It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before
+  anything of the next pair is waited for.
 - ready, both: as in `mla_decode`'s kernel. The first item's query is copied at once, another one after the first pair
   of its item, for which halves are free once the pairs before are done, whatever becomes of their results.
 - The mask of a tile is stored after free of the half that the warpgroup which scores it frees, and read before that.
@@ -41,6 +44,7 @@ from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE, Place, Steps, pieces_of_half, stream
 from pallas_attn.mosaic.sm90.seesaw import (
     PARTS,
     Q_FREE,
@@ -54,6 +58,7 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
+from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.split_states import (
     FRAGMENT_COLUMNS,
     PartialLoader,
@@ -85,12 +90,14 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
     heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    sizes = config.sparse_config(config.SparseKey(latent_dim, call.cache.is_quantised))
+    sharers = _sharers(blocks, latent_dim)
+    sizes = config.sparse_config(config.SparseKey(latent_dim, call.cache.is_quantised, shared=sharers > 1))
     static = SparseStatic(
         latent_dim=latent_dim,
         top_k=top_k,
         heads=heads,
-        splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
+        sharers=sharers,
+        splits=config.num_splits(num_tokens * blocks // sharers, pairs, basics.multiprocessors() // sharers),
         sm_scale=call.sm_scale,
         columns=sizes.columns,
         pieces=sizes.pieces,
@@ -102,6 +109,13 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     else:
         out, lse = _merge_splits(_attend(inputs, static, call.output_dtype), static, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
+
+
+def _sharers(blocks: int, latent_dim: int) -> int:
+    """Programs that share what they gather: those of two blocks, each a scale's columns of a half or less. In the
+    interpreter each gathers everything.
+    """
+    return 1 if blocks % 2 or latent_dim % 256 or basics.interpreted() else 2
 
 
 def _refuse(call: MlaSparseCall) -> None:
@@ -130,6 +144,7 @@ class SparseStatic:
       latent_dim: L.
       top_k: K.
       heads: Hq, padded.
+      sharers: programs of a cluster, which share what they gather: 1 or 2.
       splits: shares of a token's slots.
       sm_scale: multiplies the scores.
       columns, pieces: of a tile that are gathered at a time, and how often they are on their way at a time.
@@ -139,6 +154,7 @@ class SparseStatic:
     latent_dim: int
     top_k: int
     heads: int
+    sharers: int
     splits: int
     sm_scale: float
     columns: int
@@ -165,40 +181,27 @@ class SparseStatic:
         """Slot in shared memory of a tile of a pair."""
         return tile
 
-    def places(self) -> tuple[Place, ...]:
-        """Pieces of a pair of tiles, in the order in which there is room for them.
+    def landed(self, mem: SparseScratch) -> PartBarriers:
+        """Barriers of the parts of tiles."""
+        return PartBarriers(mem.landed, shared=self.sharers > 1)
+
+    def brings_rope(self, tile: int, sharer: int) -> bool:
+        """Whether one of the programs that share them gathers the rotated keys of a tile of a pair."""
+        return self.sharers == 1 or tile == sharer
+
+    def places(self, sharer: int) -> tuple[Place, ...]:
+        """Pieces of a pair of tiles that one of the programs that share them gathers, in the order in which there is
+        room for them.
 
         The rotated keys come with the half whose last reader also reads the probabilities that lie over them.
         """
         found = []
-        for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
-            begins = range(0, self.widths[half], self.columns)
-            for i in begins:
-                width = min(self.columns, self.widths[half] - i)
-                found.append(Place(tile, half, i, width, is_first=i == 0, is_last=i == begins[-1]))
-            if tile != half:
-                found.append(Place(tile, 2, 0, TOKENS, is_first=False, is_last=True))
+        for tile, half in HALVES:
+            share = self.widths[half] // self.sharers
+            found += pieces_of_half(tile, half, sharer * share, (sharer + 1) * share, self.columns)
+            if tile != half and self.brings_rope(tile, sharer):
+                found.append(Place(tile, ROPE, 0, TOKENS, is_first=False, is_last=True))
         return tuple(found)
-
-
-class Place(NamedTuple):
-    """Place of a piece in a pair of tiles.
-
-    Attributes:
-      tile: of the pair.
-      part: of the tile.
-      column: of the part, the first.
-      columns: number of them.
-      is_first: whether its half of the tile has to be free.
-      is_last: whether its part is there once it is.
-    """
-
-    tile: int
-    part: int
-    column: int
-    columns: int
-    is_first: bool
-    is_last: bool
 
 
 class SparseInputs(NamedTuple):
@@ -280,8 +283,8 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=plgpu.Barrier(num_barriers=2 * PARTS),
-            free=plgpu.Barrier(num_barriers=4),
+            landed=PartBarriers.types(2 * PARTS, shared=static.sharers > 1),
+            free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
         )
@@ -311,8 +314,10 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
     return plgpu.kernel(
         functools.partial(_kernel, static, type(results)),
         out_type=results,
-        grid=(min(items * static.splits, basics.multiprocessors()),),
+        grid=(min(items * static.splits, basics.multiprocessors()) // static.sharers,),
         grid_names=("program",),
+        cluster=(static.sharers,),
+        cluster_names=("cluster",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SparseScratch.types(static, x.q_latent.dtype),
@@ -324,6 +329,7 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
 def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Ref) -> None:
     """Roles of the three warpgroups."""
     results, mem = kind(*refs[:2]), SparseScratch(*refs[2:])
+    static.landed(mem).begin()
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
@@ -332,7 +338,8 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
 
     def fetch() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
-        SparseProducer(static, x, mem).run()
+        run = [SparseProducer(static, x, mem, sharer).run for sharer in range(static.sharers)]
+        lax.switch(lax.axis_index("cluster"), run) if static.sharers > 1 else run[0]()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
     lax.switch(lax.axis_index("warpgroup"), branches)
@@ -342,7 +349,7 @@ class SparseItem(NamedTuple):
     """A block of heads of a token, and a share of the token's slots.
 
     Attributes:
-      index: of the item. Items of a token are neighbours: they read the same latents.
+      index: of the item, or of those of a cluster. Items of a token are neighbours: they read the same latents.
       start, stop: first slot of the share, of all tokens', and one past the last.
       count: number of pairs of tiles, at least one.
       pair: number of pairs that the program took before.
@@ -362,14 +369,17 @@ class SparseItem(NamedTuple):
     def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
         """Token, block of its heads, and share of its slots."""
         index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
-        split, block = lax.div(index, static.blocks), lax.rem(index, static.blocks)
+        blocks = static.blocks // static.sharers
+        split, block = lax.div(index, blocks), lax.rem(index, blocks)
+        if static.sharers > 1:
+            block = block * static.sharers + lax.axis_index("cluster")
         return lax.div(split, static.splits), block, lax.rem(split, static.splits)
 
 
 def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
     """Call attend(item) for each item of this program."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
-    items = x.ends.shape[0] * static.blocks * static.splits
+    items = x.ends.shape[0] * static.blocks * static.splits // static.sharers
 
     def step(i: Any, pair: Any) -> Any:
         none = jnp.int32(0)
@@ -392,11 +402,16 @@ def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Spar
 
 @dataclasses.dataclass(frozen=True)
 class SparseProducer:
-    """The warpgroup that gathers latents, and starts copies of queries."""
+    """The warpgroup that gathers latents, and starts copies of queries.
+
+    Attributes:
+      sharer: which of the programs that share what they gather this is.
+    """
 
     static: SparseStatic
     x: SparseInputs
     mem: SparseScratch
+    sharer: int
 
     def run(self) -> None:
         """Gather the latents of all items."""
@@ -411,27 +426,15 @@ class SparseProducer:
         """Gather the latents of an item. Its query comes after the first pair, for which there is room earlier, except
         in the first item.
         """
-        places, ahead = self.static.places(), self.static.pieces
-        second = next(j for j, place in enumerate(places) if place.tile == 1)
-        look_up = min(second, len(places) - ahead)  # what comes after this pair
-        first_rows = self.rows(item, jnp.int32(0), 0)
-        under_way = tuple(self.load(place, first_rows) for place in places[:ahead])
 
-        def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            rows, under_way = [carry[0], self.rows(item, i, 1)], list(carry[1])
-            later: Any = None
-            for j, place in enumerate(places):
-                self.store(item.pair + i, place, under_way.pop(0), rows[place.tile])
-                if j == look_up:
-                    later = self.rows(item, i + 1, 0)
-                following = j + ahead - len(places)
-                is_later = following >= 0
-                upcoming = places[following if is_later else j + ahead]
-                under_way.append(self.load(upcoming, later if is_later else rows[upcoming.tile]))
+        def store(i: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
+            self.store(item.pair + i, place, piece, rows)
+
+        def then(i: Any) -> None:
             pl.when((i == 0) & (item.pair > 0))(lambda: self.copy_query(item))
-            return later, tuple(under_way)
 
-        lax.fori_loop(0, item.count, step, (first_rows, under_way))
+        steps = Steps(functools.partial(self.rows, item), self.load, store, then)
+        stream(self.static.places(self.sharer), self.static.pieces, item.count, steps)
 
     def copy_query(self, item: SparseItem) -> None:
         x, mem, static = self.x, self.mem, self.static
@@ -464,7 +467,7 @@ class SparseProducer:
     def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, ...]:
         """Load a piece of a tile: its numbers and, where they have 8 bits, their scales."""
         x, threads = self.x, self.threads
-        if place.part == 2 and x.rope is not None:
+        if place.part == ROPE and x.rope is not None:
             return (gather.load_rows(threads, x.rope, rows, 0, place.columns),)
         column = place.column + (0, self.static.widths[0], self.static.latent_dim)[place.part]
         numbers = gather.load_rows(threads, x.latents, rows, column, place.columns)
@@ -474,16 +477,24 @@ class SparseProducer:
 
     def store(self, pair: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
         """Store a piece once there is room for it, and tell when its part of the tile is complete."""
-        mem, slot = self.mem, self.static.slot(pair, place.tile)
+        mem, static, tile, part = self.mem, self.static, place.tile, place.part
+        slot, landed = static.slot(pair, tile), static.landed(mem)
+        if static.sharers > 1:
+            slot += basics.unknown_zero()  # lest addresses of both programs' tiles be kept for the loop
         if place.is_first:
-            plgpu.barrier_wait(mem.free.at[2 * slot + place.part])
-            if place.tile == place.part:
+            plgpu.barrier_wait(mem.free.at[2 * slot + part])
+            if tile == part:
                 gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        to = mem.k[place.part].at[slot, :, pl.ds(place.column, place.columns)]
-        gather.store_rows(self.threads, piece[0], to, *piece[1:])
+        to = mem.k[part].at[slot, :, pl.ds(place.column, place.columns)]
+        numbers, scale = (*piece, None)[:2]
+        other = landed.at(PARTS * slot + part) if static.sharers > 1 else None
+        gather.store_rows(self.threads, numbers, to, scale, other)
         if place.is_last:
             plgpu.commit_smem()
-            plgpu.barrier_arrive(mem.landed.at[PARTS * slot + place.part])
+            half_bytes = 0 if part == ROPE else TOKENS * static.widths[part]  # half of its columns, of 16 bits
+            landed.arrive(PARTS * slot + part, half_bytes)
+            if part == 1 - tile and not static.brings_rope(tile, self.sharer):
+                landed.arrive(PARTS * slot + ROPE, 2 * TOKENS * TOKENS)
 
 
 # --- the two warpgroups that compute
@@ -509,6 +520,9 @@ class SparseConsumer(SeesawTurns[SparseItem]):
             self.write(results, item, state)
 
         _for_each_item(self.static, self.x, attend)
+
+    def await_part(self, pair: Any, slot: Any, part: int) -> None:
+        self.static.landed(self.mem).wait(PARTS * slot + part, pair)
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])

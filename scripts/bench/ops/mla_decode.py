@@ -72,6 +72,13 @@ FP8 = (
 )
 """Few heads over latents in 16 and in 8 bits."""
 
+FP8_ROWS = (
+    *(MlaDecode(128, context, 128) for context in (2048, 8192)),
+    *(MlaDecode(128, context, 64) for context in (2048, 8192)),
+    MlaDecode(8, 32768, 128),
+)
+"""Many heads over latents in 16 and in 8 bits."""
+
 BENCH = Bench(
     grids={
         "mla": _grid(varied=False),
@@ -82,6 +89,7 @@ BENCH = Bench(
         "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
         "tune": _widths(128, 2048, (64, 128)),
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
+        "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
