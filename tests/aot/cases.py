@@ -74,7 +74,7 @@ IN_EVERY_RUN = frozenset(
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
-        "mla-swap-ab-draft-tree", "mla-swap-ab-fp8-draft-tree", "mla-seesaw-512-64-h128",
+        "mla-swap-ab-draft-tree", "mla-swap-ab-fp8-draft-tree", "mla-seesaw-512-64-h128", "mla-seesaw-512-64-h128-fp8",
         "mla-sparse-512-h128", "mla-sparse-512-h128-t8-fp8",
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",

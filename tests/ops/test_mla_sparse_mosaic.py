@@ -42,6 +42,7 @@ FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
         pytest.param(replace(FP8, latent_dim=384), 2, 64, NARROW, id="shares, 8 bits, halves of 192"),
         pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, WIDE, id="one program, 8 bits"),
         pytest.param(replace(FP8, latent_dim=128), 1, 2, AHEAD, id="narrow, 8 bits, more pieces than a tile has"),
+        pytest.param(replace(FP8, heads=70), 2, 4, NARROW, id="two blocks, which share on a GPU, 8 bits"),
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, NARROW, id="unequal halves"),
     ],
 )

@@ -314,7 +314,7 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
     return plgpu.kernel(
         functools.partial(_kernel, static, type(results)),
         out_type=results,
-        grid=(min(items * static.splits, basics.multiprocessors()) // static.sharers,),
+        grid=(max(1, min(items * static.splits, basics.multiprocessors()) // static.sharers),),
         grid_names=("program",),
         cluster=(static.sharers,),
         cluster_names=("cluster",),
