@@ -264,15 +264,44 @@ type RowParts = list[tuple[int, dict[str, jax.Array]]]
 """Copies of a layer's rows on the device: numbers of rows, and [at least so many, ...] by array."""
 
 
-def gather_rows(cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"]) -> RowParts:
-    """Starts copies of a layer's rows, which later steps do not change, and sends them to the host as they are made."""
-    parts: RowParts = []
-    for start, part in _by_size(rows, 0):
-        copied = _gather(_paged_arrays(cache), part, head_wise)
-        for array in copied.values():
-            array.copy_to_host_async()
-        parts.append((min(len(part), len(rows) - start), copied))
-    return parts
+type DeviceRows = list[tuple[int, jax.Array]]
+"""Rows on the device, in parts: a number of rows, and int32 [at least so many]."""
+
+
+def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
+    """Sends rows to the device, for all layers of a cache group."""
+    parts = list(_by_size(rows, 0))
+    on_device = jax.device_put([part for _, part in parts])
+    return [(min(len(part), len(rows) - start), sent) for (start, part), sent in zip(parts, on_device, strict=True)]
+
+
+def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowParts]:
+    """Starts copies of rows of some layers, which later steps do not change, and sends them to the host as they are
+    made.
+
+    Args:
+      caches: of the layers.
+      of_layers: for each layer its cache group's rows, the same list for all layers of the group, and whether the group
+        is head-wise.
+
+    Returns:
+      Copies by layer.
+    """
+    copies: list[RowParts] = [[] for _ in caches]
+    groups: dict[int, list[int]] = {}
+    for place, (rows, _) in enumerate(of_layers):
+        groups.setdefault(id(rows), []).append(place)
+    for places in groups.values():
+        rows, head_wise = of_layers[places[0]]
+        arrays = [_paged_arrays(caches[place]) for place in places]
+        for count, part in rows:
+            for place, copied in zip(places, _gather(arrays, part, head_wise), strict=True):
+                copies[place].append((count, copied))
+    for parts in copies:
+        for _, copied in parts:
+            for array in copied.values():
+                array.copy_to_host_async()
+    return copies
 
 
 def write_layer(
@@ -286,13 +315,15 @@ def write_layer(
     return with_arrays(cache, arrays)
 
 
-def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes]) -> None:
-    """Compiles `gather_rows` for all numbers of rows."""
-    sizes = [2**n for n in range(ROWS_AT_ONCE.bit_length())]
-    for group in groups:
-        for layer in group.layers:
-            for size in sizes:
-                gather_rows(caches[layer], group.head_wise, np.zeros((size,), np.int32))
+def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], pieces: Sequence[range]) -> None:
+    """Compiles `gather_layers` for all numbers of rows, for layers that are copied together."""
+    for size in (2**n for n in range(ROWS_AT_ONCE.bit_length())):
+        of_layers = {}
+        for group in groups:
+            rows = rows_on_device(np.zeros((size,), np.int32))
+            of_layers |= dict.fromkeys(group.layers, (rows, group.head_wise))
+        for piece in pieces:
+            gather_layers(caches[piece.start : piece.stop], [of_layers[layer] for layer in piece])
 
 
 def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
@@ -328,8 +359,8 @@ def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="head_wise")
-def _gather(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
-    return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
+def _gather(arrays: Any, rows: jax.Array, head_wise: bool) -> Any:
+    return jax.tree.map(lambda array: _rows_of(array, head_wise)[rows], arrays)
 
 
 @functools.partial(jax.jit, static_argnames="head_wise", donate_argnums=0)
