@@ -97,7 +97,8 @@ class LayeredStep:
         """
         of_groups = [rows_on_device(of_group) for of_group in rows] or [[] for _ in self._groups]
         written: list[Any] = []
-        carried, shared, results = None, None, None
+        carried, shared = None, None
+        results: Any = None
         for piece, program in zip(self.pieces, self._of_buckets[bucket], strict=True):
             own = caches[piece.start : piece.stop]
             own, carried, begun, results = program(self._weights, own, carried, shared, packed, last_tokens)
