@@ -260,8 +260,32 @@ def write_rows(
     return tuple(written)
 
 
-type RowParts = list[tuple[int, dict[str, jax.Array]]]
-"""Copies of a layer's rows on the device: numbers of rows, and [at least so many, ...] by array."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopiedRows:
+    """Rows of one array of a layer, on their way to the host with those of other layers.
+
+    Attributes:
+      stacked: [layers, at least `count` rows, ...].
+      place: of the layer among these.
+      count: number of rows.
+    """
+
+    stacked: jax.Array
+    place: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the layer's part."""
+        return self.stacked.nbytes // self.stacked.shape[0]
+
+    def read(self) -> np.ndarray:
+        """Waits for the rows; returns them as a view of all layers'."""
+        return np.asarray(self.stacked)[self.place, : self.count]
+
+
+type RowParts = list[dict[str, CopiedRows]]
+"""Copies of a layer's rows, in parts, by array."""
 
 
 type DeviceRows = list[tuple[int, jax.Array]]
@@ -277,7 +301,7 @@ def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
 
 def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowParts]:
     """Starts copies of rows of some layers, which later steps do not change, and sends them to the host as they are
-    made.
+    made: one array of all layers, since each costs the host as much as a launch.
 
     Args:
       caches: of the layers.
@@ -287,20 +311,19 @@ def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[Device
     Returns:
       Copies by layer.
     """
-    copies: list[RowParts] = [[] for _ in caches]
-    groups: dict[int, list[int]] = {}
-    for place, (rows, _) in enumerate(of_layers):
-        groups.setdefault(id(rows), []).append(place)
-    for places in groups.values():
+    copies: list[RowParts] = [[{} for _ in rows] for rows, _ in of_layers]
+    groups: dict[tuple[int, str], list[int]] = {}
+    for place, ((rows, _), cache) in enumerate(zip(of_layers, caches, strict=True)):
+        for name in _paged_arrays(cache):
+            groups.setdefault((id(rows), name), []).append(place)
+    for (_, name), places in groups.items():
         rows, head_wise = of_layers[places[0]]
-        arrays = [_paged_arrays(caches[place]) for place in places]
-        for count, part in rows:
-            for place, copied in zip(places, _gather(arrays, part, head_wise), strict=True):
-                copies[place].append((count, copied))
-    for parts in copies:
-        for _, copied in parts:
-            for array in copied.values():
-                array.copy_to_host_async()
+        arrays = [_paged_arrays(caches[place])[name] for place in places]
+        for part, (count, numbers) in enumerate(rows):
+            stacked = _gather_stacked(arrays, numbers, head_wise)
+            stacked.copy_to_host_async()
+            for n, place in enumerate(places):
+                copies[place][part][name] = CopiedRows(stacked, n, count)
     return copies
 
 
@@ -359,8 +382,13 @@ def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="head_wise")
-def _gather(arrays: Any, rows: jax.Array, head_wise: bool) -> Any:
-    return jax.tree.map(lambda array: _rows_of(array, head_wise)[rows], arrays)
+def _gather(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
+    return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnames="head_wise")
+def _gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: bool) -> jax.Array:
+    return jnp.stack([_rows_of(array, head_wise)[rows] for array in arrays])
 
 
 @functools.partial(jax.jit, static_argnames="head_wise", donate_argnums=0)
