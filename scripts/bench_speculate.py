@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192], help="default: 1024 8192")
     parser.add_argument("--rates", nargs="+", type=float, default=[0, 0.5, 0.8, 1], help="default: 0 0.5 0.8 1")
     parser.add_argument("--num-drafts", type=int, default=4, help="drafts of a row, at most (default: 4)")
-    parser.add_argument("--new-tokens", type=int, default=256, help="measured tokens of a request (default: 256)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="measured tokens, in all (default: 512)")
     parser.add_argument("--fixed", action="store_true", help="always so many drafts, whatever is accepted")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")

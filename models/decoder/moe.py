@@ -1,16 +1,17 @@
 """Mixtures of experts: the routers of DeepSeek-V2, V3 and gpt-oss, and expert layers computed expert by expert.
 
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
-the groups, and one for few rows:
+the groups, and two for few rows:
 
 - `hopper_groups`, for 16-bit weights on Hopper: a kernel of ours (`group_product.py`), and for few rows an expert jax's
   own Mosaic GPU ragged matrix product.
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `row_by_row`: each row with its own expert, on a GPU where there are no more rows than experts. The others read
-  every expert, whether it has rows or not, and take 300 us a layer (DeepSeek-V2-Lite on an H200) where 6 rows take 48
-  one by one, 48 rows 220 and 72 rows 315.
+- `hopper_rows`, for 16-bit weights on Hopper: a kernel of ours (`row_product.py`) that reads the chosen experts once.
+- `row_by_row`: each row with its own expert, on another GPU where there are no more rows than experts. What multiplies
+  groups reads every expert, whether it has rows or not, and takes 300 us a layer (DeepSeek-V2-Lite on an H200) where 6
+  rows take 48 one by one, 48 rows 220 and 72 rows 315.
 """
 
 from __future__ import annotations
@@ -155,6 +156,9 @@ class Experts:
     activation: Callable[[Array], Array] = dataclasses.field(default=swiglu, metadata={"static": True})
 
 
+NOT_LIVE = -1
+"""Expert of a row that is to have none."""
+
 COUNTED_ROWS = 1024
 """Up to this many (token, expert) pairs are ranked by counting instead of sorting."""
 
@@ -178,12 +182,17 @@ def routed_experts(
         return apply_experts(x, chosen, weights, experts)
     if is_live is None:
         is_live = jnp.ones(x.shape[0], jnp.bool_)
-    if split.data == 1:
-        return _own_part(x, chosen, weights, is_live, experts, split)
-    if not is_gathered(split, chosen.shape[1]):
+    if split.data > 1 and not is_gathered(split, chosen.shape[1]):
         return _exchanged(x, chosen, weights, experts, split, is_live)
-    x, chosen, weights, is_live = jax.lax.all_gather((x, chosen, weights, is_live), DATA, tiled=True)
-    return jax.lax.psum_scatter(_own_part(x, chosen, weights, is_live, experts, split), DATA, tiled=True)
+    chosen = jnp.where(is_live[:, None], chosen, NOT_LIVE)
+    if split.data == 1:
+        return _own_part(x, chosen, weights, experts, split)
+    # Experts and weights travel together: a small collective operation takes as long as a large one.
+    routing = jnp.concatenate([chosen, jax.lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
+    x, routing = jax.lax.all_gather((x, routing), DATA, tiled=True)
+    chosen, weights = jnp.split(routing, 2, axis=1)
+    weights = jax.lax.bitcast_convert_type(weights, jnp.float32)
+    return jax.lax.psum_scatter(_own_part(x, chosen, weights, experts, split), DATA, tiled=True)
 
 
 def is_gathered(split: ExpertSplit, copies: int) -> bool:
@@ -201,14 +210,13 @@ def _own_part(
     x: Float[Array, "T D"],
     chosen: Int32[Array, "T k"],
     weights: Float32[Array, "T k"],
-    is_live: Bool[Array, "T"],
     experts: Experts,
     split: ExpertSplit,
 ) -> Float[Array, "T D"]:
     """The part of the sum that this device's experts have."""
     num_own = experts.gate_up.shape[0]
     own = chosen - jax.lax.axis_index(EXPERTS) * num_own
-    own = jnp.where((own >= 0) & (own < num_own) & is_live[:, None], own, num_own)
+    own = jnp.where((own >= 0) & (own < num_own), own, num_own)
     return apply_experts(x, own, weights, experts, expected=own.size // split.devices)
 
 
@@ -264,8 +272,9 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    if are_few(num_pairs, experts):
-        y = row_by_row(jnp.repeat(x, copies, axis=0), experts, jnp.minimum(chosen.reshape(-1), num_experts - 1))
+    multiply_rows = way_of_few_rows(num_pairs, experts)
+    if multiply_rows is not None:
+        y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
     groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
@@ -279,15 +288,22 @@ def apply_experts(
     source = jnp.pad(source, (0, -num_pairs % piece))
     place = jnp.where(place < ends[-1], place, 0)
 
-    def multiply_piece(i: ArrayLike, out: Array) -> Array:
-        start = jnp.asarray(i, jnp.int32) * piece
-        own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
-        y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, piece), experts, own)
-        return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
+    def one_piece() -> Array:
+        y, row = multiply(x, source[:piece], experts, groups.sizes)
+        return _weighted_sum(y[row[place]], weights, x.dtype, has_expert)
 
-    empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
-    y = jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)
-    return _weighted_sum(y[place], weights, x.dtype, has_expert)
+    def more_pieces() -> Array:
+        def multiply_piece(i: ArrayLike, out: Array) -> Array:
+            start = jnp.asarray(i, jnp.int32) * piece
+            own = jnp.diff(jnp.clip(ends - start, 0, piece), prepend=jnp.zeros(1, jnp.int32))
+            y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, piece), experts, own)
+            return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
+
+        empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
+        y = jax.lax.fori_loop(0, (ends[-1] + piece - 1) // piece, multiply_piece, empty)
+        return _weighted_sum(y[place], weights, x.dtype, has_expert)
+
+    return jax.lax.cond(ends[-1] <= piece, one_piece, more_pieces)
 
 
 class ExpertGroups(NamedTuple):
@@ -331,13 +347,27 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
-def are_few(num_rows: int, experts: Experts) -> bool:
-    """Whether the call is compiled for a GPU with so few rows that multiplying them one by one is fastest."""
-    return capability().platform == "gpu" and num_rows <= experts.gate_up.shape[0]
+def way_of_few_rows(
+    num_pairs: int, experts: Experts
+) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
+    """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
+    call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
+    row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
+    """
+    if capability().platform != "gpu":
+        return None
+    if hopper_takes(experts):
+        from models.decoder.row_product import MOST_ROWS
+
+        if num_pairs <= MOST_ROWS:
+            return hopper_rows
+    return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
 
-def row_by_row(rows: Float[Array, "M D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
-    """Applies each row's expert to it. XLA reads the weights in place, in the loop that sums."""
+def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
+    """Applies each pair's expert to its row, M / T of them a row. XLA reads weights in place, in the loop that sums."""
+    rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
+    expert = jnp.minimum(expert, experts.gate_up.shape[0] - 1)
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
         # Without this layout, XLA sums some layers along neighbours in transposed rows, at a fifth of the speed.
@@ -354,6 +384,26 @@ def hopper_takes(experts: Experts) -> bool:
     """Whether the call is compiled for Hopper and fills whole tiles of its matrix units."""
     tiled = all(w.shape[1] % 64 == 0 and w.shape[2] % 64 == 0 for w in (experts.gate_up, experts.down))
     return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
+
+
+def hopper_rows(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
+    """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once."""
+    from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
+
+    num_pairs, copies = expert.shape[0], expert.shape[0] // x.shape[0]
+    pairs = Pairs.of(expert, experts.gate_up.shape[0])
+    gated = experts.activation is swiglu and experts.gate_up_bias is None
+
+    def multiply(rows: Array, weight: Array, copies: int, gated: bool) -> Array:
+        return run_kept(row_product, RowProduct(rows, weight, pairs, copies, gated))
+
+    def biased(y: Array, bias: Array | None) -> Array:
+        return y if bias is None else y.at[:num_pairs].add(bias[expert])
+
+    x = jnp.pad(x, ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0)))
+    hidden = biased(multiply(x, experts.gate_up, copies, gated), experts.gate_up_bias)
+    hidden = hidden if gated else experts.activation(hidden)
+    return biased(multiply(hidden, experts.down, 1, False), experts.down_bias)[:num_pairs]
 
 
 FEW_ROWS = 64

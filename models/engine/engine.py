@@ -755,6 +755,9 @@ class Engine:
             drafted_tokens=sum(row.drafted for row in rows),
             accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
         )
+        for scheduler, plan in zip(self._ranks.schedulers, plans, strict=True):
+            if plan is not None:
+                scheduler.record_time(plan, record.duration_s)
         self._records.append(record)
         self._totals = self._totals.plus(record)
         return [*progressed]

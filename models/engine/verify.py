@@ -9,6 +9,12 @@ How near was measured, in 28,000 tokens of the small random models and the golde
 themselves a near tie: 3% of the tokens differed (6% at worst), by margins of up to 4.2. A tolerance that wide says
 little about a single token, so the number of tokens that needed it is limited, too.
 
+Some need more than that. Of 2,400 tokens of `v3-tiny` in bfloat16 on a CPU, on one device and two, 11% differed, and
+two by more, as did two of 512 on two H100s. One needed 5.8 in the plain run of the same two devices, and 0.2 in that of
+one device or in float32, where other experts were chosen. A run in float32 differs from the engine's and from the plain
+one more often (18%) than they do from one another. So a model with experts in bfloat16 may have a few such tokens;
+float32 is what tells them from wrong ones.
+
 Over quantised keys and values the plain run quantises alike, but a rounding error of the last place can move one to the
 next of 255 values: in 5,800 tokens of float32 models logits moved by at most 0.012, and no token differed. Latents in 8
 bits are rounded alike, too, new ones included: no token of 192 differed.
@@ -52,7 +58,10 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5.0, "int8": 0.05, "float8_e4m3fn": 0.
 MOST_TIED = 0.25
 """Largest share of all tokens that may differ in ties. A wrong cache makes most tokens differ."""
 
-_FEW_TIED = 4  # tokens too few to judge a share by
+MOST_FAR = 0.01
+"""Largest share of all tokens of a model with experts in bfloat16 that may differ by more than the tolerance."""
+
+_FEW_TIED, _FEW_FAR = 4, 1  # tokens too few to judge a share by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +107,13 @@ class RequestCheck:
       equal: tokens that are the same.
       tied: tokens that differ, but that the plain run would choose if logits moved within the tolerance.
       difference: the first one that differs otherwise; tokens after it are not counted.
+      far: tokens that differ by more than the tolerance, of a model where some may; not `difference` then.
     """
 
     equal: int
     tied: int
     difference: Difference | None
+    far: tuple[Difference, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +130,23 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return not self.too_many_tied and all(check.difference is None for check in self.requests)
+        too_many = self.too_many_tied or self.too_many_far
+        return not too_many and all(check.difference is None for check in self.requests)
 
     @property
     def too_many_tied(self) -> bool:
         """Whether tokens differ so often that near ties do not explain it."""
-        return self.tied > max(_FEW_TIED, MOST_TIED * (self.equal + self.tied))
+        return self.tied > max(_FEW_TIED, MOST_TIED * self.compared)
+
+    @property
+    def too_many_far(self) -> bool:
+        """Whether tokens differ by more than the tolerance so often that near ties of experts do not explain it."""
+        return self.far > max(_FEW_FAR, MOST_FAR * self.compared)
+
+    @property
+    def compared(self) -> int:
+        """Tokens that were compared and counted."""
+        return self.equal + self.tied + self.far
 
     @property
     def equal(self) -> int:
@@ -133,6 +155,10 @@ class Verification:
     @property
     def tied(self) -> int:
         return sum(check.tied for check in self.requests)
+
+    @property
+    def far(self) -> int:
+        return sum(len(check.far) for check in self.requests)
 
 
 def verify(
@@ -159,7 +185,9 @@ def verify(
         tolerance = max(TOLERANCE[name] for name in names if name in TOLERANCE)
     max_output = max((len(d.output_ids) for d in decoded), default=0)
     plain = PlainRun(model, max_output, cache_dtype, kv_scales)
-    return Verification(tuple(plain.check(d, max_len, tolerance) for d in decoded), tolerance)
+    has_experts = not all(map(model.config.is_dense, range(model.config.num_hidden_layers)))
+    may_be_far = has_experts and model.embed_tokens[...].dtype == jnp.bfloat16
+    return Verification(tuple(plain.check(d, max_len, tolerance, may_be_far) for d in decoded), tolerance)
 
 
 def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
@@ -201,21 +229,29 @@ class PlainRun:
             choose = over_mesh(choose, model.mesh, arguments, everywhere)
         self._choose = jax.jit(choose)
 
-    def check(self, decoded: Decoded, max_len: int, tolerance: float) -> RequestCheck:
-        """Compares one request with the tokens that are sampled here; arguments as for `verify`."""
+    def check(self, decoded: Decoded, max_len: int, tolerance: float, may_be_far: bool = False) -> RequestCheck:
+        """Compares one request with the tokens that are sampled here; arguments as for `verify`.
+
+        Args:
+          may_be_far: whether tokens that differ by more than the tolerance are counted, in place of ending the
+            comparison.
+        """
         output = list(decoded.output_ids)
         wanted, margins, is_tied = self.choose(decoded, tolerance)
         due = _due_length(decoded, max_len, self._eos)
-        equal = tied = 0
+        equal, tied = 0, 0
+        far: list[Difference] = []
         for i, got in enumerate(output[:due]):
             if wanted[i] == NONFINITE:
-                return RequestCheck(equal, tied, Difference(i, got, None, 0.0, finite=False))
+                return RequestCheck(equal, tied, Difference(i, got, None, 0.0, finite=False), tuple(far))
             if got == wanted[i]:
                 equal += 1
             elif is_tied[i]:
                 tied += 1
             else:
-                return RequestCheck(equal, tied, Difference(i, got, int(wanted[i]), float(margins[i])))
+                far.append(Difference(i, got, int(wanted[i]), float(margins[i])))
+                if not may_be_far:
+                    return RequestCheck(equal, tied, far[0])
         difference = None
         if len(output) > due:
             difference = Difference(due, output[due], None, 0.0)
@@ -224,7 +260,7 @@ class PlainRun:
                 difference = Difference(len(output), None, None, 0.0, finite=False)
             else:
                 difference = Difference(len(output), None, int(wanted[-1]), float(margins[-1]))
-        return RequestCheck(equal, tied, difference)
+        return RequestCheck(equal, tied, difference, tuple(far))
 
     def choose(self, decoded: Decoded, tolerance: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Samples after the prompt, and after each output token.

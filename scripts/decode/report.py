@@ -230,12 +230,19 @@ def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
 
 
 def differences(verification: Verification) -> list[str]:
-    """Makes one sentence for each request that differs from the plain run, and one if too many tokens are tied."""
+    """Makes one sentence for each request that differs from the plain run, and one if too many tokens are tied, or
+    differ by more."""
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]
+    if verification.too_many_far:
+        first = next((i, check.far[0]) for i, check in enumerate(verification.requests) if check.far)
+        sentences.append(
+            f"{verification.far} of {verification.compared} tokens differ by more than {verification.tolerance:g} from"
+            f" the plain run's; the first: {_difference(*first)}"
+        )
     if verification.too_many_tied:
         sentences.append(
-            f"{verification.tied} of {verification.tied + verification.equal} tokens differ, each within"
+            f"{verification.tied} of {verification.compared} tokens differ, each within"
             f" {verification.tolerance:g} of the plain run's; near ties are not so many"
         )
     return sentences
@@ -250,11 +257,12 @@ def _difference(i: int, found: Difference) -> str:
 
 
 def _verdict(verification: Verification) -> Text:
-    compared = verification.equal + verification.tied
     if not verification.passed:
         return Text("NO\n" + "\n".join(differences(verification)), style="bold red")
     ties = f", {verification.tied} tied within {verification.tolerance:g}" if verification.tied else ""
-    return Text(f"yes: {verification.equal} of {compared} tokens equal the uncached, unchunked run's{ties}", "green")
+    ties += f", {verification.far} by near ties of experts" if verification.far else ""
+    equal = f"{verification.equal} of {verification.compared} tokens equal the uncached, unchunked run's"
+    return Text(f"yes: {equal}{ties}", "green")
 
 
 def _by_implementation(implementation: Mapping[str, str]) -> str:

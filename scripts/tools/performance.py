@@ -266,7 +266,7 @@ def head_windows(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def sparse_layer(stem: str) -> Callable[[str], str]:
+def sparse_layer(*stems: str) -> Callable[[str], str]:
     """Microseconds of a layer's sparse and dense attention, and their ratio, by cache."""
 
     def write(document: str) -> str:
@@ -276,11 +276,34 @@ def sparse_layer(stem: str) -> Callable[[str], str]:
                 case["arguments"]["cache"],
                 *(microseconds(case["results"][name]["median_us"]) for name in ("sparse", "dense")),
                 f"{case['results']['sparse']['median_us'] / case['results']['dense']['median_us']:.2f}",
+                f"`{read(stem)['commit'][:7]}`",
             ]
+            for stem in stems
             for case in Cases(stem)
             if measured(case, "sparse") and measured(case, "dense")
         ]
-        headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense"]
+        headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense", "commit"]
+        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
+def sparse_engine(stem: str) -> Callable[[str], str]:
+    """Decode tokens a second of the engine with sparse attention and without, by sequences, context and cache."""
+
+    def write(document: str) -> str:
+        results = read(stem)["results"]
+        found = {(r["batch"], r["context"], r["cache"], r["sparse"]): r for r in results}
+        rows = []
+        for batch, context, dtype in dict.fromkeys(key[:3] for key in found):
+            sparse, dense = (found.get((batch, context, dtype, kind)) for kind in (True, False))
+            ratio = f"{sparse['decode_tokens_per_s'] / dense['decode_tokens_per_s']:.2f}x" if sparse and dense else ""
+            cells = [
+                f"{r['decode_tokens_per_s']:,.0f} ({r['fraction_of_floor']:.0%})" if r else "" for r in (sparse, dense)
+            ]
+            rows.append([f"{batch} x {context // 1024}k", DTYPES.get(dtype, dtype), *cells, ratio])
+        headings = ["sequences x context", "caches", "sparse, tokens/s", "dense, tokens/s", "sparse / dense"]
         return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
 
     return write
@@ -371,9 +394,10 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
+    "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
-    "sparse-layer": sparse_layer("sparse_layer_nvidia_h100"),
+    "sparse-layer": sparse_layer("sparse_layer_mosaic_nvidia_h100", "sparse_layer_nvidia_h100"),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(

@@ -151,8 +151,7 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
     }
     # Not all experts times the rows, which is what jax.lax.ragged_dot takes.
     temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden)
-    many = 2 * tokens * top_k > experts.gate_up.shape[0]  # few rows are left to XLA, which must not copy the weights
-    return Case(moe.routed_experts, arguments, kernels=many, tensor_cores=many, temporaries=temporaries)
+    return Case(moe.routed_experts, arguments, temporaries=temporaries)
 
 
 PORTABLE = {
@@ -170,6 +169,6 @@ PORTABLE = {
     **latent_cases(jnp.bfloat16),
     **latent_cases(jnp.float8_e4m3fn, "-fp8"),
     "xla-ragged-attention": ragged_attention(),
-    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 64, 171, 1024)},
-    **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (4, 64, 1024)},
+    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 21, 64, 171, 1024)},
+    **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (1, 4, 64, 1024)},
 }

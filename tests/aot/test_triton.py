@@ -71,10 +71,21 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for quantised in (False, True)[: 1 + (latent % 128 == 0)]
     ],
     "index_tile": [
-        {"num_tokens": tokens, "num_sequences": 16, "num_heads": heads, "dim": dim, "quantised": quantised}
-        for tokens in (1, 16, 32, 48, 64, 128, 256, 4096)
-        for heads in (8, 16, 32, 64, 128)
-        for dim in (64, 128, 256)
+        {
+            "num_tokens": tokens,
+            "num_sequences": 16,
+            "num_heads": heads,
+            "dim": dim,
+            "quantised": quantised,
+            "tree": tree,
+        }
+        for tree, token_counts, head_counts, dims in (
+            (False, (1, 16, 32, 48, 64, 128, 256, 4096), (8, 16, 32, 64, 128), (64, 128, 256)),
+            (True, (16, 32, 128), (64, 128), (128,)),
+        )
+        for tokens in token_counts
+        for heads in head_counts
+        for dim in dims
         for quantised in (False, True)
     ],
     "flash_tile": [

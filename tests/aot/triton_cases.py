@@ -544,9 +544,10 @@ SPARSE = {
     },
     "index-top-k-short": CHOOSE(table_pages=2),
     **{
-        f"index-top-k-{cache}-{n}-tree": CHOOSE(cache, num_tokens=n, tree=8)
+        f"index-top-k-{cache}-h{heads}-{n}-tree": CHOOSE(cache, heads, num_tokens=n, tree=8)
         for cache in ("bf16", "fp8")
-        for n in (16, 128)
+        for heads in (64, 128)
+        for n in (16, 32, 128)
     },
     "index-scores-bf16": indexed(pallas_attn.index_scores),
     "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),

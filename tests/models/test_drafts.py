@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.draft_control import PROBE_STEPS, RAREST_PROBE_STEPS, DraftControl, counted, step_cost
+from models.engine.draft_control import (
+    FORGOTTEN_STEPS,
+    PROBE_STEPS,
+    RAREST_PROBE_STEPS,
+    SETTLING_STEPS,
+    DraftControl,
+    counted,
+    step_cost,
+)
 from models.engine.ngram import continue_ngrams
 from models.engine.proposer import DraftTree
 from models.engine.request import Request
@@ -181,6 +189,15 @@ def test_right_drafts_are_verified_in_full_and_wrong_ones_stop():
     assert tried[1] - tried[0] <= PROBE_STEPS, "soon after the first that is accepted"
 
 
+def test_an_accepted_draft_among_the_rarest_attempts_does_not_prolong_them():
+    control, pair = DraftControl((0, 1, 2, 4), step_cost(0.2e9, 30e9, 6 / 64, 2)), requests(2)
+    simulate(control, pair, False, 4 * RAREST_PROBE_STEPS)
+    while control.num_drafts(pair) == 0:
+        pass
+    control.record(pair[0], 1, 1)
+    assert simulate(control, pair, False, PROBE_STEPS).count(1) <= 1
+
+
 def test_the_same_traffic_makes_the_same_choices():
     first, second = (simulate(DraftControl((0, 1, 2, 4), DENSE), requests(3), False, 100) for _ in range(2))
     assert first == second
@@ -198,6 +215,90 @@ def test_a_batch_that_computes_more_than_it_reads_drafts_less():
     experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # every token reads experts of its own
     assert chosen(1, experts) <= 1
     assert experts(64) < 64 * experts(1)
+
+
+def decode(control: DraftControl, seconds: dict[int, float], rate: float, steps: int, rows: int = 1) -> list[int]:
+    """Drafts of every step, if a draft is accepted with a probability and steps take a time by how many they have;
+    what a step got is known when the one after it was planned."""
+    rng, running, chosen, under_way = np.random.default_rng(0), requests(rows), [], None
+    for _ in range(steps):
+        chosen.append(control.num_drafts(running))
+        retired, under_way = under_way, chosen[-1]
+        if retired is not None:
+            for request in running:
+                if retired:
+                    accepted = np.argmin([*(rng.random(retired) < rate), False])
+                    control.record(request, retired, int(accepted))
+            control.record_time(rows, retired, seconds[retired])
+    return chosen
+
+
+FLAT, STEEP = {0: 3.8, 1: 4.0, 2: 4.2, 4: 4.6}, {0: 3.8, 1: 5.4, 2: 7.0, 4: 10.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "wanted"),
+    [
+        (FLAT, 0.9, {4}),
+        (FLAT, 0.5, {2, 4}),
+        (STEEP, 0.5, {0, 1}),
+        (STEEP, 0.0, {0}),
+        (FLAT, 0.0, {0}),
+        (STEEP, 1.0, {4}),
+    ],
+)
+def test_measured_times_decide(seconds, rate, wanted):
+    """Bytes alone say that every draft costs half a plain step, whatever a step takes apart from reading."""
+    experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
+    chosen = decode(DraftControl((0, 1, 2, 4), experts), seconds, rate, 400)[60:]
+    assert sum(n in wanted for n in chosen) > 0.9 * len(chosen)
+
+
+def test_a_pause_of_the_host_changes_no_choice():
+    control, experts = DraftControl((0, 1, 2, 4), DENSE), dict(FLAT)
+    assert decode(control, experts, 1.0, 40)[-1] == 4
+    for seconds in (300.0, 0.01):
+        control.record_time(1, 4, seconds)
+    assert control.num_drafts(requests(1)) == 4
+
+
+def test_times_that_only_seemed_long_hold_nothing_up():
+    """Steps without drafts take no longer than those with some, whatever was measured; and numbers between two others
+    are tried where the time of the larger one, by bytes, could make them pay."""
+    experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
+    for accepted, wanted in ((0, {0}), (1, {1, 2})):
+        control, running = DraftControl((0, 1, 2, 4), experts), requests(1)
+        for num_drafts, seconds in ((0, 8.0), (4, 7.3)):
+            for _ in range(5):
+                control.record_time(1, num_drafts, seconds)
+        for _ in range(30):
+            control.record(running[0], 4, accepted)
+        assert control.num_drafts(running) in wanted
+
+
+def test_first_steps_after_prompts_do_not_count():
+    control, running = DraftControl((0, 1), DENSE), requests(1)
+    control.record_prompts()
+    for _ in range(SETTLING_STEPS):
+        control.record_time(1, 0, 0.001)
+    assert control.num_drafts(running) == 1, "by bytes alone"
+    for num_drafts, seconds in ((0, 1.0), (1, 9.0)):
+        for _ in range(3):
+            control.record_time(1, num_drafts, seconds)
+    assert control.num_drafts(running) == 0
+
+
+def test_times_are_of_about_as_many_rows_and_are_forgotten():
+    control, one = DraftControl((0, 1), DENSE), requests(1)
+    control.record(one[0], 1, 1)
+    for num_drafts, seconds in ((0, 1.0), (1, 9.0)):
+        for _ in range(3):
+            control.record_time(1, num_drafts, seconds)
+    again = requests(8)
+    assert (control.num_drafts(one), control.num_drafts(again)) == (0, 1), "a draft was slow with one row alone"
+    for _ in range(FORGOTTEN_STEPS + 1):
+        control.record_time(8, 0, 1.0)
+    assert control.num_drafts(one) == 1, "so it is tried again"
 
 
 def test_a_single_width_is_always_taken():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import group_product, moe
+from models.decoder import group_product, moe, row_product
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -212,16 +213,62 @@ def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
     """On a GPU, rows are multiplied one by one if they are no more than the experts."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
-    assert [rows for rows in range(6) if moe.are_few(rows, experts)] == [0, 1, 2, 3, 4]
+    assert [rows for rows in range(6) if moe.way_of_few_rows(rows, experts) is moe.row_by_row] == [0, 1, 2, 3, 4]
     x, chosen = jnp.asarray(rng.standard_normal((1, 24)), jnp.float32), jnp.asarray([[3, 1]], jnp.int32)
     weights = jnp.asarray([[0.25, 0.75]], jnp.float32)
     few = moe.routed_experts(x, chosen, weights, experts)
-    monkeypatch.setattr(moe, "are_few", lambda *_: False)
+    monkeypatch.setattr(moe, "way_of_few_rows", lambda *_: None)
     np.testing.assert_allclose(few, moe.routed_experts(x, chosen, weights, experts), atol=1e-5)
 
 
 def test_rows_are_not_few_on_a_cpu(rng):
-    assert not moe.are_few(1, moe.Experts(*draw_experts(rng, 24, 12)))
+    assert moe.way_of_few_rows(1, moe.Experts(*draw_experts(rng, 24, 12))) is None
+
+
+def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatch):
+    experts = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
+    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
+    ways = [moe.way_of_few_rows(pairs, experts) for pairs in (1, 128, 129, 160, 161)]
+    assert ways == [moe.hopper_rows, moe.hopper_rows, moe.row_by_row, moe.row_by_row, None]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "copies", "width", "biased"),
+    [(1, 3, 128, False), (9, 2, 640, False), (5, 2, 192, True)],
+    ids=["one token", "more steps than slots", "biased, an odd number of parts"],
+)
+def test_hopper_reads_the_experts_of_few_rows(rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool):
+    """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
+    monkeypatch.setattr(row_product, "PROGRAMS", 2)
+    experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
+    if biased:
+        experts = biased_experts(rng, experts)
+    x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
+    chosen = np.asarray(rng.integers(0, 4, tokens * copies), np.int32)
+    chosen[-1] = 4
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out = moe.hopper_rows(x, experts, jnp.asarray(chosen))
+    x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
+    want = moe.row_by_row(x, experts, jnp.asarray(chosen))
+    has_expert = chosen < 4
+    assert out.shape == want.shape
+    np.testing.assert_allclose(out[has_expert].astype(jnp.float32), want[has_expert], atol=0.06 if biased else 0.03)
+
+
+def test_pairs_know_who_shares_their_expert():
+    pairs = row_product.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
+    assert pairs.count.tolist() == [3]
+    assert pairs.first[:3].tolist() == [0, 1, 6]
+    assert [pairs.next.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
+
+
+def test_products_of_few_rows_refuse_what_they_cannot_take():
+    zeros = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
+    pairs = row_product.Pairs.of(jnp.zeros(136, jnp.int32), 1)
+    with pytest.raises(NotImplementedError, match="takes 128 rows at most, got 136"):
+        row_product.row_product(row_product.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 1, False))
+    with pytest.raises(NotImplementedError, match="columns that are a multiple of 128, got 192"):
+        row_product.column_parts(192, gated=True)
 
 
 @pytest.mark.parametrize("counted", [0, 1000])

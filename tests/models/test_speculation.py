@@ -24,6 +24,7 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
+from models.engine.draft_control import DraftControl
 from models.engine.runner import Runner, StepResult
 from pallas_attn import FULL
 from tests.models import engine_case, test_engine_windows
@@ -349,10 +350,11 @@ def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch: pytest.Monkey
     assert [engine.output(i).output_ids for i in ids] == plain()[GREEDY]
 
 
-def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance():
+def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance(monkeypatch: pytest.MonkeyPatch):
     engine = make(speculate=speculation(num_drafts=1, adaptive=True))
     assert engine.warmup() > 0
     assert engine.stats().compilations == 2 + 1 + 2
+    monkeypatch.setattr(DraftControl, "record_time", lambda *_: None)  # so that no pause of this machine decides
     tell(engine, sequences(GREEDY), 1.0)
     engine.generate(PROMPTS, GREEDY)
     with compile_events() as events:
@@ -365,6 +367,17 @@ def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance(
     assert right[0] == right[1] > 40
     assert [accepted for _, accepted in wrong] == [0, 0, 0]
     assert wrong[-1][0] < right[0] / 2
+
+
+def test_the_time_of_steps_that_only_decode_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    engine, recorded = make(speculate=speculation()), []
+    monkeypatch.setattr(DraftControl, "record_time", lambda _, *given: recorded.append(given))
+    tell(engine, sequences(GREEDY), 1.0)
+    engine.generate(PROMPTS[3:5], GREEDY)
+    steps = [step for step in engine.stats().steps if not step.prefill_tokens]
+    assert [seconds for *_, seconds in recorded] == [step.duration_s for step in steps]
+    assert {num_drafts for _, num_drafts, _ in recorded} <= {*range(NUM_DRAFTS + 1)}
+    assert {rows for rows, *_ in recorded} == {1, 2}
 
 
 def test_arguments_are_checked():

@@ -147,6 +147,25 @@ def test_of_many_tokens_a_quarter_may_be_tied(tied, passed):
     assert Verification(halves, 1.0).passed is passed
 
 
+@pytest.mark.parametrize(("tokens", "far", "passed"), [(2, 1, True), (2, 2, False), (300, 3, True), (300, 4, False)])
+def test_few_tokens_may_differ_by_more_where_that_is_counted(tokens, far, passed):
+    differences = (Difference(0, 2, 3, 0.1),) * far
+    assert Verification((RequestCheck(tokens - far, 0, None, differences),), 5.0).passed is passed
+
+
+def test_tokens_that_differ_by_more_are_counted_one_by_one(plain, cases):
+    """Tokens after them are compared, too, and an end is never excused."""
+    case = cases[2]
+    wrong = [*case.tokens]
+    wrong[7] = (case.tokens[7] + 1) % 256
+    result = plain.check(case.decoded(wrong), MAX_LEN, 1e-3, may_be_far=True)
+    first, *others = result.far
+    assert same(first, 7, wrong[7], case.tokens[7], case.margins[7])
+    assert (result.difference, result.equal + result.tied + 1 + len(others)) == (None, NUM_TOKENS)
+    short = plain.check(case.decoded(wrong[:20]), MAX_LEN, 1e-3, may_be_far=True)
+    assert (short.difference.position, short.far) == (20, tuple(d for d in result.far if d.position < 20))
+
+
 SAMPLING = {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 11, "ignore_eos": True}
 
 

@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import DraftRows
+from models.decoder import AttentionSettings
+from models.engine import DraftRows, Engine, NGramProposer, SamplingParams, Speculation
 from scripts import bench_speculate
 from scripts.bench.engine.drafting import (
+    ChosenProposer,
     DraftingWork,
     TabledProposer,
+    decode,
     expected_tokens,
     follow,
+    following_model,
     line,
     ratios,
     verifying_s,
@@ -52,15 +56,38 @@ def test_the_bound_is_of_bytes_or_operations():
     slow = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=Rates(copy=1e9, matrix=1e3))
     assert verifying_s(slow, 2.0, 1, 3, 2) == pytest.approx(2 + 3 * 2 * 700 / 1e3)
     assert [expected_tokens(rate, 3) for rate in (0, 0.5, 1)] == [1, 1.875, 4]
-    result = {"batch": 1, "context": 64, "rate": 0.5} | ratios(150, 100, 200)
-    assert line(result) == "batch 1, context 64, acceptance 0.5: 150 tokens/s, 1.50x plain, 75% of the bound"
+    got = {"tokens_per_s": 150.0, "step_s": 0.01, "drafted": 1.0, "accepted": 0.5}
+    result = {"batch": 1, "context": 64, "rate": 0.5} | got | ratios(got, {"tokens_per_s": 100.0}, 200)
+    assert line(result) == (
+        "batch 1, context 64, acceptance 0.5: 150 tokens/s, 1.50x plain, 75% of the bound; 10.00 ms a step,"
+        " 0.50 of 1.00 drafts accepted"
+    )
 
 
-def test_a_case_has_room_for_all_that_it_decodes():
-    work = DraftingWork((8,), (8192,), (1.0,), num_drafts=4, new_tokens=256)
-    sizes = work.engine_config(8, 8192, None)
-    assert sizes.max_model_len == 8192 + work.output_tokens(8, 8192) + 1
+def test_cases_have_room_for_all_that_they_decode():
+    work = DraftingWork((1, 8), (1024, 8192), (1.0,), num_drafts=4, new_tokens=256)
+    sizes = work.engine_config(None)
+    assert sizes.max_model_len == 8192 + max(work.output_tokens(batch, 8192) for batch in (1, 8)) + 1
+    assert [work.measured_tokens(batch) for batch in (1, 8)] == [256, 128]
     assert sizes.num_pages * sizes.page_size >= 8 * (8192 + work.output_tokens(8, 8192))
+    assert sizes.decode_buckets == (1, 8)
+
+
+def test_a_model_follows_its_table():
+    """Whatever layers add: drafts of the table are accepted as often as they are right, and the step's length shows."""
+    work = DraftingWork((2,), (16,), (1.0, 0.0), num_drafts=1, new_tokens=8, page_size=16, max_batched_tokens=32)
+    model, table = following_model(CONFIG, "float32", AttentionSettings())
+    tabled = TabledProposer(table, 1.0)
+    chosen = ChosenProposer(tabled, NGramProposer())
+    engine = Engine(model, work.engine_config(Speculation(chosen, 1, adaptive=False)))
+    prompts = [follow(np.asarray(table), first, 16) for first in (1, 2)]
+    params = SamplingParams(max_tokens=work.output_tokens(2, 16), ignore_eos=True)
+    for index, rate in ((0, 1.0), (0, 0.0), (1, 1.0)):
+        tabled.set_rate(rate)
+        chosen.choose(index)
+        got = decode(engine, prompts, params, work)
+        assert (got["drafted"], got["accepted"]) == (1, rate)
+        assert got["tokens_per_s"] * got["step_s"] == pytest.approx(2 * (1 + rate))
 
 
 @pytest.mark.parametrize("wrong", [["--batch", "0"], ["--num-drafts", "65"], ["--rates", "1.5"], ["--new-tokens", "0"]])

@@ -89,6 +89,12 @@ def test_differences_and_ties_are_told():
     assert "request 1, output position 1: got the end, wanted 7, margin 0.25" in printed(report(verification=wrong))
     many = Verification((RequestCheck(4, 8, None),), 5.0)
     assert "8 of 12 tokens differ, each within 5" in " ".join(printed(report(verification=many)).split())
+    far = Verification((RequestCheck(30, 1, None), RequestCheck(30, 0, None, (Difference(2, 5, 7, 0.25),))), 5.0)
+    assert "60 of 62 tokens equal" in printed(report(verification=far))
+    assert "1 by near ties of experts" in " ".join(printed(report(verification=far)).split())
+    more = Verification((RequestCheck(1, 0, None, (Difference(2, 5, 7, 0.25), Difference(3, 5, 7, 1.0))),), 5.0)
+    text = " ".join(printed(report(verification=more)).split())
+    assert "2 of 3 tokens differ by more than 5 from the plain run's; the first: request 0, output position 2" in text
 
 
 def test_json_leaves_out_what_there_is_not():

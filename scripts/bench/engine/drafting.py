@@ -12,7 +12,9 @@ The bound of a case is a verifying step's time if it took the plain step's, and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from flax import nnx
+from jaxtyping import Array, Int32
 
 from models.config import DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder
@@ -31,11 +34,15 @@ from scripts.bench.engine.serving import Costs
 from scripts.bench.harness.device import measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
-EMBEDDING_SCALE = 1024.0
-"""Factor of the input embeddings, beyond which bfloat16 drops what a layer adds to them."""
+EMBEDDING_SCALE = 2.0**20
+"""Factor of the input embeddings, beyond which a sum with what a layer adds rounds to the embedding, all but always."""
 
-SETTLING_STEPS = 8
-"""Steps after the last prompt that are not measured."""
+SETTLING_STEPS = 32
+"""Steps after the last prompt that are not measured: by then the number of drafts follows the acceptance."""
+
+
+FEWEST_TOKENS = 128
+"""Tokens of each request that are measured, if so many are in all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,7 @@ class DraftingWork:
     Attributes:
       batches, contexts, rates: of the cases.
       num_drafts: drafts of a row, at most.
-      new_tokens: tokens of a request that are measured.
+      new_tokens: tokens that are measured, of all requests together.
       page_size, max_batched_tokens: of the engine.
     """
 
@@ -57,25 +64,33 @@ class DraftingWork:
     page_size: int = 64
     max_batched_tokens: int = 4096
 
+    def measured_tokens(self, batch: int) -> int:
+        """Tokens of each request that are measured."""
+        return max(self.new_tokens // batch, min(self.new_tokens, FEWEST_TOKENS))
+
     def output_tokens(self, batch: int, context: int) -> int:
         """Tokens of a request until measuring has ended, whatever is accepted: the first ones get some while later
         prompts are computed."""
         prompt_steps = batch * context // max(1, self.max_batched_tokens - batch) + batch
-        return self.new_tokens + (prompt_steps + SETTLING_STEPS + 4) * (1 + self.num_drafts)
+        return self.measured_tokens(batch) + (prompt_steps + SETTLING_STEPS + 4) * (1 + self.num_drafts)
 
-    def engine_config(self, batch: int, context: int, speculate: Speculation | None) -> EngineConfig:
-        longest = context + self.output_tokens(batch, context) + 1
+    def engine_config(self, speculate: Speculation | None) -> EngineConfig:
+        """Sizes that hold every case, so that all of them run the same programs."""
+        cases = [(batch, context) for batch in self.batches for context in self.contexts]
+        longest = [context + self.output_tokens(batch, context) + 1 for batch, context in cases]
+        most = max(self.batches)
         return EngineConfig(
-            num_pages=batch * -(-longest // self.page_size) + 1,
+            num_pages=max(b * -(-n // self.page_size) for (b, _), n in zip(cases, longest, strict=True)) + 1,
             page_size=self.page_size,
-            max_batched_tokens=max(self.max_batched_tokens, batch),
-            max_num_seqs=batch,
-            max_prefill_seqs=min(batch, 8),
-            max_model_len=longest,
+            max_batched_tokens=max(self.max_batched_tokens, most),
+            max_num_seqs=most,
+            max_prefill_seqs=min(most, 8),
+            max_model_len=max(longest),
             prefix_caching=False,
-            decode_buckets=(batch,),
-            prefill_buckets=(max(self.max_batched_tokens, batch),),
+            decode_buckets=tuple(sorted(set(self.batches))),
+            prefill_buckets=(max(self.max_batched_tokens, most),),
             speculate=speculate,
+            history=None,
         )
 
 
@@ -87,7 +102,12 @@ class TabledProposer(Proposer):
     """
 
     def __init__(self, next_tokens: Int32[Array, "V"], rate: float):
-        self.weights = (next_tokens, jnp.asarray(rate, jnp.float32))
+        self._next_tokens = next_tokens
+        self.set_rate(rate)
+
+    def set_rate(self, rate: float) -> None:
+        """Changes how often drafts are right."""
+        self.weights = (self._next_tokens, jnp.asarray(rate, jnp.float32))
 
     def propose(
         self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
@@ -96,10 +116,45 @@ class TabledProposer(Proposer):
         token, drafts = rows.tokens, []
         for ahead in range(num_drafts):
             token = next_tokens[token]
-            mixed = (rows.lens + ahead) * 40503 + rows.slots * 30103 + token * 7919
-            is_right = (mixed % 4096).astype(jnp.float32) < rate * 4096
+            position, slots, tokens = (x.astype(jnp.uint32) for x in (rows.lens + ahead, rows.slots, token))
+            mixed = _mixed(_mixed(_mixed(position) + slots) + tokens)
+            is_right = (mixed >> 8).astype(jnp.float32) < rate * 2**24
             drafts.append(jnp.where(is_right, token, (token + 1) % next_tokens.shape[0]))
         return jnp.stack(drafts, axis=1), state
+
+
+def _mixed(x: Array) -> Array:
+    """Bits that follow from others without showing it (the finaliser of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+class ChosenProposer(Proposer):
+    """One of several proposers without state, exchanged between steps: all run the same programs, which take minutes
+    to compile.
+
+    Attributes:
+      weights: number of the one that proposes, and the weights of each.
+    """
+
+    def __init__(self, *proposers: Proposer):
+        self._proposers = proposers
+        self.choose(0)
+
+    def choose(self, index: int) -> None:
+        """Lets one of them propose from the next step on, with the weights that it has now."""
+        self.weights = (jnp.asarray(index, jnp.int32), tuple(proposer.weights for proposer in self._proposers))
+
+    def propose(
+        self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
+    ) -> tuple[Int32[Array, "B num_drafts"], Any]:
+        index, of_each = weights
+
+        def drafts(proposer: Proposer, own: Any) -> Any:
+            return lambda: proposer.propose(own, (), rows, num_drafts)[0]
+
+        return jax.lax.switch(index, list(map(drafts, self._proposers, of_each))), state
 
 
 def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSettings) -> tuple[Decoder, Array]:
@@ -107,24 +162,38 @@ def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSetti
     model = random_model(config, dtype, settings)
     model.embed_tokens[...] = model.embed_tokens[...] * jnp.asarray(EMBEDDING_SCALE, dtype)
 
-    @jax.jit
-    def following(rows: Array) -> Int32[Array, "n"]:
-        return jnp.argmax(_logits(model, rows), axis=1).astype(jnp.int32)
-
-    table = model.embed_tokens[...]
-    parts = [following(table[begin : begin + 2048]) for begin in range(0, table.shape[0], 2048)]
-    return model, jnp.concatenate(parts)
-
-
-def _logits(model: Decoder, x: Array) -> Float32[Array, "n V"]:
     head = model.embed_tokens[...].T if model.lm_head is None else model.lm_head.weight[...]
-    return jnp.matmul(model.norm(x), head, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    graph, norm = nnx.split(model.norm)
+    return model, _following(graph, norm, model.embed_tokens[...], head)
 
 
-def tokens_per_s(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, work: DraftingWork) -> float:
-    """Decodes requests side by side; returns their tokens per second while all of them decode."""
+@functools.partial(jax.jit, static_argnums=0)
+def _following(graph: Any, norm: Any, embeddings: Array, head: Array) -> Int32[Array, "V"]:
+    """The likeliest token after each, some rows at a time. Weights are arguments: as constants of the program they
+    would be copied to the host and back."""
+
+    def of_row(row: Array) -> Int32[Array, ""]:
+        x = nnx.merge(graph, norm)(row[None])
+        logits = jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return jnp.argmax(logits[0]).astype(jnp.int32)
+
+    return jax.lax.map(of_row, embeddings, batch_size=2048)
+
+
+def decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, work: DraftingWork
+) -> dict[str, float]:
+    """Decodes requests side by side.
+
+    Returns:
+      Their tokens per second while all of them decode, and of these steps the mean time, drafts and accepted drafts of
+      a request.
+    """
     arrived: Counter[int | str] = Counter()
-    ids = [engine.add_request(prompt, params, on_token=lambda i, *_: arrived.update((i,))) for prompt in prompts]
+    ids = [
+        engine.add_request(prompt, dataclasses.replace(params, seed=seed), on_token=lambda i, *_: arrived.update((i,)))
+        for seed, prompt in enumerate(prompts)  # with one seed, all would draw the same tokens, and the same experts
+    ]
 
     def step() -> None:
         if not engine.has_unfinished:
@@ -135,16 +204,23 @@ def tokens_per_s(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampl
         step()
     for _ in range(SETTLING_STEPS):
         step()
-    before, began = arrived.copy(), time.perf_counter()
-    while max(arrived.values()) < max(before.values()) + work.new_tokens:
+    before, first, began = arrived.copy(), engine.stats().num_steps, time.perf_counter()
+    while max(arrived.values()) < max(before.values()) + work.measured_tokens(len(prompts)):
         step()
-    ended = time.perf_counter()
-    got = arrived.total() - before.total()
+    seconds, got = time.perf_counter() - began, arrived.total() - before.total()
+    stats = engine.stats()
+    steps = stats.steps[first - stats.num_steps :]
     for i in ids:
         engine.abort(i)
     while engine.has_unfinished:
         engine.step()
-    return got / (ended - began)
+    rows = len(steps) * len(ids)
+    return {
+        "tokens_per_s": got / seconds,
+        "step_s": seconds / len(steps),
+        "drafted": sum(record.drafted_tokens for record in steps) / rows,
+        "accepted": sum(record.accepted_tokens for record in steps) / rows,
+    }
 
 
 def expected_tokens(rate: float, num_drafts: int) -> float:
@@ -169,6 +245,18 @@ def run(
     rates = measure_rates(Stopwatch(samples=3))
     model, table = following_model(config, dtype, settings)
     costs, itemsize = Costs.of(model, rates), np.dtype(model.embed_tokens[...].dtype).itemsize
+    tabled = TabledProposer(table, 1.0)
+    chosen = ChosenProposer(tabled, NGramProposer())
+    speculate = Speculation(chosen, work.num_drafts, adaptive)
+    plain_engine, engine = [Engine(model, work.engine_config(policy)) for policy in (None, speculate)]
+    warm_up((plain_engine, engine))
+    (scheduler,) = engine._ranks.schedulers
+    new_control = copy.deepcopy(scheduler._draft_control)
+
+    def begin_anew() -> None:
+        """Forgets what cases before this one accepted and how long their steps took."""
+        scheduler._draft_control = copy.deepcopy(new_control)
+
     host_table = np.asarray(table)
     for batch in work.batches:
         for context in work.contexts:
@@ -177,29 +265,35 @@ def run(
             rng = np.random.default_rng(batch)
             random_text = rng.integers(0, config.vocab_size, (batch, context)).tolist()
             repeating = [follow(host_table, first, context) for first in rng.integers(0, config.vocab_size, batch)]
-
-            compiled: dict[Any, Any] = {}
-
-            def measured(speculate: Speculation | None, *texts: tuple[Any, SamplingParams]) -> list[float]:
-                engine = Engine(model, work.engine_config(batch, context, speculate))  # noqa: B023
-                kind = None if speculate is None else type(speculate.proposer)
-                # Engines that differ in their proposers' weights alone share programs; each measures acceptance anew.
-                engine._runner._compiled = compiled.setdefault(kind, engine._runner._compiled)  # noqa: B023
-                engine.warmup()
-                return [tokens_per_s(engine, prompts, params, work) for prompts, params in texts]
-
-            plain, plain_drawn = measured(None, (random_text, greedy), (random_text, drawn))
             case = {"batch": batch, "context": context}
+            plain, plain_drawn = (decode(plain_engine, random_text, params, work) for params in (greedy, drawn))
             for rate in work.rates:
-                policy = Speculation(TabledProposer(table, rate), work.num_drafts, adaptive)
-                [got] = measured(policy, (random_text, greedy))
-                steps = [(n, verifying_s(costs, batch / plain, batch, n, itemsize)) for n in policy.draft_buckets]
+                tabled.set_rate(rate)
+                chosen.choose(0)
+                begin_anew()
+                got = decode(engine, random_text, greedy, work)
+                plain_s = batch / plain["tokens_per_s"]
+                steps = [(n, verifying_s(costs, plain_s, batch, n, itemsize)) for n in speculate.draft_buckets]
                 bound = max(batch * expected_tokens(rate, n) / seconds for n, seconds in steps)
-                yield case | {"proposer": "table", "rate": rate} | ratios(got, plain, bound)
-            policy = Speculation(NGramProposer(), work.num_drafts, adaptive)
-            again, never = measured(policy, (repeating, greedy), (random_text, drawn))
-            yield case | {"proposer": "ngram", "text": "repeating"} | ratios(again, plain)
-            yield case | {"proposer": "ngram", "text": "random"} | ratios(never, plain_drawn)
+                yield case | {"proposer": "table", "rate": rate} | got | ratios(got, plain, bound)
+            chosen.choose(1)
+            for text, prompts, params, without in (
+                ("repeating", repeating, greedy, plain),
+                ("random", random_text, drawn, plain_drawn),
+            ):
+                begin_anew()
+                got = decode(engine, prompts, params, work)
+                yield case | {"proposer": "ngram", "text": text} | got | ratios(got, without)
+
+
+def warm_up(engines: Sequence[Engine]) -> None:
+    """Compiles every step of the engines, and runs each program again after the last was made: XLA drops the CUDA
+    graphs of all whenever it makes another."""
+    for engine in engines:
+        engine.warmup()
+    for engine in engines:
+        for bucket in engine._runner.buckets() * 2:
+            engine._runner.run_idle(bucket)
 
 
 def follow(table: np.ndarray, first: int, length: int) -> list[int]:
@@ -210,9 +304,11 @@ def follow(table: np.ndarray, first: int, length: int) -> list[int]:
     return tokens
 
 
-def ratios(got: float, plain: float, bound: float | None = None) -> dict[str, float]:
-    result = {"tokens_per_s": got, "plain_tokens_per_s": plain, "of_plain": got / plain}
-    return result if bound is None else result | {"bound_tokens_per_s": bound, "of_bound": got / bound}
+def ratios(got: dict[str, float], plain: dict[str, float], bound: float | None = None) -> dict[str, float]:
+    """Tokens per second as a multiple of plain decoding's, and as a share of the bound if there is one."""
+    rate, plain_rate = got["tokens_per_s"], plain["tokens_per_s"]
+    result = {"plain_tokens_per_s": plain_rate, "of_plain": rate / plain_rate}
+    return result if bound is None else result | {"bound_tokens_per_s": bound, "of_bound": rate / bound}
 
 
 def line(result: dict[str, Any]) -> str:
@@ -221,5 +317,6 @@ def line(result: dict[str, Any]) -> str:
     bound = f", {result['of_bound']:.0%} of the bound" if "of_bound" in result else ""
     return (
         f"batch {result['batch']}, context {result['context']}, {drafts}: {result['tokens_per_s']:,.0f} tokens/s,"
-        f" {result['of_plain']:.2f}x plain{bound}"
+        f" {result['of_plain']:.2f}x plain{bound}; {1e3 * result['step_s']:.2f} ms a step, {result['accepted']:.2f} of"
+        f" {result['drafted']:.2f} drafts accepted"
     )
