@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_attn.types import (
+    FLOAT8,
     FULL,
     LATENT_8BIT,
     LATENT_GROUP,
@@ -254,6 +255,36 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
     k_layout, v_layout = ((s.ndim, s.shape[2:]) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
     if k_layout != v_layout:
         raise ValueError("kv.v_scale: expected the layout of kv.k_scale")
+
+
+def query_scale(q_scale: Any, q: Any) -> Any:
+    """A scale of queries as an array, one of each head where it is a number; None and arrays as they are."""
+    if q_scale is None or hasattr(q_scale, "dtype"):
+        return q_scale
+    check_array("q", q)
+    return jnp.full(q.shape[-2:-1], required_number("q_scale", q_scale), jnp.float32)
+
+
+def query_dtypes(kv: PagedKV, q_scale: Any) -> tuple[Any, ...]:
+    """Dtypes that queries may have: with a scale, the cache's float8 as well."""
+    is_float8 = q_scale is not None and jnp.dtype(kv.k.dtype) in FLOAT8
+    return (*PLAIN, kv.k.dtype) if is_float8 else PLAIN
+
+
+def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
+    """Checks what queries of 8 bits need, which a scale says they are or are to be.
+
+    Raises:
+      NotImplementedError: the cache is not in a float8 dtype.
+      ValueError: queries that come in 8 bits do not say what the output has.
+    """
+    if jnp.dtype(kv.k.dtype) not in FLOAT8:
+        names = " or ".join(dtype.name for dtype in FLOAT8)
+        raise NotImplementedError(
+            f"q_scale: takes a cache in {names}, of the queries' 8 bits; got one in {kv.k.dtype.name}"
+        )
+    if q.dtype not in PLAIN and out_dtype is None:
+        raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {q.dtype.name}, got None")
 
 
 def _check_fused(pages: Any, dims: Dims) -> None:

@@ -24,8 +24,11 @@ PAGE_NONE = -1
 FULL = 2**31 - 1
 """A window that hides nothing."""
 
-QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 """The largest magnitude a quantised cache stores, by its dtype; a dtype that is not here is stored unscaled."""
+
+FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+"""Floats among the dtypes of quantised caches."""
 
 PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 """Dtypes of unquantised caches."""
@@ -111,8 +114,8 @@ def kv_cache_spec(
 
     Args:
       head_dim: D, width of keys.
-      dtype: bfloat16, float16, float32, int8 or float8_e4m3fn.
-      scales: None for unquantised dtypes; for int8 and float8_e4m3fn "head" or "channel" (static), or the number g of
+      dtype: bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
+      scales: None for unquantised dtypes; for those of 8 bits "head" or "channel" (static), or the number g of
         token groups a page has (dynamic; g divides page_size, g = page_size is one scale per token and head).
       value_dim: Dv, width of values; None for D.
 
@@ -249,7 +252,7 @@ class PagedKV:
     """The paged K/V cache of one layer.
 
     Attributes:
-      k: [N, Hkv, ps, D] in bfloat16, float16, float32, int8 or float8_e4m3fn.
+      k: [N, Hkv, ps, D] in bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
       v: [N, Hkv, ps, Dv], likewise; or None where keys and values are fused. Then k is [N, Hkv, ps, 2·W], W >= D = Dv:
         columns [:D] are the key and columns [W : W + D] the value, and others are neither read nor written.
       k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D] and [Hkv, Dv], or dynamic

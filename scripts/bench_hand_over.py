@@ -31,14 +31,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="default: 2048 8192 32768")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
     parser.add_argument("--page-size", type=int, default=64, help="default: 64")
+    parser.add_argument("--pieces", type=int, default=4, help="of a step with a consumer (default: 4)")
     parser.add_argument("--repeats", type=int, default=7, help="default: 7")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
     parser.add_argument("--prefill-device", metavar="N", help="card of the second process (default: the same)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each length")
     args = parser.parse_args(argv)
-    if min(*args.lengths, args.step_tokens, args.page_size, args.repeats) < 1:
-        parser.error("--lengths, --step-tokens, --page-size and --repeats are at least 1")
+    if min(*args.lengths, args.step_tokens, args.page_size, args.repeats, args.pieces) < 1:
+        parser.error("--lengths, --step-tokens, --page-size, --repeats and --pieces are at least 1")
     return args
 
 
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         args.step_tokens,
         args.page_size,
         args.repeats,
+        args.pieces,
     )
     report = description() | {"workload": dataclasses.asdict(work), "results": results}
     report["cards"] = 1 if args.prefill_device is None else 2

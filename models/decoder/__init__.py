@@ -22,7 +22,6 @@ from models.decoder.mesh import over_mesh as over_mesh
 from models.decoder.mesh import specs_of as specs_of
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
-from models.decoder.model import split_layers as split_layers
 from models.decoder.model import split_model as split_model
 from models.decoder.model import split_module as split_module
 from models.decoder.model import with_settings as with_settings

@@ -165,15 +165,35 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
         """Embeds the tokens and applies all layers; the final norm is left to do."""
-        x, rope, groups = self.begin(tokens, caches, metadata)
+        if len(caches) != len(self.layers):
+            raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
+        x, rope, groups = self.begin(tokens, caches[0], metadata)
+        x, caches, _ = self.apply_layers(range(len(self.layers)), x, rope, caches, groups)
+        return x, caches
+
+    def apply_layers(
+        self,
+        layers: range,
+        x: Float[Array, "T D"],
+        rope: CosSin,
+        caches: Caches,
+        groups: Sequence[GroupStep],
+        choice: Choice | None = None,
+    ) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
+        """Applies some layers, of which `caches` are, to what `begin` returned or the layers before them.
+
+        Returns:
+          What the next layers take: x, the caches that were written, and the last choice of keys, if layers make one.
+        """
         of_layer = self.layer_groups
         apply_layer = layer_function()
-        written, choice = [], None
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        written = []
+        for index, cache in zip(layers, caches, strict=True):
+            layer = self.layers[index]
             given = choice if layer.shares_choice else None  # so that all layers that choose are alike
             x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *groups[of_layer[index]], given)
             written.append(cache)
-        return x, tuple(written)
+        return x, tuple(written), choice
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
@@ -181,17 +201,16 @@ class Decoder(nnx.Module):
         return {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
 
     def begin(
-        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
+        self, tokens: Int32[Array, "T"], cache: LayerCache, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], CosSin, Sequence[GroupStep]]:
-        """Computes all that the layers of a step take; arguments and errors as of a call.
+        """Computes all that the layers of a step take; arguments and errors as of a call, of which `cache` is the first
+        layer's.
 
         Returns:
           Embeddings, rotations, and for each cache group its slots and what its attention takes.
         """
         if self.mesh is not None and not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
             raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
-        if len(caches) != len(self.layers):
-            raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
         metadata.check()
@@ -199,7 +218,7 @@ class Decoder(nnx.Module):
             metadata = metadata.as_decode_rows()
         x = self._embed(tokens)
         rope = rope_table(self.config, metadata.positions)
-        steps = self._attention_steps(metadata, caches)
+        steps = self._attention_steps(metadata, cache)
         return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
     def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
@@ -223,9 +242,9 @@ class Decoder(nnx.Module):
         logits = vocabulary_logits(x, self.embed_tokens, self.lm_head)
         return jax.lax.all_gather(logits, COLUMNS, axis=1, tiled=True) if self._vocabulary_is_split else logits
 
-    def _attention_steps(self, metadata: StepMetadata, caches: Caches) -> Sequence[AttentionStep]:
+    def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
-        match self.part, caches[0]:
+        match self.part, cache:
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
                 return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype, self.contexts)]
@@ -338,19 +357,6 @@ def _apply_layer(
     """Applies a layer as a pure function; jitted, it is lowered once for all equal layers, and its kernels compiled
     once."""
     return nnx.merge(graph, state)(x, rope, cache, slots, step, choice)
-
-
-def split_layers(
-    model: Decoder,
-) -> tuple[Callable[..., tuple[Array, LayerCache, Choice | None]], list[tuple[Any, Any]]]:
-    """Splits every layer into a hashable graph, equal for layers that are alike, and its weights.
-
-    Returns:
-      A pure function (graph, weights, x, rope, cache, slots, step, choice) -> (x, cache, choice), to be jitted with the
-      graph static; and each layer's graph and weights, which are the model's own arrays. The choice that a layer gets
-      is that of the layer before, where it shares it, else None.
-    """
-    return _apply_layer, [nnx.split(layer) for layer in model.layers]
 
 
 def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:

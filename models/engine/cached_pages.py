@@ -260,19 +260,71 @@ def write_rows(
     return tuple(written)
 
 
-type RowParts = list[tuple[int, dict[str, jax.Array]]]
-"""Copies of a layer's rows on the device: numbers of rows, and [at least so many, ...] by array."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopiedRows:
+    """Rows of one array of a layer, on their way to the host with those of other layers.
+
+    Attributes:
+      stacked: [layers, at least `count` rows, ...].
+      place: of the layer among these.
+      count: number of rows.
+    """
+
+    stacked: jax.Array
+    place: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the layer's part."""
+        return self.stacked.nbytes // self.stacked.shape[0]
+
+    def read(self) -> np.ndarray:
+        """Waits for the rows; returns them as a view of all layers'."""
+        return np.asarray(self.stacked)[self.place, : self.count]
 
 
-def gather_rows(cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"]) -> RowParts:
-    """Starts copies of a layer's rows, which later steps do not change, and sends them to the host as they are made."""
-    parts: RowParts = []
-    for start, part in _by_size(rows, 0):
-        copied = _gather(_paged_arrays(cache), part, head_wise)
-        for array in copied.values():
-            array.copy_to_host_async()
-        parts.append((min(len(part), len(rows) - start), copied))
-    return parts
+type RowParts = list[dict[str, CopiedRows]]
+"""Copies of a layer's rows, in parts, by array."""
+
+
+type DeviceRows = list[tuple[int, jax.Array]]
+"""Rows on the device, in parts: a number of rows, and int32 [at least so many]."""
+
+
+def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
+    """Sends rows to the device, for all layers of a cache group."""
+    parts = list(_by_size(rows, 0))
+    on_device = jax.device_put([part for _, part in parts])
+    return [(min(len(part), len(rows) - start), sent) for (start, part), sent in zip(parts, on_device, strict=True)]
+
+
+def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowParts]:
+    """Starts copies of rows of some layers, which later steps do not change, and sends them to the host as they are
+    made: one array of all layers, since each costs the host as much as a launch.
+
+    Args:
+      caches: of the layers.
+      of_layers: for each layer its cache group's rows, the same list for all layers of the group, and whether the group
+        is head-wise.
+
+    Returns:
+      Copies by layer.
+    """
+    copies: list[RowParts] = [[{} for _ in rows] for rows, _ in of_layers]
+    groups: dict[tuple[int, str], list[int]] = {}
+    for place, ((rows, _), cache) in enumerate(zip(of_layers, caches, strict=True)):
+        for name in _paged_arrays(cache):
+            groups.setdefault((id(rows), name), []).append(place)
+    for (_, name), places in groups.items():
+        rows, head_wise = of_layers[places[0]]
+        arrays = [_paged_arrays(caches[place])[name] for place in places]
+        for part, (count, numbers) in enumerate(rows):
+            stacked = _gather_stacked(arrays, numbers, head_wise)
+            stacked.copy_to_host_async()
+            for n, place in enumerate(places):
+                copies[place][part][name] = CopiedRows(stacked, n, count)
+    return copies
 
 
 def write_layer(
@@ -286,13 +338,15 @@ def write_layer(
     return with_arrays(cache, arrays)
 
 
-def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes]) -> None:
-    """Compiles `gather_rows` for all numbers of rows."""
-    sizes = [2**n for n in range(ROWS_AT_ONCE.bit_length())]
-    for group in groups:
-        for layer in group.layers:
-            for size in sizes:
-                gather_rows(caches[layer], group.head_wise, np.zeros((size,), np.int32))
+def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], pieces: Sequence[range]) -> None:
+    """Compiles `gather_layers` for all numbers of rows, for layers that are copied together."""
+    for size in (2**n for n in range(ROWS_AT_ONCE.bit_length())):
+        of_layers = {}
+        for group in groups:
+            rows = rows_on_device(np.zeros((size,), np.int32))
+            of_layers |= dict.fromkeys(group.layers, (rows, group.head_wise))
+        for piece in pieces:
+            gather_layers(caches[piece.start : piece.stop], [of_layers[layer] for layer in piece])
 
 
 def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
@@ -330,6 +384,11 @@ def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="head_wise")
 def _gather(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
     return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnames="head_wise")
+def _gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: bool) -> jax.Array:
+    return jnp.stack([_rows_of(array, head_wise)[rows] for array in arrays])
 
 
 @functools.partial(jax.jit, static_argnames="head_wise", donate_argnums=0)

@@ -398,17 +398,21 @@ class Engine:
         # Without a token after them, the tokens would be looked up but for the last.
         return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
 
-    def watch_written(self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30) -> WrittenFeed:
+    def watch_written(
+        self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
+    ) -> WrittenFeed:
         """Tells a consumer, layer by layer, of the pages that steps with prompts complete, from the next step on.
 
-        A step that completes pages is then launched layer by layer, and the copy of a layer's pages goes to the host
-        while later layers compute; other steps, and all steps without a consumer, are single programs. Tokens are the
-        same up to rounding. `WrittenLayer` says in which order layers come; pages that a request found in the prefix
-        cache come with the first that it completes.
+        A step that completes pages is then launched in pieces of some layers each, and the copies of their pages go to
+        the host while later pieces compute; other steps, and all steps without a consumer, are single programs. Tokens
+        are the same up to rounding. `WrittenLayer` says in which order layers come; pages that a request found in the
+        prefix cache come with the first that it completes.
 
         Args:
           consumer: called on a thread of the feed. It must not call the engine. No step waits for it.
           max_bytes: of pages that it may be behind; with more the feed ends.
+          pieces: of a step, as even as can be. With more of them pages come earlier, and the step takes longer; with as
+            many as there are layers, each layer's pages leave while the next one computes.
 
         Returns:
           The feed, to wait for, look at and close.
@@ -421,6 +425,8 @@ class Engine:
             raise ValueError(f"consumer: expected a function, got {consumer!r}")
         if max_bytes < 1:
             raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
+        if pieces < 1:
+            raise ValueError(f"pieces: expected at least 1, got {pieces}")
         if self._feed is not None and self._feed.is_open:
             raise ValueError("consumer: the engine has one already, whose feed has to be closed first")
         if self.config.mesh is not None:
@@ -431,6 +437,7 @@ class Engine:
             raise NotImplementedError(
                 "batch_invariant: steps launched layer by layer are other programs than whole ones"
             )
+        self._runner.cut_steps(pieces)
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layers}
         row_bytes = {
             layer: sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays.values())

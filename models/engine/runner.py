@@ -262,18 +262,32 @@ class Runner:
                 self.run_idle(bucket)
         self.compile_s += time.perf_counter() - began
 
+    def cut_steps(self, num_pieces: int) -> None:
+        """Makes `launch` with `on_layer` start steps in so many pieces, at most one a layer."""
+        if self._layered is None or len(self._layered.pieces) != min(num_pieces, len(self._specs)):
+            self._layered = LayeredStep(self._model, self._config, self._config.groups or (), num_pieces)
+
     def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
-        """Compiles those of the buckets that have prompts for `launch` with `on_layer`, and the copies of rows."""
-        groups = self._config.groups or ()
-        layered = self._layered = self._layered or LayeredStep(self._model, self._config, groups)
+        """Compiles those of the buckets that have prompts for `launch` with `on_layer`, and the copies of rows; as
+        `compile`, it has a GPU run everything twice in the end."""
+        layered, groups = self._layered, self._config.groups or ()
+        if layered is None:
+            raise ValueError("buckets: expected steps that `cut_steps` has cut")
         new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in layered.compiled]
         if not new:
             return layered
         began = time.perf_counter()
         last_tokens = self._allocate()
+        options = self._options(last_tokens)
         for bucket in new:
-            layered.compile(bucket, self._caches, last_tokens, self._options(last_tokens))
-        warm_up_rows(self._caches, groups)
+            layered.compile(bucket, self._caches, last_tokens, options)
+        warm_up_rows(self._caches, groups, layered.pieces)
+        if options is not None:  # on a GPU
+            for _ in range(2):
+                for bucket in self._compiled:
+                    self.run_idle(bucket)
+                for bucket in layered.compiled:
+                    jax.block_until_ready(self._run_layers(bucket, [None], [], lambda layer, parts: None))
         self.compile_s += time.perf_counter() - began
         return layered
 
@@ -316,7 +330,8 @@ class Runner:
           plans: of each data rank; None for one without rows. One of them has some.
           all_logits: whether the logits of all prefill tokens are wanted.
           rows: int32 of each cache group, that are to be copied layer by layer.
-          on_layer: takes those copies; None for a step that is one program. On one device, without drafts.
+          on_layer: takes those copies; None for a step that is one program. On one device, without drafts, after
+            `cut_steps`.
         """
         bucket = self.bucket_of(plans, all_logits)
         if on_layer is not None:
@@ -342,17 +357,27 @@ class Runner:
         on_layer: OnLayer,
     ) -> StepResult:
         """Starts a step as programs of its layers, which `on_layer` is told of."""
-        layered = self.compile_layers([bucket])
-        last_tokens = self._allocate()
-        if isinstance(last_tokens, SpeculativeState):
-            raise NotImplementedError("speculate: steps with drafts are not split by layers")
-        packed = jax.device_put(self._pack(bucket, plans))
-        tokens, logits, self._caches, self._last_tokens = layered.run(
-            bucket, self._caches, last_tokens, packed, rows, on_layer
-        )
+        self.compile_layers([bucket])
+        tokens, logits = self._run_layers(bucket, plans, rows, on_layer)
         self._num_steps += 1
         tokens.copy_to_host_async()
         return StepResult(tuple(plans), tokens, bucket, logits)
+
+    def _run_layers(
+        self,
+        bucket: Bucket,
+        plans: Sequence[StepPlan | None],
+        rows: Sequence[np.ndarray],
+        on_layer: OnLayer,
+    ) -> tuple[Array, Array | None]:
+        last_tokens = self._allocate()
+        if isinstance(last_tokens, SpeculativeState) or self._layered is None:
+            raise NotImplementedError("speculate: steps with drafts are not split by layers")
+        packed = jax.device_put(self._pack(bucket, plans))
+        tokens, logits, self._caches, self._last_tokens = self._layered.run(
+            bucket, self._caches, last_tokens, packed, rows, on_layer
+        )
+        return tokens, logits
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""

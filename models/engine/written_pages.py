@@ -1,9 +1,9 @@
 """Pages of prompts as they are written: a consumer is told of every layer while the layers after it compute.
 
- engine's thread     layer 0, copy   layer 1, copy   layer 2 ...     starts the programs of a step, waits for none
- device              [ layer 0 ][c][ layer 1 ][c][ layer 2 ]...
+ engine's thread     piece 0, copy   piece 1, copy   piece 2 ...     starts the programs of a step, waits for none
+ device              [ piece 0 ][c][ piece 1 ][c][ piece 2 ]...      a piece is some layers
  to the host                        [ pages 0 ]   [ pages 1 ]        copies go by an engine of their own
- feed's thread                                consumer(0)  consumer(1)
+ feed's thread                                consumer(0)  consumer(1)...  once for each layer
 
 A copy holds the pages as the step left them, whatever happens to them afterwards: given back, handed out, overwritten.
 """
@@ -59,7 +59,7 @@ class WrittenLayer:
       layer: number of the layer, from 0.
       num_layers: of every step.
       chunks: of the requests.
-      contents: [rows, ...] by array.
+      contents: [rows, ...] by array; views of what was copied for several layers, so copy a part that is kept.
     """
 
     step: int
@@ -217,7 +217,7 @@ class WrittenFeed:
 
     def add(self, step: WrittenStep, layer: int, parts: RowParts) -> None:
         """Takes the copies of a layer, which the device is about to make."""
-        num_bytes = sum(array.nbytes for _, arrays in parts for array in arrays.values())
+        num_bytes = sum(copied.num_bytes for arrays in parts for copied in arrays.values())
         with self._changed:
             if self.is_open:
                 self._queue.append((functools.partial(self._tell, step, layer, parts), num_bytes))
@@ -292,7 +292,6 @@ def _next_query(request: Request, end: int, page_size: int) -> int:
 def _joined(parts: RowParts) -> dict[str, np.ndarray]:
     """Waits for copies and joins them."""
     if len(parts) == 1:
-        [(count, arrays)] = parts
-        return {name: np.asarray(array)[:count] for name, array in arrays.items()}
-    names = parts[0][1] if parts else {}
-    return {name: np.concatenate([np.asarray(arrays[name])[:count] for count, arrays in parts]) for name in names}
+        return {name: copied.read() for name, copied in parts[0].items()}
+    names = parts[0] if parts else {}
+    return {name: np.concatenate([arrays[name].read() for arrays in parts]) for name in names}

@@ -22,10 +22,17 @@ def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtype
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    require_8_bits(keys.dtype)
     if keys.dtype != q.dtype and keys.dtype not in QMAX:
         raise NotImplementedError(
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {keys.dtype.name}"
         )
+
+
+def require_8_bits(dtype: jnp.dtype) -> None:
+    """Raise NotImplementedError for a cache in float8_e5m2."""
+    if dtype == jnp.float8_e5m2:
+        raise NotImplementedError(f"takes caches of 8 bits in int8 and float8_e4m3fn, got {dtype.name}")
 
 
 def require_apart(kv: PagedKV) -> None:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Num
 
+from pallas_attn.types import FLOAT8
+
 
 def take(pool: Num[Array, "..."], *index: Int32[Array, "*#rows"]) -> Num[Array, "..."]:
     """Values of a pool at places that are inside it: one array of indices for each of its first axes."""
-    if pool.dtype != jnp.float8_e4m3fn:
+    if pool.dtype not in FLOAT8:
         return pool[index]
     # Tied to the indices, so that no loop around this takes the cast out, and makes a copy of the pool to hold it.
     pool, index = lax.optimization_barrier((pool, index))
@@ -39,7 +41,7 @@ def put(
         bits = (lax.bitcast_convert_type(a, jnp.uint8) for a in (pool, values))
         return lax.bitcast_convert_type(scatter(*bits, *index), pool.dtype)
 
-    if pool.dtype != jnp.float8_e4m3fn:
+    if pool.dtype not in FLOAT8:
         return scatter(pool, values, *index)
     return lax.platform_dependent(pool, values, *index, cpu=scatter_bits, default=scatter)
 

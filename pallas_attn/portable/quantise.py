@@ -49,24 +49,24 @@ def float16_queries(q: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], 
 def quantise(
     x: Float[Array, "*#shape"], scale: Float[Array, "*#shape"], dtype: jax.typing.DTypeLike
 ) -> Num[Array, "..."]:
-    """clip(x / scale) to what `dtype` holds, in float32; int8 rounds half to even, float8_e4m3fn is cast."""
+    """clip(x / scale) to what `dtype` holds, in float32; int8 rounds half to even, floats are cast."""
     limit = QMAX[jnp.dtype(dtype)]
-    values = jnp.clip(divide(x, scale), -limit, limit)  # a cast alone makes NaN of what e4m3 cannot hold
+    values = jnp.clip(divide(x, scale), -limit, limit)  # a cast alone makes NaN or infinity of more
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.round(values)
     return values.astype(dtype)
 
 
-def rounded_to_e4m3(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """float32 numbers clipped to ±448 and rounded to those of float8_e4m3fn, half to even; NaN stays.
+def rounded_to_float8(x: Float[Array, "*shape"], dtype: jax.typing.DTypeLike) -> Float[Array, "*shape"]:
+    """float32 numbers clipped to what a float8 dtype holds and rounded to its numbers, half to even; NaN stays.
 
     By arithmetic: of a conversion there and back, which may exceed its precision, compilers are free to make nothing.
     """
-    limit = QMAX[jnp.dtype(jnp.float8_e4m3fn)]
+    limit, info = QMAX[jnp.dtype(dtype)], jnp.finfo(dtype)
     x = jnp.clip(x, -limit, limit)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
-    # A unit of the last of three binary places; below 2**-6 they are all 2**-9.
-    unit = jnp.maximum(lax.bitcast_convert_type(bits, jnp.float32), 2.0**-6) * 2.0**-3
+    # A unit of the last binary place, of which e4m3 has three; below its smallest normal 2**-6 they are all 2**-9.
+    unit = jnp.maximum(lax.bitcast_convert_type(bits, jnp.float32), float(info.tiny)) * 2.0**-info.nmant
     return jnp.round(x / unit) * unit
 
 

@@ -17,11 +17,18 @@ WIDEST_LATENT, WIDEST_ROPE = 512, 128
 def refuse(q: jax.Array, kv: PagedKV) -> None:
     """Raise NotImplementedError for queries and a cache that no kernel multiplies."""
     refuse_queries(q)
+    refuse_8_bits(kv)
     if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
         raise NotImplementedError(
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
         )
     refuse_width(q.shape[-1])
+
+
+def refuse_8_bits(kv: PagedKV) -> None:
+    """Raise NotImplementedError for a cache in float8_e5m2."""
+    if kv.k.dtype == jnp.float8_e5m2:
+        raise NotImplementedError(f"takes caches of 8 bits in int8 and float8_e4m3fn, got {kv.k.dtype.name}")
 
 
 def refuse_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:

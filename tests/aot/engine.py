@@ -18,6 +18,7 @@ from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
+from models.engine.layered_step import LayeredStep
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
 from models.engine.runner import GPU_OPTIONS
@@ -77,23 +78,8 @@ def step(
 ) -> Case:
     """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
-    groups = group_sizes(
-        config,
-        num_pages=SIZES.num_pages,
-        page_size=SIZES.page_size,
-        max_model_len=SIZES.table_pages * SIZES.page_size,
-        max_num_seqs=SIZES.max_num_seqs,
-        step_tokens=SIZES.prefill_buckets[-1],
-        recycling=True,
-    )
-    sizes = dataclasses.replace(SIZES, groups=groups, speculate=speculate)
-    pages = sizes.layer_pages(config.num_hidden_layers)
-    arguments = {
-        "weights": jax.tree.leaves(nnx.state(model)),
-        "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
-        "last_tokens": _last_tokens(config, sizes),
-        "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
-    }
+    sizes = _sizes(config, speculate)
+    arguments = _arguments(model, sizes, bucket)
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         run, _ = split_model(model)
@@ -111,6 +97,52 @@ def step(
         output=_packed_output(config, bucket),
         options=GPU_OPTIONS | UNTIMED,
     )
+
+
+@deferred
+def first_piece(config: ModelConfig, bucket: Bucket, num_pieces: int) -> Case:
+    """The first piece of a step that is launched in pieces. The others take its plans, which are made on the card."""
+    model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
+    layered = LayeredStep(model, sizes, sizes.groups or (), num_pieces)
+    layers, arguments = layered.pieces[0], _arguments(model, sizes, bucket)
+    arguments["caches"] = arguments["caches"][layers.start : layers.stop]
+
+    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
+        return layered._run_piece(bucket, layers, weights, caches, None, None, packed, last_tokens)
+
+    return Case(
+        call,
+        arguments,
+        cache="caches",
+        donated=True,
+        temporaries=512 * 2**20,
+        one_graph=True,
+        output=_packed_output(config, bucket),
+        options=GPU_OPTIONS | UNTIMED,
+    )
+
+
+def _sizes(config: ModelConfig, speculate: Speculation | None = None) -> RunnerConfig:
+    groups = group_sizes(
+        config,
+        num_pages=SIZES.num_pages,
+        page_size=SIZES.page_size,
+        max_model_len=SIZES.table_pages * SIZES.page_size,
+        max_num_seqs=SIZES.max_num_seqs,
+        step_tokens=SIZES.prefill_buckets[-1],
+        recycling=True,
+    )
+    return dataclasses.replace(SIZES, groups=groups, speculate=speculate)
+
+
+def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
+    pages = sizes.layer_pages(model.config.num_hidden_layers)
+    return {
+        "weights": jax.tree.leaves(nnx.state(model)),
+        "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
+        "last_tokens": _last_tokens(model.config, sizes),
+        "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
+    }
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
@@ -146,6 +178,8 @@ DRAFTS, NGRAM, TREE = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 
 ENGINE = {
     "engine-decode": step(V2_LITE, DECODE),
     "engine-mixed": step(V2_LITE, MIXED),
+    "engine-piece": first_piece(V2_LITE, MIXED, 2),
+    "engine-gpt-oss-piece": first_piece(GPT_OSS, MIXED, 2),
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),

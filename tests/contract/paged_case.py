@@ -38,6 +38,7 @@ class PagedCase:
       causal: False for a prefill whose queries see all keys.
       tree: a draft mask that is neither causal nor always shows the first column.
       q_scales: 8-bit queries (decode only), with scales of heads or of heads of each token.
+      one_q_scale: 8-bit queries with one scale.
       exact: integer inputs whose dot products are exact and reach +5e5 in some rows, -5e5 in others.
     """
 
@@ -64,6 +65,7 @@ class PagedCase:
     causal: bool = True
     tree: bool = False
     q_scales: Literal["head", "token"] | None = None
+    one_q_scale: float | None = None
     exact: bool = False
     soft_cap: float | None = None
     sm_scale: float | None = None
@@ -85,6 +87,7 @@ class PagedCase:
     def static(self) -> dict[str, Any]:
         """The arguments of the call that are no arrays."""
         static = {"window": self.window, "soft_cap": self.soft_cap, "sm_scale": self.sm_scale}
+        static["q_scale"] = self.one_q_scale
         static |= {} if self.causal else {"causal": False}
         return {name: value for name, value in static.items() if value is not None}
 
@@ -138,6 +141,8 @@ class Inputs:
         if case.q_scales:  # so small that some queries are past what 8 bits hold
             of_tokens = (batch, width) if case.q_scales == "token" else ()
             q_scale = rng.uniform(0.002, 0.02, (*of_tokens, case.q_heads)).astype(np.float32)
+        if case.one_q_scale is not None:
+            q_scale = np.full(case.q_heads, case.one_q_scale, np.float32)
         return Inputs(case, rng, q, kv, tables, visible, dead, mask, sinks, q_scale)
 
     def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
@@ -147,11 +152,11 @@ class Inputs:
         for b, rows in enumerate(self.q):
             q[b, : len(rows)] = rows
         arguments = self._shared(poisoned) | {"q": q, "draft_mask": self.draft_mask}
-        if self.q_scale is not None:
+        if self.case.q_scales:
             scales = np.full(q.shape[:3], np.nan if poisoned else 0, np.float32)
             for b, rows in enumerate(self.q):
                 scales[b, : len(rows)] = self._scales_of(b)
-            arguments["q_scale"] = self.q_scale if self.q_scale.ndim == 1 else scales
+            arguments["q_scale"] = scales if self.case.q_scales == "token" else self.q_scale
         if (queries > 1 and self.case.q_lens is not None) or any(n == 0 < k for n, k in self._lens):
             arguments["q_lens"] = np.array(self.case.query_lens, np.int32)
         return arguments
@@ -229,7 +234,10 @@ class Inputs:
             out, lse = np.zeros((*rows.shape[:2], case.output_dim)), np.full(rows.shape[:2], -np.inf)
             meant = rows.astype(np.float64)
             if self.q_scale is not None:
-                meant = in_8_bits(rows, self._scales_of(b)).astype(np.float64) * self._scales_of(b)[..., None]
+                meant = (
+                    in_8_bits(rows, self._scales_of(b), case.cache_dtype or "").astype(np.float64)
+                    * self._scales_of(b)[..., None]
+                )
             for head in range(case.kv_heads if len(rows) else 0):
                 tokens = np.flatnonzero(self.visible[b, head].any(axis=0)).tolist()
                 k, v = ({t: self._meant(name, b, head, t) for t in tokens} for name in ("k", "v"))
@@ -306,7 +314,7 @@ def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dty
         return rng.uniform(0.002, 0.03, shape).astype(dtype)
     if dtype == np.int8:
         return rng.integers(-127, 128, shape).astype(dtype)
-    if dtype == ml_dtypes.float8_e4m3fn:
+    if dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return (100 * rng.standard_normal(shape)).clip(-448, 448).astype(dtype)
     # The tolerances of narrow floats are FlashMLA's, and so is the size of the values they are meant for.
     size = 0.1 if name == "v" and dtype.itemsize == 2 else 1.0
@@ -331,9 +339,10 @@ def _draw_exact(
     return [rows.astype(case.dtype) for rows in q], {"k": k.astype(case.dtype), "v": v}
 
 
-def in_8_bits(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Queries [..., D] divided by their scales, as float8_e4m3fn."""
-    return (q.astype(np.float32) / scale[..., None]).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+def in_8_bits(q: np.ndarray, scale: np.ndarray, dtype: str = "float8_e4m3fn") -> np.ndarray:
+    """Queries [..., D] divided by their scales, as float8."""
+    limit = float(ml_dtypes.finfo(dtype).max)
+    return (q.astype(np.float32) / scale[..., None]).clip(-limit, limit).astype(dtype)
 
 
 def _draw_sinks(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:

@@ -16,7 +16,7 @@ from tests.contract.paged_case import PagedCase
 PS = 16
 TOKENS = 40
 """Packed rows of prefill calls, so that many lengths share a compilation."""
-FP8 = "float8_e4m3fn"
+FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 PLAIN = PagedCase(
     kv_lens=(0, 1, PS - 1, PS, PS + 1, 65, 128),
@@ -131,6 +131,8 @@ QUANTISED = {
     "fp8 per channel, head-wise": replace(PLAIN, cache_dtype=FP8, scales="channel", head_wise=True),
     "fp8 per token, windows": windowed((9, 17), (FULL, 0), cache_dtype=FP8, scales=PS),
     "fp8 in 1 group, int window": replace(PLAIN, cache_dtype=FP8, scales=1, sinks="ordinary", window=12),
+    "e5m2 per head, sinks": replace(PLAIN, cache_dtype=E5M2, scales="head", sinks="ordinary"),
+    "e5m2 in 4 groups, head-wise": replace(PLAIN, cache_dtype=E5M2, scales=4, head_wise=True),
     "fp8 in 4 groups of pages of two tiles": replace(
         PLAIN, kv_lens=(100, 129, 256), q_lens=(1, 1, 1), cache_dtype=FP8, scales=4, page_size=128, pages_per_row=2,
         num_pages=8,
@@ -171,6 +173,9 @@ DECODE = SHARED | {
     ),
     "fp8 queries of tokens, head-wise, over fp8 per channel": replace(
         PLAIN, q_scales="token", cache_dtype=FP8, scales="channel", head_wise=True
+    ),
+    "one scale of e5m2 queries, drafts": replace(
+        DRAFTS, one_q_scale=5e-5, cache_dtype=E5M2, scales="head", soft_cap=9.0
     ),
     "draft trees over any head's rows": TREE,
     "draft trees that start tiles": replace(TREE, kv_lens=(0, 67, 64, 66, 65)),
@@ -221,6 +226,10 @@ PREFILL = SHARED | {
         head_windows=None, sinks=None, soft_cap=5.0, window=150,
     ),
     "chunks, int8 per token": replace(CHUNK, cache_dtype="int8", scales=PS, head_windows=((FULL, 0), (60, 5))),
+    "chunks, one scale of fp8 queries, soft cap": replace(
+        CHUNK, one_q_scale=0.007, cache_dtype=FP8, scales="head", soft_cap=20.0, sinks="ordinary"
+    ),
+    "chunks, one scale of e5m2 queries": replace(CHUNK, one_q_scale=5e-5, cache_dtype=E5M2, scales="channel"),
     # Queries of all blocks see all tiles, where there are fewer keys than queries, too.
     "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
     "full, more queries than keys": packed(

@@ -123,7 +123,7 @@ def test_layers_and_caches_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens, caches, metadata)
-    x, angles, [(slots, parts)] = model.begin(tokens, (full, shared), metadata)
+    x, angles, [(slots, parts)] = model.begin(tokens, full, metadata)
     with pytest.raises(ValueError, match="choice: expected that of the layer before"):
         model.layers[1](x, angles, shared, slots, parts)
 
@@ -134,7 +134,7 @@ def test_a_choice_is_handed_on_where_layers_share_it(config: DeepSeekConfig) -> 
     metadata, tokens = step(pages, prefill=[(0, 0, 20)]), jnp.zeros((20,), jnp.int32)
 
     def first_layer(cache: Any) -> Any:
-        x, angles, [(slots, parts)] = model.begin(tokens, (cache, cache), metadata)
+        x, angles, [(slots, parts)] = model.begin(tokens, cache, metadata)
         return model.layers[0](x, angles, cache, slots, parts)[2]
 
     handed_on = jax.eval_shape(first_layer, jax.eval_shape(lambda: model.allocate_caches(5, PAGE_SIZE))[0])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.layered_step import LayeredStep
+from models.engine.layered_step import LayeredStep, pieces_of
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
@@ -25,10 +24,10 @@ def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     """Engines of one kind share the programs of their layers, as they do whole steps."""
     make_layered = LayeredStep.__init__
 
-    def sharing(self: LayeredStep, model: Any, config: Any, groups: Any) -> None:
-        make_layered(self, model, config, groups)
-        key = f"layers {id(model)} {config}"
-        self._of_buckets, self._of_layers = compiled_steps.setdefault(key, ({}, {}))
+    def sharing(self: LayeredStep, model: Any, config: Any, groups: Any, num_pieces: int) -> None:
+        make_layered(self, model, config, groups, num_pieces)
+        key = f"{len(self.pieces)} pieces {id(model)} {config}"
+        self._of_buckets = compiled_steps.setdefault(key, {})
 
     monkeypatch.setattr(LayeredStep, "__init__", sharing)
 
@@ -79,9 +78,8 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
     """With chunks, prefixes that are found, and windows; contents are those that the engine exports. A page that two
-    requests compute side by side is told of by both and kept once: to the bit the same on a CPU, elsewhere rounded by
-    the shape of the step."""
-    rounding = 0.0 if jax.default_backend() == "cpu" else 1e-5
+    requests compute side by side is told of by both and kept once, rounded by the shape of one's step."""
+    rounding = 1e-5
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
@@ -111,13 +109,13 @@ def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.Monke
 
     def running(self: LayeredStep, bucket: Any, *rest: Any) -> Any:
         whole = self._of_buckets
-        begin, programs, finish = whole[bucket]
+        first, second = whole[bucket]
 
         def waiting(*arguments: Any) -> Any:
             in_time.append(came.acquire(timeout=60))
-            return programs[1](*arguments)
+            return second(*arguments)
 
-        self._of_buckets = {bucket: (begin, [programs[0], waiting], finish)}
+        self._of_buckets = {bucket: [first, waiting]}
         try:
             return run(self, bucket, *rest)
         finally:
@@ -129,6 +127,36 @@ def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.Monke
     feed.wait(60)
     assert in_time == [True] * 3  # 16 of 50 tokens at a time; the last two complete no page
     check(engine)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pieces", "wanted"), [(27, 4, [6, 7, 7, 7]), (2, 4, [1, 1]), (5, 1, [5]), (61, 61, [1] * 61)]
+)
+def test_pieces_are_as_even_as_can_be(layers: int, pieces: int, wanted: list[int]) -> None:
+    cut = pieces_of(layers, pieces)
+    assert [len(piece) for piece in cut] == wanted
+    assert [layer for piece in cut for layer in piece] == [*range(layers)]
+
+
+def test_pages_of_a_step_of_one_piece() -> None:
+    """All layers come in order, and an engine may be watched with another number of pieces afterwards."""
+    engine, told = make(LATENT_KIND), list[WrittenLayer]()
+    feed = engine.watch_written(told.append, pieces=1)
+    wanted = engine.generate([PROMPTS[4]], PARAMS)[0].output_ids
+    feed.wait(60)
+    feed.close()
+    steps = whole_steps(told)
+    assert [[written.layer for written in layers] for layers in steps] == [[0, 1]] * len(steps) != []
+    again = list[WrittenLayer]()
+    other = make(LATENT_KIND)
+    other.watch_written(lambda written: None, pieces=1).close()
+    feed = other.watch_written(again.append, pieces=9)
+    assert other.generate([PROMPTS[4]], PARAMS)[0].output_ids == wanted
+    feed.wait(60)
+    assert len(again) == len(told)
+    for one, two in zip(told, again, strict=True):
+        for name, array in one.contents.items():
+            np.testing.assert_allclose(two.contents[name], array, rtol=1e-5, atol=1e-5)
 
 
 def test_without_a_consumer_the_step_is_the_same_program() -> None:
@@ -253,6 +281,7 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({}, {"consumer": 3}, ValueError, "consumer: expected a function, got 3"),
         ({}, {"max_bytes": 0}, ValueError, "max_bytes: expected at least 1, got 0"),
+        ({}, {"pieces": 0}, ValueError, "pieces: expected at least 1, got 0"),
         ({"batch_invariant": True}, {}, NotImplementedError, "batch_invariant: steps launched layer by layer"),
         (
             {"speculate": Speculation(NGramProposer(), 2)},
@@ -261,7 +290,7 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
             "speculate: proposers see whole steps",
         ),
     ],
-    ids=["no function", "no bytes", "batch-invariant", "drafts"],
+    ids=["no function", "no bytes", "no pieces", "batch-invariant", "drafts"],
 )
 def test_refusals(changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     config = EngineConfig(num_pages=16, page_size=4, max_batched_tokens=16, max_num_seqs=4, **changes)

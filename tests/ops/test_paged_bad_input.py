@@ -121,7 +121,7 @@ Q8: dict[str, Any] = {"kv": cache(jnp.float8_e4m3fn, of(HKV)), "q_scale": of(HQ)
 ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
     ("a scale of KV heads", Q8 | {"q_scale": of(HKV)}, r"q_scale: expected shape \[Hq=4\], got \[2\]"),
     ("a scale of tokens", Q8 | {"q_scale": of(B, Q)}, r"q_scale: expected shape \[B=3, Q=2, Hq=4\], got \[3, 2\]"),
-    ("a number as q_scale", Q8 | {"q_scale": 0.5}, "q_scale: expected an array, got 0.5"),
+    ("a negative q_scale", Q8 | {"q_scale": -0.5}, "q_scale: expected a positive finite number, got -0.5"),
     ("16-bit q_scale", Q8 | {"q_scale": of(HQ, dtype=jnp.bfloat16)}, "q_scale: expected dtype float32, got bfloat16"),
     ("8-bit queries", {"q": of(B, Q, HQ, D, dtype=jnp.float8_e4m3fn)}, "q: expected dtype .*, got float8_e4m3fn"),
     (
@@ -187,8 +187,8 @@ def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: di
     ("changes", "message"),
     [
         ({"q_scale": of(B, Q, HQ, 1)}, r"q_scale: takes a scale for each head .*blocks of columns.*got \[3, 2, 4, 1\]"),
-        ({"kv": INT8}, "q_scale: takes a cache in float8_e4m3fn, .*; got one in int8"),
-        ({"kv": KV}, "q_scale: takes a cache in float8_e4m3fn, .*; got one in float32"),
+        ({"kv": INT8}, "q_scale: takes a cache in float8_e4m3fn or float8_e5m2, .*; got one in int8"),
+        ({"kv": KV}, "q_scale: takes a cache in float8_e4m3fn or float8_e5m2, .*; got one in float32"),
     ],
     ids=["blocks", "int8", "float32"],
 )

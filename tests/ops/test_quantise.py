@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_attn.portable.quantise import amax_scale, dequantise, divide, held_scale, quantise, rounded_to_e4m3
+from pallas_attn.portable.quantise import amax_scale, dequantise, divide, held_scale, quantise, rounded_to_float8
 from tests.ops.harness import assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import QMAX, numpy_quantise
 
@@ -54,12 +53,13 @@ def test_quantise_divides_saturates_and_rounds_half_to_even(dtype: str, compiled
 
 
 @eager_and_jitted
-def test_rounding_to_e4m3_is_the_conversion_there_and_back(compiled: bool) -> None:
+@pytest.mark.parametrize("dtype", [name for name in QMAX if name != "int8"])
+def test_rounding_to_float8_is_the_conversion_there_and_back(dtype: str, compiled: bool) -> None:
     """For all numbers of 16 bits, among them every tie, infinities and NaN."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):
-        want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(run(compiled, rounded_to_e4m3, x), want)
+        want = np.clip(x, -QMAX[dtype], QMAX[dtype]).astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(run(compiled, rounded_to_float8, x, dtype=dtype), want)
 
 
 @eager_and_jitted

@@ -116,7 +116,7 @@ def test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_d
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", list(QMAX))
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32) * PAGE_SIZE

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_attn import write_kv
@@ -17,7 +16,7 @@ from tests.ops.harness import Variant, any_bits, compiled
 
 NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
 NUM_TOKENS = 6
-QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
+QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448), "float8_e5m2": np.float32(57344)}
 PLAIN = ["bfloat16", "float16", "float32"]
 
 RUNNABLE = [backend.variant for backend in backends.backends_of("write_kv", lambda backend: not backend.interpreted)]
@@ -68,7 +67,7 @@ def write(variant: Variant, kv: PagedKV, k: Any, v: Any, slots: Any, **rope_and_
 def numpy_quantise(x: Any, scale: Any, dtype: str) -> Any:
     with np.errstate(over="ignore", under="ignore"):
         values = np.clip(np.float32(x) / np.float32(scale), -QMAX[dtype], QMAX[dtype])
-    return np.rint(values).astype(np.int8) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn)
+    return np.rint(values).astype(np.int8) if dtype == "int8" else values.astype(dtype)
 
 
 def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:

@@ -22,7 +22,7 @@ def paged_decode(
     sinks: Float[Array, "Hq"] | None = None,
     soft_cap: float | None = None,
     draft_mask: Bool[Array, "B Q Q"] | None = None,
-    q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | None = None,
+    q_scale: Float[Array, "Hq"] | Float[Array, "B Q Hq"] | float | None = None,
     plan: DecodePlan | None = None,
     out: Float[Array, "T Hq Dv"] | None = None,
     return_lse: bool = False,
@@ -35,7 +35,7 @@ def paged_decode(
     window shows. The new tokens' keys must already be in the pages.
 
     Args:
-      q: queries in bfloat16, float16 or float32; with `q_scale` also in float8_e4m3fn, divided by it already.
+      q: queries in bfloat16, float16 or float32; with `q_scale` also in the cache's float8, divided by it already.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables. Entry j holds
         tokens [j·ps, (j + 1)·ps); those of PAGE_NONE, and of ids outside the pool, are invisible; entries without a
@@ -47,16 +47,16 @@ def paged_decode(
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
-      q_scale: float32, for each query head or each head of each token: attends with 8-bit queries over a
-        float8_e4m3fn cache. q is divided by it (IEEE), clipped to ±448 and rounded to float8_e4m3fn (half to even),
-        unless it comes so. Scores are of these values, times `q_scale`, times the scales of the keys, whatever their
-        layout. None for queries as they are. It must be positive.
+      q_scale: a number, or float32 for each query head or each head of each token: attends with 8-bit queries over a
+        float8 cache. q is divided by it (IEEE), clipped to what the cache's dtype holds and rounded to that (half to
+        even), unless it comes so. Scores are of these values, times `q_scale`, times the scales of the keys, whatever
+        their layout. None for queries as they are. It must be positive.
       plan: from `plan_decode`, made for these lengths and windows; changes speed and rounding only.
       out: packed output of a step that mixes decodes with others, in the output's dtype: its first B·Q tokens become
         this call's output, in place where the array may be given up; the others stay as they are. None for an array of
         its own.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's, unless that is float8_e4m3fn.
+      out_dtype: of the output; None for q's, unless that is a float8.
       implementation: None, a name, or names to try in order.
 
     Returns:
@@ -91,7 +91,7 @@ def paged_decode(
         window=checks.window(window),
         sinks=sinks,
         draft_mask=draft_mask,
-        q_scale=q_scale,
+        q_scale=checks.query_scale(q_scale, q),
         plan=plan,
         out=out,
         sm_scale=checks.number("sm_scale", sm_scale),

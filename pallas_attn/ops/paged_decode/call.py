@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.quantise import divide, rounded_to_e4m3
-from pallas_attn.types import DecodePlan, HeadWindow, PagedKV, PlanKey
-
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+from pallas_attn.portable.quantise import divide, rounded_to_float8
+from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PagedKV, PlanKey
 
 type DecodeOutput = Float[Array, "B Q Hq Dv"] | Float[Array, "T Hq Dv"]
 """An output of its own, or the packed one that its tokens were put into."""
@@ -110,7 +108,7 @@ class PagedDecodeCall:
 
     def bounded(self) -> PagedDecodeCall:
         """The call as implementations take it: lengths and windows held to what there is room for. Where there is a
-        `q_scale`, q holds e4m3 values in a wider dtype, of which [B, Q, Hq] has the scales.
+        `q_scale`, q holds float8 values in a wider dtype, of which [B, Q, Hq] has the scales.
         """
         q, q_scale = self._rounded_queries()
         return dataclasses.replace(
@@ -123,18 +121,20 @@ class PagedDecodeCall:
         )
 
     def _rounded_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"] | None]:
-        """Queries rounded to e4m3, exactly as numbers of q's dtype or of float16, and a scale for each row."""
+        """Queries rounded to the cache's float8, as numbers of q's dtype or of float16, and a scale for each row."""
         if self.q_scale is None:
             return self.q, None
         q_scale = jnp.broadcast_to(self.q_scale, self.q.shape[:3])
-        if self.q.dtype == E4M3:
+        if self.q.dtype in FLOAT8:
             return self.q.astype(jnp.float16), q_scale
-        return rounded_to_e4m3(divide(self.q.astype(jnp.float32), q_scale[..., None])).astype(self.q.dtype), q_scale
+        rounded = rounded_to_float8(divide(self.q.astype(jnp.float32), q_scale[..., None]), self.kv.k.dtype)
+        return rounded.astype(self.q.dtype), q_scale
 
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other, NotImplementedError for scales of another kind."""
         dims = checks.Dims()
-        dims.check("q", self.q, "B Q Hq D", checks.PLAIN if self.q_scale is None else (*checks.PLAIN, E4M3))
+        checks.check_class("kv", self.kv, PagedKV)
+        dims.check("q", self.q, "B Q Hq D", checks.query_dtypes(self.kv, self.q_scale))
         checks.check_kv(self.kv, dims)
         checks.check_heads(dims["Hq"], dims["Hkv"])
         checks.check_block_tables(self.block_tables, dims, rows="B")
@@ -173,9 +173,4 @@ class PagedDecodeCall:
                 f"blocks of columns are not interpreted, got {list(shape)}"
             )
         dims.check("q_scale", q_scale, "Hq" if len(shape) == 1 else "B Q Hq")
-        if self.kv.k.dtype != E4M3:
-            raise NotImplementedError(
-                f"q_scale: takes a cache in {E4M3.name}, of the queries' 8 bits; got one in {self.kv.k.dtype.name}"
-            )
-        if self.q.dtype == E4M3 and self.out_dtype is None:
-            raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {E4M3.name}, got None")
+        checks.check_8_bit_queries(self.q, self.kv, self.out_dtype)

@@ -23,6 +23,7 @@ def paged_prefill(
     sinks: Float[Array, "Hq"] | None = None,
     soft_cap: float | None = None,
     draft_mask: Bool[Array, "T M"] | None = None,
+    q_scale: float | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -34,7 +35,8 @@ def paged_prefill(
     already be in the pages.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32; rows before cu_q_lens[0] and after its largest are padding.
+      q: packed queries in bfloat16, float16 or float32, with `q_scale` also in the cache's float8; rows before
+        cu_q_lens[0] and after its largest are padding.
       kv: the cache; see `PagedKV`.
       block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables; PAGE_NONE's tokens
         are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
@@ -49,8 +51,11 @@ def paged_prefill(
       draft_mask: True where a token sees new token j of its own sequence, at position kv_len - new tokens + j; replaces
         causality among the new tokens, as for trees of drafts or images. Those from M on, more than the mask has
         columns for, are invisible. Older keys are visible, and windows count positions.
+      q_scale: attends with 8-bit queries over a float8 cache: q is divided by it (IEEE), clipped to what the cache's
+        dtype holds and rounded to that (half to even), unless it comes so, and scores are multiplied by it. None for
+        queries as they are.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's.
+      out_dtype: of the output; None for q's, unless that is a float8.
       implementation: None, a name, or names to try in order.
 
     Returns:
@@ -59,7 +64,7 @@ def paged_prefill(
 
     Raises:
       ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      NotImplementedError: a `q_scale` over another cache; or the implementation named does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -83,6 +88,7 @@ def paged_prefill(
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
         draft_mask=draft_mask,
+        q_scale=checks.number("q_scale", q_scale),
     )
     call.validate()
     has_tokens = call.num_tokens and call.num_sequences

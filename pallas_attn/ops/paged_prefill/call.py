@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.types import HeadWindow, PagedKV
+from pallas_attn.portable.quantise import divide, rounded_to_float8
+from pallas_attn.types import FLOAT8, HeadWindow, PagedKV
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +34,7 @@ class PagedPrefillCall:
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
     draft_mask: Bool[Array, "T M"] | None = None
+    q_scale: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_tokens(self) -> int:
@@ -79,18 +81,31 @@ class PagedPrefillCall:
         return out, jnp.full(self.q.shape[:2], -jnp.inf, jnp.float32)
 
     def bounded(self) -> PagedPrefillCall:
-        """The call as implementations take it: lengths and windows held to what there is room for."""
+        """The call as implementations take it: lengths and windows held to what there is room for. Queries of 8 bits
+        are numbers of a wider dtype, and their scale is in that of the scores."""
         return dataclasses.replace(
             self,
+            q=self._rounded_queries(),
+            q_scale=None,
+            sm_scale=self.sm_scale if self.q_scale is None else self.scale * self.q_scale,
             cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
             kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
             window=checks.bound_window(self.window),
         )
 
+    def _rounded_queries(self) -> Float[Array, "T Hq D"]:
+        if self.q_scale is None:
+            return self.q
+        if self.q.dtype in FLOAT8:
+            return self.q.astype(jnp.float16)
+        scaled = divide(self.q.astype(jnp.float32), jnp.float32(self.q_scale))
+        return rounded_to_float8(scaled, self.kv.k.dtype).astype(self.q.dtype)
+
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
-        dims.check("q", self.q, "T Hq D", checks.PLAIN)
+        checks.check_class("kv", self.kv, PagedKV)
+        dims.check("q", self.q, "T Hq D", checks.query_dtypes(self.kv, self.q_scale))
         checks.check_kv(self.kv, dims)
         checks.check_heads(dims["Hq"], dims["Hkv"])
         checks.check_block_tables(self.block_tables, dims, rows="S")
@@ -106,4 +121,6 @@ class PagedPrefillCall:
             dims.check("sinks", self.sinks, "Hq", checks.F32)
         checks.check_positive("sm_scale", self.sm_scale)
         checks.check_positive("soft_cap", self.soft_cap)
+        if self.q_scale is not None:
+            checks.check_8_bit_queries(self.q, self.kv, self.out_dtype)
         checks.output_dtype(self.out_dtype, self.q.dtype)

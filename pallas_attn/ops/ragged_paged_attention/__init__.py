@@ -56,7 +56,8 @@ def ragged_paged_attention(
     `paged_prefill`, in one call and one output. All arrays may be known on the device only.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32; rows before cu_q_lens[0] and after its largest are padding.
+      q: packed queries in bfloat16, float16 or float32, with `q_scale` also in a cache's float8; rows before
+        cu_q_lens[0] and after its largest are padding.
       k, v: keys and values of the same tokens, in any of these dtypes; or for static scales quantised already, in the
         cache's dtype. Unused with `update_kv_cache=False`, and may be None then.
       kv: the cache; under donation written in place.
@@ -72,9 +73,10 @@ def ragged_paged_attention(
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       attention_sink: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       update_kv_cache: False where the new tokens are in the pages already, as with layers that share a cache.
-      q_scale: None: queries are not quantised here.
+      q_scale: attends with 8-bit queries over a float8 cache, as `paged_prefill` says. Over a cache of 16 or 32 bits
+        queries are as they are: what is divided by it is multiplied with it again.
       k_scale, v_scale: of a quantised cache, in place of its own in this call; None for its own.
-      out_dtype: of the output; None for q's.
+      out_dtype: of the output; None for q's, unless that is a float8.
       implementation: of all three operations.
 
     Returns:
@@ -82,7 +84,7 @@ def ragged_paged_attention(
 
     Raises:
       ValueError: arguments that do not fit each other.
-      NotImplementedError: a `q_scale`; or the implementation named does not support the call.
+      NotImplementedError: a `q_scale` over int8; or the implementation named does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -96,16 +98,14 @@ def ragged_paged_attention(
       >>> out.shape, kv.k[3, 0, :, 0].tolist()  # page 3 holds the three tokens of the second
       ((6, 2, 8), [1.0, 1.0, 1.0, 0.0])
     """
-    if q_scale is not None:
-        raise NotImplementedError(
-            "q_scale: queries are not quantised here, and a scale that is divided by and multiplied with changes no "
-            "result; leave it None"
-        )
     update, causal = checks.flag("update_kv_cache", update_kv_cache), checks.flag("causal", causal)
     scaled = _with_scales(kv, k_scale, v_scale)
     sliding_window = checks.window(sliding_window)
     dims = checks.Dims()
-    dims.check("q", q, "T Hq D", checks.PLAIN)
+    q_scale = checks.number("q_scale", q_scale)
+    if scaled.k.dtype in checks.PLAIN:
+        q_scale = None
+    dims.check("q", q, "T Hq D", checks.query_dtypes(scaled, q_scale))
     checks.check_kv(scaled, dims)
     checks.check_heads(dims["Hq"], dims["Hkv"])
     if update:
@@ -119,6 +119,7 @@ def ragged_paged_attention(
         "window": sliding_window,
         "soft_cap": checks.number("soft_cap", soft_cap),
         "sinks": attention_sink,
+        "q_scale": q_scale,
         "out_dtype": checks.output_dtype(out_dtype, q.dtype),
         "implementation": implementation,
     }

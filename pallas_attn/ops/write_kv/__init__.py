@@ -54,7 +54,7 @@ def write_kv(
     all implementations follow to the bit; only norm and rotation may differ, by a unit in the last place):
 
     - Static scales are used as given: x is stored as clip(x / scale, -qmax, qmax), rounded half to even for int8 and
-      cast for float8_e4m3fn; qmax is 127 or 448.
+      cast for float8_e4m3fn and float8_e5m2; qmax is 127, 448 or 57344.
     - Dynamic scales belong to groups of ps/g tokens. The group's tokens in this call are reduced together. The tokens
       that count beside them are the group's *earlier* ones, at offsets below the lowest that this call writes; those
       above it that are not written are stale, since a sequence is written in order. Then the group's new scale is the

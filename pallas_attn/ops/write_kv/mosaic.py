@@ -57,6 +57,7 @@ MANY_VALUES = 64
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
     basics.require_capability((9, 0), (10, 0))
     refusals.require_apart(call.kv)
+    refusals.require_8_bits(call.kv.k.dtype)
     static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
     writers = _record_writers(static, x.slots) if static.grouped else None
     pool = KVPool(

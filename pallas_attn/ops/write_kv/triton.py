@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import device
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.portable.pool_access import page_or_none, put
-from pallas_attn.triton import tiles
+from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import amax_scale, e4m3_from_f32, f16_from_e4m3
 from pallas_attn.types import QMAX, PagedKV
@@ -46,6 +46,7 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
+    caches.refuse_8_bits(call.kv)
     if min(call.k.shape[-1], call.v.shape[-1]) == 1:
         raise NotImplementedError("takes heads of two columns or more, got one")
     if _group_tokens(call.kv) > 1:

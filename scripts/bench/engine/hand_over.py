@@ -55,6 +55,7 @@ class HandOver:
       step_tokens: of a step.
       page_size: of the caches.
       repeats: of each measurement.
+      pieces: that a step with a consumer is launched in.
     """
 
     config: str
@@ -64,6 +65,7 @@ class HandOver:
     step_tokens: int
     page_size: int
     repeats: int
+    pieces: int = 4
 
 
 def make_engine(work: HandOver) -> Engine:
@@ -85,7 +87,7 @@ def make_engine(work: HandOver) -> Engine:
 def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
     """Measures each length of prompts; yields the results of one at a time."""
     engine, rng = make_engine(work), np.random.default_rng(0)
-    feed = engine.watch_written(lambda written: None)
+    feed = engine.watch_written(lambda written: None, pieces=work.pieces)
     engine.warmup()
     feed.close()
 
@@ -101,7 +103,9 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
             for _ in range(work.repeats):
                 whole.append(_local(engine, prompt(length), exported.append))
                 bytes_at: list[tuple[float, int]] = []
-                feed = engine.watch_written(lambda w, at=bytes_at: at.append((time.perf_counter(), w.num_bytes)))
+                feed = engine.watch_written(
+                    lambda w, at=bytes_at: at.append((time.perf_counter(), w.num_bytes)), pieces=work.pieces
+                )
                 began = time.perf_counter()
                 layered.append(_local(engine, prompt(length)))
                 feed.wait(600)

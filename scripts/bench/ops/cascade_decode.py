@@ -15,8 +15,11 @@ import numpy as np
 from pallas_attn import cascade_decode, paged_decode, plan_decode
 from scripts.bench.cases.paged_decode import DecodeArrays
 from scripts.bench.harness.case import Bench
-from scripts.bench.harness.pools import Pools, at_least, cache_spec, calls_of, random_values, tables
+from scripts.bench.harness.pools import Pools, cache_spec, calls_of, random_values, tables
 from scripts.bench.harness.timing import Stopwatch, Timing
+
+CALLS = 8
+"""Calls of a chain, at most: a third of a second to compile each. The least that eight read is four times L2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +65,8 @@ class CascadeCase:
           MemoryError: the pages do not fit.
         """
         shared, own = (tokens // self.page_size for tokens in (self.shared, self.own))
-        each, cold = shared + self.samples * own, calls_of(self.num_bytes)
-        kv = pools.get(self.cache, cold * each, **self.pool_sizes)
-        calls = at_least(cold)
+        each, calls = shared + self.samples * own, min(calls_of(self.num_bytes), CALLS)
+        kv = pools.get(self.cache, calls * each, **self.pool_sizes)
         dtype = jnp.float32 if self.cache == "f32" else jnp.bfloat16
         keys, shape = jax.random.split(jax.random.key(1), calls), (self.samples, 1, self.q_heads, self.head_dim)
 
@@ -72,12 +74,12 @@ class CascadeCase:
             of_all, rest = np.split(np.asarray(pages), [shared])
             return jnp.asarray(np.hstack([np.tile(of_all, (self.samples, 1)), rest.reshape(self.samples, own)]))
 
-        found = [of_rows(pages) for pages in tables(np.random.default_rng(0), kv.k.shape[0], cold, (each,))]
+        found = [of_rows(pages) for pages in tables(np.random.default_rng(0), kv.k.shape[0], calls, (each,))]
         return DecodeArrays(
             kv=kv,
             kv_lens=jnp.full(self.samples, self.shared + self.own, jnp.int32),
             q=[random_values(key, shape, dtype) for key in keys],
-            block_tables=[found[i % cold] for i in range(calls)],
+            block_tables=found,
         )
 
 
