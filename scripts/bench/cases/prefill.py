@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -39,6 +40,17 @@ class RaggedPrefill:
     v_dim: int
 
 
+def mixed(*lengths: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
+    """Numbers that a shape begins with for sequences of these (new tokens, cached tokens), and the lengths for a
+    case."""
+    return (len(lengths), max(new for new, _ in lengths), max(cached for _, cached in lengths)), lengths
+
+
+def offsets(lengths: list[int]) -> Array:
+    """Where each of so many sequences begins, and where the last one ends."""
+    return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
     """Base of the cases of all three operations.
@@ -46,27 +58,41 @@ class PrefillCase:
     Attributes:
       shape: shape of the chunk.
       cache: kind of the cache (`pools.CACHES`); for arrays, their dtype.
+      lengths: (new tokens, cached tokens) of each sequence where they differ. The shape has their number, and the
+        largest of either; see `mixed`.
     """
 
     shape: Any
     cache: str = "bf16"
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def each(self) -> tuple[tuple[int, int], ...]:
+        """(new tokens, cached tokens) of each sequence."""
+        return self.lengths or ((self.shape.new_tokens, self.shape.cached_tokens),) * self.shape.sequences
 
     @property
     def new(self) -> int:
         """Number of new tokens of all sequences."""
-        return self.shape.sequences * self.shape.new_tokens
+        return sum(new for new, _ in self.each)
 
     @property
     def held(self) -> int:
         """Number of tokens of all sequences, new ones included."""
-        return self.new + self.shape.sequences * self.shape.cached_tokens
+        return sum(self.held_by_each)
+
+    @property
+    def held_by_each(self) -> list[int]:
+        """Number of tokens of each sequence, new ones included."""
+        return [new + cached for new, cached in self.each]
 
     @property
     def pairs(self) -> int:
         """Number of (query, visible key) pairs; with a window, of those within it."""
-        s = self.shape
-        seen = s.cached_tokens + 1 + np.arange(s.new_tokens)
-        return s.sequences * int(np.minimum(seen, getattr(s, "window", None) or seen[-1]).sum())
+        window = getattr(self.shape, "window", None)
+        counts = collections.Counter(self.each)
+        seen = {(new, cached): cached + 1 + np.arange(new) for new, cached in counts}
+        return sum(count * int(np.minimum(seen[each], window or seen[each][-1]).sum()) for each, count in counts.items())
 
     @property
     def dtype(self) -> Any:
@@ -75,16 +101,24 @@ class PrefillCase:
 
     @property
     def cu_q_lens(self) -> Array:
-        return jnp.arange(self.shape.sequences + 1, dtype=jnp.int32) * self.shape.new_tokens
+        return offsets([new for new, _ in self.each])
 
     @property
     def kv_lens(self) -> Array:
-        return jnp.full((self.shape.sequences,), self.shape.new_tokens + self.shape.cached_tokens, jnp.int32)
+        return jnp.asarray(self.held_by_each, jnp.int32)
 
     @property
     def lengths_name(self) -> str:
         s = self.shape
-        return f"S{s.sequences} {s.new_tokens} on {s.cached_tokens}"
+        if not self.lengths:
+            return f"S{s.sequences} {s.new_tokens} on {s.cached_tokens}"
+        counts = collections.Counter(self.lengths).items()
+        return ", ".join(f"{f'{n} x ' if n > 1 else ''}{new} on {cached}" for (new, cached), n in counts)
+
+    def check_one_length(self) -> None:
+        """Raises NotImplementedError for sequences of several lengths."""
+        if self.lengths:
+            raise NotImplementedError("takes sequences of one length")
 
     def calls(self, num_bytes: int, flops: int) -> int:
         """Number of calls in a chain, on a card with the rates of the fastest one."""
@@ -133,7 +167,7 @@ class RaggedAttentionCase(PrefillCase):
             "k": self.values(100, self.held, s.kv_heads, s.qk_dim),
             "v": self.values(101, self.held, s.kv_heads, s.v_dim),
             "cu_q_lens": self.cu_q_lens,
-            "cu_kv_lens": jnp.arange(s.sequences + 1, dtype=jnp.int32) * (s.new_tokens + s.cached_tokens),
+            "cu_kv_lens": offsets(self.held_by_each),
         }
 
 
@@ -155,9 +189,9 @@ class PagedPrefillCase(PrefillCase):
         sees."""
         s = self.shape
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
-        seen = min(s.new_tokens + s.cached_tokens, s.new_tokens - 1 + (s.window or s.cached_tokens + 1))
+        seen = sum(new - 1 + min(cached + 1, s.window or cached + 1) for new, cached in self.each)
         q = 2 * self.new * s.q_heads * s.head_dim * jnp.dtype(self.dtype).itemsize
-        return q + page * s.sequences * seen // s.page_size
+        return q + page * seen // s.page_size
 
     @property
     def flops(self) -> int:
@@ -175,7 +209,7 @@ class PagedPrefillCase(PrefillCase):
           MemoryError: the pages do not fit.
         """
         s = self.shape
-        table_pages = -(-(s.new_tokens + s.cached_tokens) // s.page_size)
+        table_pages = -(-max(self.held_by_each) // s.page_size)
         kv: PagedKV = pools.get(self.cache, s.sequences * table_pages, **self.pool_sizes)
         rng = np.random.default_rng(0)
         calls = range(self.calls(self.num_bytes, self.flops))
@@ -235,7 +269,7 @@ class MlaPrefillCase(PrefillCase):
           MemoryError: the pages do not fit.
         """
         s = self.shape
-        table_pages = -(-(s.new_tokens + s.cached_tokens) // s.page_size)
+        table_pages = -(-max(self.held_by_each) // s.page_size)
         sizes = {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
         cache: PagedLatent = pools.get_latents(self.cache, s.sequences * table_pages, **sizes)
         rng = np.random.default_rng(0)

@@ -9,10 +9,10 @@ import jax
 
 from pallas_attn import paged_prefill
 from scripts.bench import shapes
-from scripts.bench.cases.prefill import LENGTHS, PagedPrefillCase
+from scripts.bench.cases.prefill import LENGTHS, PagedPrefillCase, mixed
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
-from scripts.bench.peers import flashinfer_chunk, sglang_triton, vllm_triton
+from scripts.bench.peers import flash_attention, flashinfer_chunk, sglang_triton, vllm_triton
 from scripts.bench.shapes import Prefill
 
 
@@ -35,6 +35,44 @@ def _tune() -> list[PagedPrefillCase]:
     return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
 
 
+MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
+HEADS = ((16, 16), (28, 4), (40, 8), (64, 8), (128, 8))
+"""(query heads, KV heads) of width 128."""
+
+
+def of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16") -> PagedPrefillCase:
+    sizes, lengths = MIXED
+    return PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size), cache, lengths)
+
+
+def _wide() -> list[PagedPrefillCase]:
+    """Batches, chunks, prefixes and heads that the other grids lack; none takes a hundredth of a second."""
+    lengths = ((1, 16, 65536), (1, 1000, 65536), (1, 9000, 0), (5, 200, 9000), (16, 100, 1000), (64, 16, 2000))
+    cases = [
+        PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size))
+        for page_size, sizes, heads in itertools.product((16, 64), lengths, HEADS)
+    ]
+    cases += [of_mixed_lengths(heads, page_size) for page_size, heads in itertools.product((16, 64), HEADS)]
+    cases += [PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, page, window=1000)) for page in (16, 64)]
+    cases += [
+        PagedPrefillCase(Prefill(*sizes, 40, 8, 128, 16), cache)
+        for cache, sizes in itertools.product(("int8-head", "fp8-head"), ((5, 200, 9000), (64, 16, 2000)))
+    ]
+    return [*cases, *(of_mixed_lengths((28, 4), 64, cache) for cache in ("int8-head", "fp8-head"))]
+
+
+WIDE_QUICK = [
+    PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 16)),
+    PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 64)),
+    PagedPrefillCase(Prefill(64, 16, 2000, 28, 4, 128, 16)),
+    PagedPrefillCase(Prefill(1, 1000, 65536, 28, 4, 128, 16)),
+    of_mixed_lengths((28, 4), 16),
+    PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, 64, window=1000)),
+    PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 16), "int8-head"),
+]
+"""The cases of the wide grid that tell most."""
+
+
 BENCH = Bench(
     grids={
         "prefill": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
@@ -45,12 +83,15 @@ BENCH = Bench(
         ],
         "triton-peers": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in ((8192, 0), (2048, 8192))],
         "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
+        "wide": _wide(),
+        "wide-quick": WIDE_QUICK,
         "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
         "tune": _tune(),
         "small": [PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
     },
     contenders=by_name(ours)
     | flashinfer_chunk.PAGED_CONTENDERS
+    | flash_attention.PAGED_CONTENDERS
     | vllm_triton.PREFILL_CONTENDERS
     | sglang_triton.PREFILL_CONTENDERS,
     inputs=PagedPrefillCase.inputs,

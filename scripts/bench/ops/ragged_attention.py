@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_attn import ragged_attention
-from scripts.bench.cases.prefill import LENGTHS, RaggedAttentionCase, RaggedPrefill
+from scripts.bench.cases.prefill import LENGTHS, RaggedAttentionCase, RaggedPrefill, mixed
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
@@ -37,6 +37,34 @@ def _tune() -> list[RaggedAttentionCase]:
     return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
 
 
+MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
+GROUPED = ((28, 4, 128, 128), (40, 8, 128, 128), (64, 8, 128, 128), (128, 8, 128, 128))
+"""As `HEADS`, of other models."""
+
+
+def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
+    sizes, lengths = MIXED
+    return RaggedAttentionCase(RaggedPrefill(*sizes, *heads), lengths=lengths)
+
+
+def _wide() -> list[RaggedAttentionCase]:
+    """Batches, chunks, prefixes and heads that the other grids lack; none takes a hundredth of a second."""
+    lengths = ((1, 1000, 65536), (1, 9000, 0), (5, 200, 9000), (11, 700, 0), (16, 100, 1000), (64, 128, 0), (64, 57, 1024))
+    heads = (HEADS[1], *GROUPED)
+    cases = [RaggedAttentionCase(RaggedPrefill(*sizes, *each)) for sizes in lengths for each in heads]
+    return [*cases, *(_of_mixed_lengths(each) for each in heads)]
+
+
+WIDE_QUICK = [
+    RaggedAttentionCase(RaggedPrefill(11, 700, 0, *HEADS[1])),
+    RaggedAttentionCase(RaggedPrefill(64, 128, 0, *HEADS[1])),
+    _of_mixed_lengths(GROUPED[0]),
+    RaggedAttentionCase(RaggedPrefill(5, 200, 9000, *GROUPED[1])),
+    RaggedAttentionCase(RaggedPrefill(64, 57, 1024, *GROUPED[0])),
+]
+"""The cases of the wide grid that tell most."""
+
+
 BENCH = Bench(
     grids={
         "prefill": [RaggedAttentionCase(RaggedPrefill(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
@@ -46,6 +74,8 @@ BENCH = Bench(
             RaggedAttentionCase(RaggedPrefill(sequences, 8192 // sequences, 0, *HEADS[1]))
             for sequences in (1, 4, 16, 64)
         ],
+        "wide": _wide(),
+        "wide-quick": WIDE_QUICK,
         "tune": _tune(),
         "small": [RaggedAttentionCase(RaggedPrefill(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },

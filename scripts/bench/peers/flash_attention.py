@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
 from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
-from scripts.bench.cases.prefill import RaggedAttentionCase
+from scripts.bench.cases.prefill import PagedPrefillCase, RaggedAttentionCase
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
@@ -103,10 +103,30 @@ def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwat
     """Times sequences one after the other, as ours are."""
     attend = import_interface().flash_attn_varlen_func
     refuse_all_but_bf16(case.cache)
-    s = case.shape
     k, v, *offsets = (as_torch(arrays[name]) for name in ("k", "v", "cu_q_lens", "cu_kv_lens"))
-    longest = (s.new_tokens, s.new_tokens + s.cached_tokens)
+    longest = max(new for new, _ in case.each), max(case.held_by_each)
     calls = [functools.partial(attend, as_torch(q), k, v, *offsets, *longest, causal=True) for q in arrays["q"]]
+    return stopwatch.graph(calls, compared=True)
+
+
+def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times chunks over pages, of which it takes any strides."""
+    attend = import_interface().flash_attn_with_kvcache
+    refuse_all_but_bf16(case.cache)
+    s = case.shape
+    if s.learned_sinks:
+        raise NotImplementedError("takes no sinks here")
+    k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
+    options = {
+        "cache_seqlens": as_torch(arrays["kv_lens"]),
+        "page_table": as_torch(arrays["block_tables"]),
+        "cu_seqlens_q": as_torch(arrays["cu_q_lens"]),
+        "max_seqlen_q": max(new for new, _ in case.each),
+        "causal": True,
+        "window_size": (-1, -1) if s.window is None else (s.window - 1, 0),
+        "softcap": s.soft_cap or 0.0,
+    }
+    calls = [functools.partial(attend, as_torch(q), k, v, **options) for q in arrays["q"]]
     return stopwatch.graph(calls, compared=True)
 
 
@@ -114,6 +134,7 @@ def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: 
     """Times sequences as rows of one array, a regularity that ours cannot use."""
     attend = import_interface().flash_attn_func
     refuse_all_but_bf16(case.cache)
+    case.check_one_length()
 
     def by_sequence(array: Any) -> Any:
         return as_torch(array).reshape(case.shape.sequences, -1, *array.shape[1:])
@@ -126,4 +147,5 @@ def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: 
 NAME = "flash-attention-3"
 MLA_CONTENDERS = {NAME: mla}
 DECODE_CONTENDERS = {NAME: decode}
+PAGED_CONTENDERS = {NAME: paged}
 RAGGED_CONTENDERS = {NAME: ragged, f"{NAME}-of-one-length": of_one_length}

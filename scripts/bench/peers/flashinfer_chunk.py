@@ -50,14 +50,15 @@ def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatc
     flashinfer_build.require("attention", backend, *kind)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
-    held = s.new_tokens + s.cached_tokens
+    held = np.array(case.held_by_each, np.int32)
     pages = -(-held // s.page_size)
+    table = np.array(arrays["block_tables"])
     dtype = getattr(torch, CACHES[case.cache])
     wrapper.plan(
         torch.from_numpy(np.array(arrays["cu_q_lens"])),
-        torch.arange(s.sequences + 1, dtype=torch.int32) * pages,
-        torch.from_numpy(np.array(arrays["block_tables"]).reshape(-1)).cuda(),
-        torch.full((s.sequences,), (held - 1) % s.page_size + 1, dtype=torch.int32),
+        torch.from_numpy(np.cumsum([0, *pages], dtype=np.int32)),
+        torch.from_numpy(np.concatenate([row[:count] for row, count in zip(table, pages, strict=True)])).cuda(),
+        torch.from_numpy((held - 1) % s.page_size + 1),
         s.q_heads,
         s.kv_heads,
         s.head_dim,

@@ -71,6 +71,7 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Times its attention of new tokens, whose keys and values it takes in order, to themselves and a cached prefix."""
     torch = import_torch()
+    case.check_one_length()
     s = case.shape
     extend = importlib.import_module(f"{OPS}.extend_attention").extend_attention_fwd
     if case.cache != "bf16" or s.learned_sinks or s.window is not None:

@@ -33,6 +33,7 @@ def time_calls(
 def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Times torch's scaled_dot_product_attention with one of its backends."""
     torch = import_torch()
+    case.check_one_length()
     s = case.shape
     options: dict[str, Any] = {"is_causal": True}
     if s.cached_tokens:
@@ -55,6 +56,7 @@ def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str
 def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Times torch's flex_attention, compiled for the case."""
     torch = import_torch()
+    case.check_one_length()
     module = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # it gives up on a function after a few shapes
     s = case.shape

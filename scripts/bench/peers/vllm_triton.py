@@ -54,9 +54,9 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
     k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cu_seqlens_q": as_torch(arrays["cu_q_lens"]),
-        "max_seqlen_q": s.new_tokens,
+        "max_seqlen_q": max(new for new, _ in case.each),
         "seqused_k": as_torch(arrays["kv_lens"]),
-        "max_seqlen_k": s.new_tokens + s.cached_tokens,
+        "max_seqlen_k": max(case.held_by_each),
         "softmax_scale": s.head_dim**-0.5,
         "causal": True,
         "softcap": s.soft_cap or 0,
