@@ -26,6 +26,16 @@ LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2
 """(new tokens, cached tokens); the longest chunks come first, since most depends on them."""
 
 
+def mixed(*lengths: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
+    """Numbers that a shape begins with for sequences of these (new tokens, cached tokens), and the lengths for a
+    case."""
+    return (len(lengths), max(new for new, _ in lengths), max(cached for _, cached in lengths)), lengths
+
+
+MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
+"""A step of prompts that are new, nearly done, and in between; its number of tokens is no multiple of 8."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RaggedPrefill:
     """Shape of a chunk whose keys and values are one array each: `sequences` of `new_tokens` each after `cached_tokens`
@@ -40,14 +50,8 @@ class RaggedPrefill:
     v_dim: int
 
 
-def mixed(*lengths: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
-    """Numbers that a shape begins with for sequences of these (new tokens, cached tokens), and the lengths for a
-    case."""
-    return (len(lengths), max(new for new, _ in lengths), max(cached for _, cached in lengths)), lengths
-
-
 def offsets(lengths: list[int]) -> Array:
-    """Where each of so many sequences begins, and where the last one ends."""
+    """Offsets at which sequences of these lengths begin, and the last one ends."""
     return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
 
 
@@ -92,7 +96,9 @@ class PrefillCase:
         window = getattr(self.shape, "window", None)
         counts = collections.Counter(self.each)
         seen = {(new, cached): cached + 1 + np.arange(new) for new, cached in counts}
-        return sum(count * int(np.minimum(seen[each], window or seen[each][-1]).sum()) for each, count in counts.items())
+        return sum(
+            count * int(np.minimum(seen[each], window or seen[each][-1]).sum()) for each, count in counts.items()
+        )
 
     @property
     def dtype(self) -> Any:

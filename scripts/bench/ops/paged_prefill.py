@@ -9,7 +9,7 @@ import jax
 
 from pallas_attn import paged_prefill
 from scripts.bench import shapes
-from scripts.bench.cases.prefill import LENGTHS, PagedPrefillCase, mixed
+from scripts.bench.cases.prefill import LENGTHS, MIXED, PagedPrefillCase
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, sglang_triton, vllm_triton
@@ -35,12 +35,11 @@ def _tune() -> list[PagedPrefillCase]:
     return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
 
 
-MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
 HEADS = ((16, 16), (28, 4), (40, 8), (64, 8), (128, 8))
 """(query heads, KV heads) of width 128."""
 
 
-def of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16") -> PagedPrefillCase:
+def _of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16") -> PagedPrefillCase:
     sizes, lengths = MIXED
     return PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size), cache, lengths)
 
@@ -52,13 +51,13 @@ def _wide() -> list[PagedPrefillCase]:
         PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size))
         for page_size, sizes, heads in itertools.product((16, 64), lengths, HEADS)
     ]
-    cases += [of_mixed_lengths(heads, page_size) for page_size, heads in itertools.product((16, 64), HEADS)]
+    cases += [_of_mixed_lengths(heads, page_size) for page_size, heads in itertools.product((16, 64), HEADS)]
     cases += [PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, page, window=1000)) for page in (16, 64)]
     cases += [
         PagedPrefillCase(Prefill(*sizes, 40, 8, 128, 16), cache)
         for cache, sizes in itertools.product(("int8-head", "fp8-head"), ((5, 200, 9000), (64, 16, 2000)))
     ]
-    return [*cases, *(of_mixed_lengths((28, 4), 64, cache) for cache in ("int8-head", "fp8-head"))]
+    return [*cases, *(_of_mixed_lengths((28, 4), 64, cache) for cache in ("int8-head", "fp8-head"))]
 
 
 WIDE_QUICK = [
@@ -66,7 +65,7 @@ WIDE_QUICK = [
     PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 64)),
     PagedPrefillCase(Prefill(64, 16, 2000, 28, 4, 128, 16)),
     PagedPrefillCase(Prefill(1, 1000, 65536, 28, 4, 128, 16)),
-    of_mixed_lengths((28, 4), 16),
+    _of_mixed_lengths((28, 4), 16),
     PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, 64, window=1000)),
     PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 16), "int8-head"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_attn import ragged_attention
-from scripts.bench.cases.prefill import LENGTHS, RaggedAttentionCase, RaggedPrefill, mixed
+from scripts.bench.cases.prefill import LENGTHS, MIXED, RaggedAttentionCase, RaggedPrefill
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
@@ -37,9 +37,8 @@ def _tune() -> list[RaggedAttentionCase]:
     return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
 
 
-MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
 GROUPED = ((28, 4, 128, 128), (40, 8, 128, 128), (64, 8, 128, 128), (128, 8, 128, 128))
-"""As `HEADS`, of other models."""
+"""Heads of other models, in the order of `HEADS`."""
 
 
 def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
@@ -49,7 +48,15 @@ def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
 
 def _wide() -> list[RaggedAttentionCase]:
     """Batches, chunks, prefixes and heads that the other grids lack; none takes a hundredth of a second."""
-    lengths = ((1, 1000, 65536), (1, 9000, 0), (5, 200, 9000), (11, 700, 0), (16, 100, 1000), (64, 128, 0), (64, 57, 1024))
+    lengths = (
+        (1, 1000, 65536),
+        (1, 9000, 0),
+        (5, 200, 9000),
+        (11, 700, 0),
+        (16, 100, 1000),
+        (64, 128, 0),
+        (64, 57, 1024),
+    )
     heads = (HEADS[1], *GROUPED)
     cases = [RaggedAttentionCase(RaggedPrefill(*sizes, *each)) for sizes in lengths for each in heads]
     return [*cases, *(_of_mixed_lengths(each) for each in heads)]
