@@ -23,7 +23,7 @@ from tests.mosaic.planted_breaks import BREAKS, PlantedBreak
 ROOT = Path(__file__).parents[2]
 COPIED = ("pallas_attn", "models", "scripts", "tests")
 SEEDS = (1, 2, 3)
-"""Of the tests' data. A key too many, of hundreds, is within what rounding may do for about one seed in six."""
+"""Seeds of the tests' data. A key too many, of hundreds, is within what rounding may do for about one seed in six."""
 
 HANGS_AFTER_SECONDS = 120
 """Some mistakes leave a barrier that nobody arrives at."""
