@@ -131,9 +131,7 @@ def group_product(call: GroupProduct) -> Float[Array, "M N_out"]:
     parts, part_columns = column_parts(columns, gated=gated)
     width = columns // 2 if gated else columns
 
-    def operand(shape: tuple[int, ...]) -> Any:
-        return plgpu.SMEM(shape, x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-
+    operand = functools.partial(operand_type, dtype=x.dtype)
     scratch = Scratch(
         x=operand((STAGES, TILE_ROWS, TILE_DEPTH)),
         weights=operand((STAGES, parts, TILE_DEPTH, part_columns)),
@@ -262,7 +260,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
                 results = pl.run_scoped(multiply, *[plgpu.ACC((CONSUMER_ROWS, part_columns))] * parts)
                 if gated:
                     gate, up = results
-                    results = [_silu(gate) * up]
+                    results = [silu(gate) * up]
                 for values, column in zip(results, this.to, strict=True):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     scratch.out[warpgroup] = values.astype(x.dtype)
@@ -279,7 +277,13 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
     lax.cond(warpgroup < CONSUMERS, consume, produce)
 
 
-def _silu(x: Any) -> Any:
+def operand_type(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of 16-bit tiles as tensor cores read them, rows of 64 numbers."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def silu(x: Any) -> Any:
+    """x · sigmoid(x), in a kernel."""
     return x / (1 + jnp.exp(-x))
 
 

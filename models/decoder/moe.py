@@ -9,9 +9,9 @@ the groups, and two for few rows:
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
 - `hopper_rows`, for 16-bit weights on Hopper: a kernel of ours (`row_product.py`) that reads the chosen experts once.
-- `row_by_row`: each row with its own expert, on another GPU where there are no more rows than experts. What multiplies
-  groups reads every expert, whether it has rows or not, and takes 300 us a layer (DeepSeek-V2-Lite on an H200) where 6
-  rows take 48 one by one, 48 rows 220 and 72 rows 315.
+- `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
+  not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
+  (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from models.decoder.group_product import PROGRAMS
+from models.decoder.group_product import PROGRAMS, operand_type, silu
 
 COLUMNS, DEPTH = 64, 64
 ROWS = 8
@@ -123,9 +123,7 @@ def row_product(call: RowProduct) -> Float[Array, "P_padded N_out"]:
     parts = column_parts(columns, gated=gated)
     stages = min(MOST_STAGES, OPERAND_BYTES // ((parts * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize))
 
-    def operand(shape: tuple[int, ...]) -> Any:
-        return plgpu.SMEM(shape, x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-
+    operand = functools.partial(operand_type, dtype=x.dtype)
     scratch = RowScratch(
         x=operand((stages, num_rows, DEPTH)),
         weights=operand((stages, parts, DEPTH, COLUMNS)),
@@ -222,7 +220,7 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
             plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
             if gated:
                 gate, up = results
-                results = [gate / (1 + jnp.exp(-gate)) * up]
+                results = [silu(gate) * up]
             row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, x.shape[0]), 1), plgpu.Layout.WGMMA)
 
             def store(pair: Any) -> Any:

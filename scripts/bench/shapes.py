@@ -3,7 +3,27 @@
 Nothing here needs a test framework, so that benchmarks can import it.
 """
 
+import dataclasses
 from dataclasses import dataclass
+
+from models.config import PRESETS
+
+DEEPSEEK_V3 = dataclasses.replace(
+    PRESETS["mla-25m"],
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=2,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    dtype="bfloat16",
+)
+"""Two layers of DeepSeek-V3's widths: a dense one and one of experts."""
 
 
 @dataclass(frozen=True)

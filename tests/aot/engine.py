@@ -24,24 +24,11 @@ from models.engine.plain_step import run_step
 from models.engine.runner import GPU_OPTIONS
 from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
+from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot.case import Case, deferred, on_b200, shape
 
 V2_LITE = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
 GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-20b"], num_hidden_layers=2, windows=(128, None))
-V3 = dataclasses.replace(
-    PRESETS["mla-25m"],
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    num_hidden_layers=2,
-    num_attention_heads=128,
-    q_lora_rank=1536,
-    moe_intermediate_size=2048,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-)
 QWEN3 = dataclasses.replace(
     GQA_PRESETS["qwen3-tiny"],
     vocab_size=151936,
@@ -191,7 +178,7 @@ ENGINE = {
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }
-MODELS = {"v2-lite": V2_LITE, "v3": V3, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
+MODELS = {"v2-lite": V2_LITE, "v3": DEEPSEEK_V3, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 BUCKETS = EngineConfig(num_pages=32768, page_size=64, max_num_seqs=64, max_batched_tokens=2048).runner_config(2**15)
 SMALL_QWEN3 = dataclasses.replace(QWEN3, vocab_size=4096, intermediate_size=4096, num_hidden_layers=1)
 IN_TRITON = AttentionSettings(implementation="triton")

@@ -44,6 +44,17 @@ CONFIG = DeepSeekConfig(
     max_position_embeddings=128,
 )
 
+SPARSE = dataclasses.replace(
+    CONFIG,
+    model_type="glm_moe_dsa",
+    index_topk=12,
+    index_n_heads=4,
+    index_head_dim=12,
+    indexer_types=("full", "shared"),
+)
+"""Its first layer has index keys, and its tokens choose fewer than most prompts have; the second layer, which has none,
+shares what the first one chose."""
+
 _PREFIX = [7, 3, 60, 22, 41, 9, 18, 33, 50, 2, 11, 28, 5, 44, 37, 16, 29, 8, 55, 13]
 
 PROMPTS = (

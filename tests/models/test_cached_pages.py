@@ -30,17 +30,7 @@ HEADS = HeadWindows((FULL, 6), (0, 3))
 QWEN3 = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2, vocab_size=64, windows=(HEADS, 5))
 LATENT = dataclasses.replace(engine_case.CONFIG, kv_lora_rank=128)
 
-SPARSE = dataclasses.replace(
-    engine_case.CONFIG,
-    model_type="glm_moe_dsa",
-    index_topk=12,
-    index_n_heads=4,
-    index_head_dim=12,
-    indexer_types=("full", "shared"),
-)
-"""Its first layer has index keys; the second one, which attends to what the first chose, has none."""
-
-MODELS = {"latents": engine_case.CONFIG, "sparse": SPARSE, "wide latents": LATENT, "windows": QWEN3}
+MODELS = {"latents": engine_case.CONFIG, "sparse": engine_case.SPARSE, "wide latents": LATENT, "windows": QWEN3}
 KINDS = {
     "latents": ("latents", None),
     "latents in 8 bits": ("wide latents", jnp.float8_e4m3fn),

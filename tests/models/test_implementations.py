@@ -10,6 +10,7 @@ from models.decoder import AttentionSettings, explain_attention
 from models.engine import EngineConfig
 from pallas_attn import device, kernel_cache
 from pallas_attn.triton import launch
+from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot import engine
 
 CONFIG = PRESETS["v3-tiny"]
@@ -74,7 +75,7 @@ def test_the_demo_runs_in_triton_on_a_card_that_is_not_hopper(name, monkeypatch)
 
 @pytest.mark.parametrize(
     "config",
-    [engine.V3, engine.GPT_OSS, *(pytest.param(c, marks=pytest.mark.slow) for c in (engine.V2_LITE, engine.QWEN3))],
+    [DEEPSEEK_V3, engine.GPT_OSS, *(pytest.param(c, marks=pytest.mark.slow) for c in (engine.V2_LITE, engine.QWEN3))],
     ids=["v3", "gpt-oss", "v2-lite", "qwen3"],
 )
 def test_a_b200_runs_mosaic_everywhere(config, monkeypatch):

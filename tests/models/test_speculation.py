@@ -49,19 +49,9 @@ SHORT = EngineConfig(
 WIDE = HeadWindows((FULL, 100), (0, 0))
 """Windows of heads in name only: no sequence is as long."""
 
-SPARSE = dataclasses.replace(
-    engine_case.CONFIG,
-    model_type="glm_moe_dsa",
-    index_topk=12,
-    index_n_heads=4,
-    index_head_dim=12,
-    indexer_types=("full", "shared"),
-)
-"""Its tokens choose fewer keys than most prompts have; the second layer shares what the first one chose."""
-
 FAMILIES = {
     "latents": (LATENTS, SHORT),
-    "sparse": (SPARSE, SHORT),
+    "sparse": (engine_case.SPARSE, SHORT),
     "windows": (test_engine_windows.CONFIG, dataclasses.replace(SHORT, num_pages=12, page_size=4, cache_dtype="int8")),
     "keys and values": (dataclasses.replace(test_engine_windows.CONFIG, windows=None), SHORT),
     "quantised": (

@@ -5,6 +5,7 @@ Pieces are loaded into registers some places ahead of where they are stored, so 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,30 @@ HALVES = ((0, 0), (0, 1), (1, 1), (1, 0))
 
 ROPE = 2
 """Part of a tile that has the rotated keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceSizes:
+    """Sizes of a warpgroup that stores pieces, beside two that compute.
+
+    Attributes:
+      pieces: that a thread has in registers, on their way to shared memory.
+      registers: of a thread that stores pieces; those that compute share the others.
+    """
+
+    pieces: int
+    registers: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pieces <= 4:
+            raise ValueError(f"{self.pieces=} must be from 1 to 4")
+        if not 24 <= self.registers <= 152 or self.registers % 16 != 8:
+            raise ValueError(f"{self.registers=} must be 8 more than a multiple of 16, from 24 to 152")
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: 504 for one in each warpgroup."""
+        return (504 - self.registers) // 2
 
 
 class Place(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
+from pallas_attn.mosaic.sm90.pieces import PieceSizes
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 from pallas_attn.types import LATENT_8BIT
 
@@ -156,27 +157,8 @@ def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfi
 
 
 @dataclasses.dataclass(frozen=True)
-class ConversionConfig:
-    """Sizes of the conversion of latents in 8 bits, in the kernel for many query rows.
-
-    Attributes:
-      pieces: of tiles that a thread has in registers, on their way to shared memory.
-      registers: of a thread that converts; those that compute share the others.
-    """
-
-    pieces: int
-    registers: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.pieces <= 4:
-            raise ValueError(f"{self.pieces=} must be from 1 to 4")
-        if not 24 <= self.registers <= 152 or self.registers % 16 != 8:
-            raise ValueError(f"{self.registers=} must be 8 more than a multiple of 16, from 24 to 152")
-
-    @property
-    def compute_registers(self) -> int:
-        """Registers of a thread that computes: 504 for one in each warpgroup."""
-        return (504 - self.registers) // 2
+class ConversionConfig(PieceSizes):
+    """Sizes of the conversion of latents in 8 bits, in the kernel for many query rows."""
 
 
 def conversion_config(latent_dim: int, page_size: int) -> ConversionConfig:

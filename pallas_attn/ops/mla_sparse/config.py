@@ -5,34 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_attn import tuning
+from pallas_attn.mosaic.sm90.pieces import PieceSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseConfig:
+class SparseConfig(PieceSizes):
     """Sizes of a program of the Mosaic kernel.
 
     Attributes:
       columns: of a tile that are gathered at a time, a piece.
-      pieces: that a thread has in registers, on their way to shared memory.
-      registers: of a thread that gathers; those that compute share the others.
     """
 
     columns: int
-    pieces: int
-    registers: int
 
     def __post_init__(self) -> None:
         if self.columns not in (64, 128):
             raise ValueError(f"{self.columns=} must be 64 or 128")
-        if not 1 <= self.pieces <= 4:
-            raise ValueError(f"{self.pieces=} must be from 1 to 4")
-        if not 24 <= self.registers <= 152 or self.registers % 16 != 8:
-            raise ValueError(f"{self.registers=} must be 8 more than a multiple of 16, from 24 to 152")
-
-    @property
-    def compute_registers(self) -> int:
-        """Registers of a thread that computes: 504 for one in each warpgroup."""
-        return (504 - self.registers) // 2
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,27 +28,18 @@ from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Costs, generate, summary
 from scripts.bench.harness.device import measure_rates
 from scripts.bench.harness.timing import Stopwatch
+from scripts.bench.shapes import DEEPSEEK_V3
 
 CONFIGS: dict[str, DeepSeekConfig] = {
     "v32-tiny": PRESETS["v32-tiny"],
     "v32-2-layers": dataclasses.replace(
-        PRESETS["mla-25m"],
+        DEEPSEEK_V3,
         model_type="deepseek_v32",
         vocab_size=16160,
-        hidden_size=7168,
-        intermediate_size=18432,
-        num_hidden_layers=2,
-        num_attention_heads=128,
-        q_lora_rank=1536,
-        moe_intermediate_size=2048,
         n_routed_experts=16,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
         index_topk=2048,
         index_n_heads=64,
         index_head_dim=128,
-        dtype="bfloat16",
     ),
 }
 """Name to configuration: a tiny one for trying, and two layers of DeepSeek-V3.2's widths, one dense and one with 16

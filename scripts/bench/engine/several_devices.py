@@ -32,23 +32,7 @@ from pallas_attn import PagedLatent, mla_decode, parallel, plan_decode
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Serving, generate, summary
 from scripts.bench.harness.timing import SERIAL, Stopwatch
-
-_V3 = dataclasses.replace(
-    PRESETS["mla-25m"],
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    num_hidden_layers=2,
-    num_attention_heads=128,
-    q_lora_rank=1536,
-    moe_intermediate_size=2048,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    dtype="bfloat16",
-)
-"""DeepSeek-V3's widths: a dense layer and one of experts."""
+from scripts.bench.shapes import DEEPSEEK_V3
 
 CONFIGS: dict[str, ModelConfig] = {
     "v3-tiny": PRESETS["v3-tiny"],
@@ -68,8 +52,8 @@ CONFIGS: dict[str, ModelConfig] = {
         max_position_embeddings=131072,
         dtype="bfloat16",
     ),
-    "v3-2-layers": _V3,
-    "v3-3-layers": dataclasses.replace(_V3, num_hidden_layers=3),
+    "v3-2-layers": DEEPSEEK_V3,
+    "v3-3-layers": dataclasses.replace(DEEPSEEK_V3, num_hidden_layers=3),
 }
 """Name to configuration: tiny ones for trying, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and models of
 DeepSeek-V3's widths with a dense layer and one or two of experts: 28 and 51 GB of weights."""
