@@ -76,31 +76,51 @@ def layers_in_scan() -> Case:
 HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
 
 
+def prefill_arguments(table_pages: int, tokens: int = TOKENS, sequences: int = SEQUENCES, heads: int = HEADS) -> Any:
+    """Shapes of a chunk of DeepSeek-V2-Lite's, or of a model with more heads."""
+    return {
+        "cache": DEEPSEEK,
+        "q_nope": shape(tokens, heads, NOPE),
+        "q_rope": shape(tokens, heads, 64),
+        "latent_new": shape(tokens, 576),
+        "w_uk": shape(heads, NOPE, 512),
+        "w_uv": shape(heads, NOPE, 512),
+        "block_tables": ints(sequences, table_pages),
+        "cu_q_lens": ints(sequences + 1),
+        "kv_lens": ints(sequences),
+    }
+
+
+mla_prefill = functools.partial(pallas_attn.mla_prefill, sm_scale=0.1, implementation="mosaic")
+
+
 @deferred
 def prefill(table_pages: int) -> Case:
-    """A chunk of DeepSeek-V2-Lite's.
+    """A chunk over expanded prefixes.
 
     Its temporaries are keys and values of a piece and of the chunk, once as they are multiplied and once put together,
     and outputs and LSEs of the chunk, those merged and those to come.
     """
-    ragged = {
-        "block_tables": ints(SEQUENCES, table_pages),
-        "cu_q_lens": ints(SEQUENCES + 1),
-        "kv_lens": ints(SEQUENCES),
-    }
-    arguments = {
-        "cache": DEEPSEEK,
-        "q_nope": shape(TOKENS, HEADS, NOPE),
-        "q_rope": shape(TOKENS, HEADS, 64),
-        "latent_new": shape(TOKENS, 576),
-        "w_uk": shape(HEADS, NOPE, 512),
-        "w_uv": shape(HEADS, NOPE, 512),
-        **ragged,
-    }
-    call = functools.partial(pallas_attn.mla_prefill, sm_scale=0.1, piece_tokens=PIECE_TOKENS, implementation="mosaic")
+    call = functools.partial(mla_prefill, piece_tokens=PIECE_TOKENS)
     expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
     merged = 2 * TOKENS * HEADS * 4 * (NOPE + 1)
+    arguments = prefill_arguments(table_pages)
     return MOVES(call, arguments, tensor_cores=True, temporaries=2 * (expanded + merged), blocks=1)
+
+
+@deferred
+def short_prefill(tokens: int, sequences: int, heads: int) -> Case:
+    """A chunk over absorbed prefixes, by itself, with queries and outputs in latent space, and partial states of as
+    many rows as there are programs and blocks of them."""
+    latent = 2 * tokens * heads * (576 + 512) * 2
+    partial_states = (tokens + 132) * 128 * 512 * 4
+    return MOVES(
+        mla_prefill,
+        prefill_arguments(512, tokens, sequences, heads),
+        tensor_cores=True,
+        temporaries=2 * (latent + partial_states),
+        blocks=1,
+    )
 
 
 LATENT = {
@@ -113,6 +133,8 @@ LATENT = {
     "gather-latent-large-pool": gather(paged_latent(512, 64, jnp.bfloat16, num_pages=2**17), sequences=64),
     "mla-prefill-narrow": prefill(128),
     "mla-prefill-wide": prefill(16384),
+    "mla-prefill-short": short_prefill(128, 1, 16),
+    "mla-prefill-short-h128": short_prefill(96, 4, 128),
 }
 
 LATENT_MORE = {

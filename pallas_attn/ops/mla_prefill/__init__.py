@@ -1,8 +1,15 @@
-"""Expanded multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of a chunk over its cached prefix.
 
-The prefix is gathered, expanded and attended in pieces of a fixed number of tokens, and the pieces are merged by their
-LSE, so memory does not grow with the cached length; with a window, the tokens that it may show are taken at once. There
-are no kernels of its own: `gather_latent` and `ragged_attention` do the work.
+A chunk attends to itself over expanded keys and values, and to its prefix in one of two forms, whose results are merged
+by their LSE:
+
+- expanded: the prefix is gathered, expanded and attended in pieces of a fixed number of tokens, so that memory does not
+  grow with the cached length;
+- absorbed: queries take up W_UK and attend to the latents in their pages, and W_UV is applied to the output. Nothing is
+  expanded, but a query and a key cost 2·L + R products instead of nope + R + v.
+
+With a window, the tokens that it may show are expanded at once. There are no kernels of its own: `gather_latent`,
+`ragged_attention` and `mla_decode` do the work.
 """
 
 from __future__ import annotations
@@ -13,14 +20,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn import checks, device, sharded_calls, tuning
+from pallas_attn import checks, device, dispatch, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
+from pallas_attn.ops.mla_decode import mla_decode
+from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.latents import as_read_back
 from pallas_attn.portable.merge import finite_or_zero
+from pallas_attn.portable.query_rows import QueryRows
 from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -40,6 +50,7 @@ def mla_prefill(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    absorbed: bool | None = None,
     piece_tokens: int | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
@@ -61,10 +72,14 @@ def mla_prefill(
       window: the number of newest tokens that every head sees; None for all. Memory is that of S·window expanded
         tokens, or of as many as tables have entries for.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster. That
+        is absorbed where Mosaic's `mla_decode` runs the call and sequences have few new tokens, see
+        `AbsorptionConfig`: no more than that many of all sequences together, or, if there may be more but not S times
+        as many, so many of a sequence in the mean, which is decided on the device. With a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
-      implementation: of `gather_latent` and `ragged_attention`.
+      implementation: of `gather_latent`, `ragged_attention` and `mla_decode`.
 
     Returns:
       The output in q's dtype, exactly 0 for padding rows and queries that see no key; with `return_lse` also the
@@ -72,8 +87,8 @@ def mla_prefill(
 
     Raises:
       ValueError: arguments that do not fit each other.
-      NotImplementedError: a window without `latent_new`, where queries have no place among the keys; or the
-        implementation named does not support the call.
+      NotImplementedError: a window without `latent_new`, where queries have no place among the keys, or with
+        `absorbed`; or the implementation named does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
@@ -93,6 +108,10 @@ def mla_prefill(
     checks.check_int_window(window)
     if window is not None and latent_new is None:
         raise NotImplementedError("window: takes None without latent_new, where queries have no place among the keys")
+    if absorbed is not None:
+        absorbed = checks.flag("absorbed", absorbed)
+    if window is not None and absorbed:
+        raise NotImplementedError("absorbed: takes None or False with a window, whose tokens are expanded at once")
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
     if not (q_nope.shape[0] and kv_lens.shape[0]):
         empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
@@ -145,12 +164,27 @@ def mla_prefill(
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
         pieces = _PrefixPieces(cache, dtype, block_tables, num_cached, piece_tokens)
 
-        def absorb(carry):
-            i, state = carry
-            latent, cu_kv_lens = pieces.load(i, implementation)
-            return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
+        def with_pieces(state: PrefillState) -> PrefillState:
+            def absorb(carry):
+                i, state = carry
+                latent, cu_kv_lens = pieces.load(i, implementation)
+                return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
 
-        _, state = lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, (jnp.zeros((), jnp.int32), state))
+            start = jnp.zeros((), jnp.int32), state
+            return lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)[1]
+
+        def with_latents(state: PrefillState) -> PrefillState:
+            prefix = _AbsorbedPrefix(cache, block_tables, cu_q_lens, num_cached)
+            options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
+            return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
+
+        if absorbed is None:
+            most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
+            absorbed = _is_absorbed(most, q.shape[0], cu_q_lens, num_cached)
+        if isinstance(absorbed, bool):
+            state = with_latents(state) if absorbed else with_pieces(state)
+        else:
+            state = lax.cond(absorbed, with_latents, with_pieces, state)
     out = state[0].astype(q.dtype)
     return (out, state[1]) if return_lse else out
 
@@ -179,6 +213,140 @@ def _piece_config(heads: int, width: int) -> PieceConfig:
     on_gpu = device.current().platform == "gpu"
     key = {"heads": heads, "width": width}
     return tuning.lookup("mla_prefill", key, PieceConfig, lambda: PieceConfig(4096 if on_gpu else 1024))
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsorptionConfig:
+    """Chunks that attend to their prefix absorbed.
+
+    Expanding a token of a prefix costs the same however many queries attend to it, so short chunks are better off
+    absorbed: by operations alone, up to L·(nope + v) / (2·L - nope - v) new tokens of a sequence, 170 at DeepSeek-V3's
+    widths.
+
+    Attributes:
+      max_new_tokens: new tokens of a sequence up to which that is faster; 0 for never.
+    """
+
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"{self.max_new_tokens=} must be at least 0")
+
+
+def _most_absorbed(
+    q_nope: Float[Array, "T Hq nope"],
+    q_rope: Float[Array, "T Hq R"],
+    cache: PagedLatent,
+    w_uk: Float[Array, "Hq nope L"],
+    w_uv: Float[Array, "Hq v L"],
+    block_tables: Int32[Array, "S P"],
+    soft_cap: float | None,
+    implementation: Implementation,
+) -> int:
+    """New tokens of a sequence up to which a call is better off absorbed; 0 where Mosaic's `mla_decode` does not run
+    it: that of others was not measured.
+    """
+    heads, latent_dim, expanded = *w_uk.shape[::2], w_uk.shape[1] + w_uv.shape[1]
+    queries = max(1, FILLED_ROWS // heads)
+
+    def takes(name: str, module: Any) -> bool:
+        if name != "mosaic":
+            return False
+        call = MlaDecodeCall(
+            jax.ShapeDtypeStruct((1, 1, queries * heads, latent_dim), q_nope.dtype),
+            jax.ShapeDtypeStruct((1, 1, queries * heads, q_rope.shape[2]), q_rope.dtype),
+            cache,
+            block_tables,
+            kv_lens=None,
+            q_lens=None,
+            draft_mask=None,
+            plan=None,
+            sm_scale=1.0,
+            out_dtype=None,
+            soft_cap=soft_cap,
+        )
+        module.num_programs(call)
+        return True
+
+    try:
+        if not dispatch.choose("mla_decode", implementation, takes):
+            return 0
+    except (NotImplementedError, ExceptionGroup):
+        return 0
+    key = {"heads": heads, "latent_dim": latent_dim, "expanded": expanded, "quantised": cache.is_quantised}
+    counted = latent_dim * expanded // max(1, 2 * latent_dim - expanded)
+    return tuning.lookup(
+        "mla_prefill/absorbed", key, AbsorptionConfig, lambda: AbsorptionConfig(counted)
+    ).max_new_tokens
+
+
+def _is_absorbed(
+    most: int, num_tokens: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[Array, "S"]
+) -> bool | Bool[Array, ""]:
+    """Whether chunks attend to their prefix absorbed: known where no sequence can have more than `most` new tokens, or
+    where it is sure that some has; else on the device, where the mean counts, weighted by what sequences have cached.
+    """
+    if num_tokens <= most:
+        return True
+    if num_tokens > most * num_cached.shape[0]:
+        return False
+    cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
+    return jnp.sum(cached * new) <= most * jnp.sum(cached)
+
+
+FILLED_ROWS = 128
+"""Query rows (heads of each query) that share what kernels read of a prefix."""
+
+
+class _AbsorbedPrefix:
+    """The cached tokens of all sequences, as latents that queries attend to without expanding them.
+
+    Every query sees all of them. So the heads of a row's queries are heads of one query to `mla_decode`.
+    """
+
+    def __init__(
+        self,
+        cache: PagedLatent,
+        block_tables: Int32[Array, "S P"],
+        cu_q_lens: Int32[Array, "S_plus_1"],
+        num_cached: Int32[Array, "S"],
+    ):
+        self._cache, self._tables, self._cu_q_lens, self._num_cached = cache, block_tables, cu_q_lens, num_cached
+
+    def attend(
+        self,
+        q_nope: Float[Array, "T Hq nope"],
+        q_rope: Float[Array, "T Hq R"],
+        w_uk: Float[Array, "Hq nope L"],
+        w_uv: Float[Array, "Hq v L"],
+        **options: Any,
+    ) -> PrefillState:
+        """Attention of all queries over them. `options` are those of `mla_decode`."""
+        tokens, heads, _ = q_nope.shape
+        queries = min(tokens, max(1, FILLED_ROWS // heads))
+        rows = QueryRows(self._cu_q_lens, tokens, queries)
+        num_rows = rows.sequence.shape[0]
+
+        def pack(x: Float[Array, "T Hq D"]) -> Float[Array, "rows 1 Q_times_Hq D"]:
+            return rows.pack(x).reshape(num_rows, 1, queries * heads, x.shape[2])
+
+        def unpack(x: Float[Array, "rows 1 Q_times_Hq *D"], empty: float) -> Float[Array, "T Hq *D"]:
+            return rows.unpack(x.reshape(num_rows, queries, heads, *x.shape[3:]), empty)
+
+        precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
+        out: Any = mla_decode(
+            pack(jnp.einsum("thn,hnl->thl", q_nope, w_uk, precision=precision)),
+            pack(q_rope),
+            self._cache,
+            self._tables[rows.sequence],
+            jnp.where(rows.count > 0, self._num_cached[rows.sequence], 0),
+            return_lse=True,
+            **options,
+        )
+        latent, lse = unpack(out[0], 0), unpack(out[1], -jnp.inf)
+        values = jnp.einsum("thl,hvl->thv", latent, w_uv, precision=precision, preferred_element_type=jnp.float32)
+        return values, lse
 
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]

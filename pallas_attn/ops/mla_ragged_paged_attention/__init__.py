@@ -19,7 +19,7 @@ from pallas_attn.ops.write_latent import write_latent
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
-from pallas_attn.portable.segments import segment_of
+from pallas_attn.portable.query_rows import QueryRows
 from pallas_attn.types import Implementation, PagedLatent
 
 FILLED_ROWS = 64
@@ -120,14 +120,16 @@ def mla_ragged_paged_attention(
             dtype = jnp.float32 if cache.is_quantised else cache.pages.dtype
             new = jnp.concatenate([jnp.asarray(x).astype(dtype) for x in (new_latent, new_rope)], axis=-1)
             cache = write_latent(cache, new, slots, implementation=implementation)
-        rows = _QueryRows(step, num_tokens, min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"])))
+        queries = min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"]))
+        rows = QueryRows(step.cu_q_lens, num_tokens, queries)
+        cached = (step.kv_lens - jnp.diff(step.cu_q_lens))[rows.sequence]
         out: Any = mla_decode(
             rows.pack(q_latent),
             rows.pack(q_rope),
             cache,
             step.block_tables[rows.sequence],
-            rows.kv_lens,
-            q_lens=rows.q_lens,
+            jnp.where(rows.count > 0, cached + rows.index + rows.count, 0),
+            q_lens=None if queries == 1 else rows.count,
             sm_scale=sm_scale,
             window=sliding_window,
             soft_cap=soft_cap,
@@ -135,48 +137,3 @@ def mla_ragged_paged_attention(
             implementation=implementation,
         )
         return rows.unpack(out), cache
-
-
-class _QueryRows:
-    """New tokens cut into rows of up to Q, each of one sequence.
-
-    With Q = 1 rows are the packed tokens themselves, padding included, so that nothing is gathered or scattered.
-
-    Attributes:
-      sequence: int32 [rows]; min(T, T // Q + S) rows are enough for any lengths.
-      kv_lens: int32 [rows], tokens of the sequence up to the row's last; 0 for rows without tokens.
-      q_lens: int32 [rows], tokens of each row; None with Q = 1.
-    """
-
-    def __init__(self, step: MixedStep, num_tokens: int, queries: int):
-        lens = jnp.diff(step.cu_q_lens)
-        num_sequences = lens.shape[0]
-        if queries == 1:
-            first, ends = step.cu_q_lens[:-1], step.cu_q_lens[1:]
-        else:
-            counts = -(-lens // queries)
-            ends = jnp.cumsum(counts, dtype=jnp.int32)
-            first = ends - counts
-        row = jnp.arange(min(num_tokens, num_tokens // queries + num_sequences), dtype=jnp.int32)
-        self.sequence = jnp.minimum(segment_of(ends, row), num_sequences - 1)
-        index = (row - first[self.sequence]) * queries  # of the row's first token among the sequence's new ones
-        count = jnp.where(index >= 0, jnp.clip(lens[self.sequence] - index, 0, queries), 0)
-        cached = (step.kv_lens - lens)[self.sequence]
-        self.kv_lens = jnp.where(count > 0, cached + index + count, 0)
-        self.q_lens = None if queries == 1 else count
-        column = jnp.arange(queries, dtype=jnp.int32)[None]
-        self._num_tokens, self._real = num_tokens, column < count[:, None]
-        self._token = (step.cu_q_lens[:-1][self.sequence] + index)[:, None] + column
-
-    def pack(self, x: Float[Array, "T *rest"]) -> Float[Array, "rows Q *rest"]:
-        """Values of the tokens of each row; anything behind its last."""
-        return x[:, None] if self.q_lens is None else x[jnp.minimum(self._token, self._num_tokens - 1)]
-
-    def unpack(self, x: Float[Array, "rows Q *rest"]) -> Float[Array, "T *rest"]:
-        """Values in the order of the packed tokens, 0 for those of no sequence."""
-        if self.q_lens is None:
-            return x[:, 0]
-        past = self._num_tokens + jnp.arange(self._token.size, dtype=jnp.int32).reshape(self._token.shape)
-        place = jnp.where(self._real, self._token, past)
-        empty = jnp.zeros((self._num_tokens, *x.shape[2:]), x.dtype)
-        return empty.at[place].set(x, mode="drop", unique_indices=True)

@@ -79,6 +79,14 @@ FP8_ROWS = (
 )
 """Many heads over latents in 16 and in 8 bits."""
 
+UNEVEN = (
+    MlaDecodeCase(MlaDecode(23, 3000, 128)),
+    MlaDecodeCase(MlaDecode(96, 5000, 64), varied=True),
+    MlaDecodeCase(MlaDecode(128, 2048, 16, 2), varied=True),
+    MlaDecodeCase(MlaDecode(128, 4096, 16, 2), varied=True),
+)
+"""Sizes that no number of programs divides."""
+
 BENCH = Bench(
     grids={
         "mla": _grid(varied=False),
@@ -90,6 +98,7 @@ BENCH = Bench(
         "tune": _widths(128, 2048, (64, 128)),
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
+        "mla-uneven": UNEVEN,
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },

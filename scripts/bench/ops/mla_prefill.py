@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from pallas_attn import mla_prefill
@@ -12,15 +13,41 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.shapes import MlaPrefill
 
 
-def ours(implementation: str, case: MlaPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+def ours(
+    implementation: str,
+    case: MlaPrefillCase,
+    arrays: dict[str, Any],
+    stopwatch: Stopwatch,
+    absorbed: bool | None = None,
+) -> Timing:
     case.check_portable(implementation, case.flops)
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         options: dict[str, Any] = {"piece_tokens": case.piece_tokens, "sm_scale": case.sm_scale}
+        options |= {"absorbed": absorbed}
         return None, mla_prefill(**own, **shared, **options, implementation=implementation)
 
     return stopwatch.chain(call, arrays["owns"], shared=arrays["shared"])
 
+
+FORMS = [
+    *(
+        MlaPrefillCase(MlaPrefill(1, new, cached, heads))
+        for heads, cached, news in (
+            (128, 8192, (128, 256, 512, 16)),
+            (16, 8192, (128, 256, 512, 16)),
+            (128, 32768, (128, 256, 512, 16)),
+            (128, 2048, (128, 256, 16)),
+            (16, 32768, (128, 256)),
+            (16, 2048, (128, 256)),
+        )
+        for new in news
+    ),
+    MlaPrefillCase(MlaPrefill(1, 128, 0, 128)),
+    MlaPrefillCase(MlaPrefill(8, 64, 8192, 128)),
+    MlaPrefillCase(MlaPrefill(8, 64, 8192, 16)),
+]
+"""Short chunks, over expanded and absorbed prefixes; the most informative come first."""
 
 BENCH = Bench(
     grids={
@@ -38,9 +65,11 @@ BENCH = Bench(
         "tune": [
             MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
         ],
+        "forms": FORMS,
         "models": [MlaPrefillCase(shape) for shape in shapes.MLA_PREFILL.values()],
         "small": [MlaPrefillCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],
     },
-    contenders=by_name(ours),
+    contenders=by_name(ours)
+    | {name: functools.partial(ours, "mosaic", absorbed=name == "absorbed") for name in ("expanded", "absorbed")},
     inputs=MlaPrefillCase.inputs,
 )

@@ -1,0 +1,54 @@
+"""Packed tokens of sequences as rows of a few, as decode takes them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn.portable.segments import segment_of
+
+
+class QueryRows:
+    """New tokens cut into rows of up to Q, each of one sequence.
+
+    With Q = 1 rows are the packed tokens themselves, padding included, so that nothing is gathered or scattered.
+
+    Attributes:
+      sequence: int32 [rows]; min(T, T // Q + S) rows are enough for any lengths.
+      index: int32 [rows], of the row's first token among the new ones of its sequence.
+      count: int32 [rows], tokens of each row; 0 for rows without any.
+    """
+
+    def __init__(self, cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int, queries: int):
+        """Cut sequences with these prefix sums of new tokens, never falling, of T = `num_tokens` packed ones."""
+        lens = jnp.diff(cu_q_lens)
+        num_sequences = lens.shape[0]
+        if queries == 1:
+            first, ends = cu_q_lens[:-1], cu_q_lens[1:]
+        else:
+            counts = -(-lens // queries)
+            ends = jnp.cumsum(counts, dtype=jnp.int32)
+            first = ends - counts
+        row = jnp.arange(min(num_tokens, num_tokens // queries + num_sequences), dtype=jnp.int32)
+        self.sequence = jnp.minimum(segment_of(ends, row), num_sequences - 1)
+        self.index = (row - first[self.sequence]) * queries
+        self.count = jnp.where(self.index >= 0, jnp.clip(lens[self.sequence] - self.index, 0, queries), 0)
+        column = jnp.arange(queries, dtype=jnp.int32)[None]
+        self._queries, self._num_tokens = queries, num_tokens
+        self._real = column < self.count[:, None]
+        self._token = (cu_q_lens[:-1][self.sequence] + self.index)[:, None] + column
+
+    def pack(self, x: Float[Array, "T *rest"]) -> Float[Array, "rows Q *rest"]:
+        """Values of the tokens of each row; anything behind its last."""
+        return x[:, None] if self._queries == 1 else x[jnp.minimum(self._token, self._num_tokens - 1)]
+
+    def unpack(self, x: Float[Array, "rows Q *rest"], empty: float = 0) -> Float[Array, "T *rest"]:
+        """Values in the order of the packed tokens, `empty` for those of no sequence; with Q = 1 what rows without
+        tokens have.
+        """
+        if self._queries == 1:
+            return x[:, 0]
+        past = self._num_tokens + jnp.arange(self._token.size, dtype=jnp.int32).reshape(self._token.shape)
+        place = jnp.where(self._real, self._token, past)
+        filled = jnp.full((self._num_tokens, *x.shape[2:]), empty, x.dtype)
+        return filled.at[place].set(x, mode="drop", unique_indices=True)
