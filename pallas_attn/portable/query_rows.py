@@ -42,7 +42,7 @@ class QueryRows:
         """Values of the tokens of each row; anything behind its last."""
         return x[:, None] if self._queries == 1 else x[jnp.minimum(self._token, self._num_tokens - 1)]
 
-    def unpack(self, x: Float[Array, "rows Q *rest"], empty: float = 0) -> Float[Array, "T *rest"]:
+    def unpack(self, x: Float[Array, "rows Q *rest"], empty: float = 0.0) -> Float[Array, "T *rest"]:
         """Values in the order of the packed tokens, `empty` for those of no sequence; with Q = 1 what rows without
         tokens have.
         """

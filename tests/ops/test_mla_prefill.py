@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -138,10 +140,10 @@ def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> No
     harness.assert_close("output", got, want, variant.tolerance(case.dtype)[0])
 
 
-def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None) -> None:
+def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None, **options: Any) -> None:
     """Check that poison changes no bit, that padding is 0, and that the result is that of numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
-    options = {name: option for name in ("window", "soft_cap") if (option := getattr(case, name)) is not None}
+    options |= {name: option for name in ("window", "soft_cap") if (option := getattr(case, name)) is not None}
     attend = prefill(variant, piece_tokens, **options)
     got = attend(**inputs.arguments())
     harness.assert_same_bits(got, attend(**inputs.arguments(poisoned=False)))
@@ -169,7 +171,84 @@ PIECES = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
 @pytest.mark.parametrize("piece_tokens", PIECES.values(), ids=PIECES)
 @every_variant
 def test_lengths_and_pieces(variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
-    check(variant, replace(BASE, cached=cached, new=new), piece_tokens)
+    check(variant, replace(BASE, cached=cached, new=new), piece_tokens, absorbed=False)
+
+
+@pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
+@every_variant
+def test_lengths_absorbed(variant: Variant, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
+    check(variant, replace(BASE, cached=cached, new=new, soft_cap=3.0), absorbed=True)
+
+
+@pytest.mark.parametrize("heads", [50, 130])
+@every_variant
+def test_heads_absorbed(variant: Variant, heads: int) -> None:
+    """Tokens in rows of two, and one by one, where padding has rows of its own."""
+    check(variant, replace(BASE, heads=heads, cached=(9, 4, 0, 8), new=(1, 3, 0, 2)), absorbed=True)
+
+
+@pytest.fixture
+def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the new tokens of a sequence up to which absorbed is said to be faster, and those at which the device need
+    not decide."""
+
+    def set_to(most: int, undecided: int = 128) -> None:
+        module = importlib.import_module("pallas_attn.ops.mla_prefill")
+        monkeypatch.setattr(module, "_most_absorbed", lambda *_: most)
+        monkeypatch.setattr(module, "ABSORBED_TOKENS", undecided)
+
+    return set_to
+
+
+DECIDED = {
+    "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), True),
+    "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), False),
+    "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), True),
+}
+
+
+@pytest.mark.parametrize(("cached", "new", "is_absorbed"), DECIDED.values(), ids=DECIDED)
+@every_variant
+def test_the_form_that_the_device_decides_for(
+    variant: Variant,
+    most_absorbed: Callable[..., None],
+    cached: tuple[int, ...],
+    new: tuple[int, ...],
+    is_absorbed: bool,
+) -> None:
+    """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
+    most_absorbed(6)
+    arguments = Inputs.draw(replace(BASE, cached=cached, new=new), harness.fresh_rng()).arguments(poisoned=False)
+    decided, absorbed, expanded = (prefill(variant, PS, absorbed=form)(**arguments) for form in (None, True, False))
+    want, other = (absorbed, expanded) if is_absorbed else (expanded, absorbed)
+    np.testing.assert_allclose(decided, want, rtol=0, atol=1e-7)
+    assert np.abs(np.asarray(decided) - np.asarray(other)).max() > np.abs(np.asarray(decided) - np.asarray(want)).max()
+
+
+@every_variant
+def test_decided_where_nothing_is_cached(variant: Variant, most_absorbed: Callable[..., None]) -> None:
+    most_absorbed(6)
+    check(variant, replace(BASE, cached=(0, 0, 0, 0), new=(7, 1, 4, 9)), PS)
+
+
+@pytest.mark.parametrize(
+    ("most", "undecided", "scopes"),
+    [
+        (24, 24, (True, False)),
+        (24, 23, (True, True)),
+        (6, 128, (True, True)),
+        (5, 128, (False, True)),
+        (0, 0, (False, True)),
+    ],
+)
+def test_forms_that_a_call_is_compiled_for(
+    most_absorbed: Callable[..., None], most: int, undecided: int, scopes: tuple[bool, bool]
+) -> None:
+    """24 tokens of 4 sequences."""
+    most_absorbed(most, undecided)
+    arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
+    names = harness.scope_names(jax.jit(functools.partial(mla_prefill, sm_scale=SM_SCALE)), **arguments)
+    assert ("mla_decode" in names, "gather_latent" in names) == scopes
 
 
 @every_variant
@@ -226,8 +305,11 @@ def test_windows_over_8_bits(variant: Variant) -> None:
     harness.assert_close("output", jnp.concatenate([first, second]), want, harness.F32_OUT)
 
 
-def test_a_window_needs_a_chunk() -> None:
-    arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments()) | {"latent_new": None}
+def test_a_window_needs_a_chunk_and_expanded_keys() -> None:
+    arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
+    with pytest.raises(NotImplementedError, match="^absorbed: takes None or False with a window"):
+        mla_prefill(**arguments, sm_scale=SM_SCALE, window=3, absorbed=True)
+    arguments |= {"latent_new": None}
     with pytest.raises(NotImplementedError, match="^window: takes None without latent_new"):
         mla_prefill(**arguments, sm_scale=SM_SCALE, window=3)
 
@@ -267,13 +349,14 @@ def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
     assert_close(variant, inputs.case, got, inputs.expected())
 
 
+@pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @every_variant
-def test_the_prefix_and_the_chunk_merge_to_the_whole(variant: Variant) -> None:
+def test_the_prefix_and_the_chunk_merge_to_the_whole(variant: Variant, absorbed: bool) -> None:
     """Queries that see the prefix alone, of which one is empty, and the chunk alone."""
     case = PrefillCase(cached=(0, 13, 28), new=(3, 1, 6))
     inputs = Inputs.draw(case, harness.fresh_rng())
     arguments = inputs.arguments()
-    attend = harness.compiled(mla_prefill, variant, sm_scale=SM_SCALE, piece_tokens=8, return_lse=True)
+    attend = prefill(variant, 8, return_lse=True, absorbed=absorbed)
     whole, lse = attend(**arguments)
     prefix = attend(**arguments | {"latent_new": None, "kv_lens": np.array(case.cached, np.int32)})
     chunk = attend(**arguments | {"kv_lens": np.array(case.new, np.int32)})
@@ -468,6 +551,7 @@ BAD = {
     "kv_lens of another batch": ("kv_lens", {"kv_lens": LENS((5,))}),
     "float kv_lens": ("kv_lens", {"kv_lens": ZEROS((4,))}),
     "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
+    "a number for a form": ("absorbed", {"absorbed": 1}),
     "no piece": ("piece_tokens", {"piece_tokens": 0}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),
 }

@@ -15,12 +15,13 @@ With a window, the tokens that it may show are expanded at once. There are no ke
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import checks, device, dispatch, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
@@ -72,10 +73,11 @@ def mla_prefill(
       window: the number of newest tokens that every head sees; None for all. Memory is that of S·window expanded
         tokens, or of as many as tables have entries for.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster. That
-        is absorbed where Mosaic's `mla_decode` runs the call and sequences have few new tokens, see
-        `AbsorptionConfig`: no more than that many of all sequences together, or, if there may be more but not S times
-        as many, so many of a sequence in the mean, which is decided on the device. With a window only False.
+      absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster,
+        which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
+        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). Known while tracing is T: up to the
+        smaller of n and 128 all is absorbed, beyond n·min(S, 8) all expanded, and in between the device decides by the
+        mean of the sequences' new tokens, each counting as much as it has cached. With a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
@@ -178,13 +180,12 @@ def mla_prefill(
             options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
             return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
 
+        forms = with_pieces, with_latents, lambda state: state
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
-            absorbed = _is_absorbed(most, q.shape[0], cu_q_lens, num_cached)
-        if isinstance(absorbed, bool):
-            state = with_latents(state) if absorbed else with_pieces(state)
+            state = _by_rule(most, cu_q_lens, num_cached, q.shape[0], forms, state)
         else:
-            state = lax.cond(absorbed, with_latents, with_pieces, state)
+            state = forms[absorbed](state)
     out = state[0].astype(q.dtype)
     return (out, state[1]) if return_lse else out
 
@@ -221,7 +222,9 @@ class AbsorptionConfig:
 
     Expanding a token of a prefix costs the same however many queries attend to it, so short chunks are better off
     absorbed: by operations alone, up to L·(nope + v) / (2·L - nope - v) new tokens of a sequence, 170 at DeepSeek-V3's
-    widths.
+    widths. What is expanded is also written and read again, which takes as long, and longer where heads are few: by
+    measuring, about 320 tokens with 128 heads and 512 with 16
+    (benchmarks/log/080-short-chunks-absorbed.md).
 
     Attributes:
       max_new_tokens: new tokens of a sequence up to which that is faster; 0 for never.
@@ -275,25 +278,47 @@ def _most_absorbed(
     except (NotImplementedError, ExceptionGroup):
         return 0
     key = {"heads": heads, "latent_dim": latent_dim, "expanded": expanded, "quantised": cache.is_quantised}
-    counted = latent_dim * expanded // max(1, 2 * latent_dim - expanded)
-    return tuning.lookup(
-        "mla_prefill/absorbed", key, AbsorptionConfig, lambda: AbsorptionConfig(counted)
-    ).max_new_tokens
+    times = 7 / 4 if heads > 32 else 3
+    counted = int(times * latent_dim * expanded / max(1, 2 * latent_dim - expanded))
+    heuristic = AbsorptionConfig(counted)
+    return tuning.lookup("mla_prefill/absorbed", key, AbsorptionConfig, lambda: heuristic).max_new_tokens
 
 
-def _is_absorbed(
-    most: int, num_tokens: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[Array, "S"]
-) -> bool | Bool[Array, ""]:
-    """Whether chunks attend to their prefix absorbed: known where no sequence can have more than `most` new tokens, or
-    where it is sure that some has; else on the device, where the mean counts, weighted by what sequences have cached.
+def _by_rule(
+    most: int,
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    num_cached: Int32[Array, "S"],
+    num_tokens: int,
+    forms: tuple[Form, Form, Form],
+    state: PrefillState,
+) -> PrefillState:
+    """Attention over the prefix, added to that over the chunk, in the form that is expected to be faster.
+
+    Args:
+      most: new tokens of a sequence up to which absorbed is; 0 for never.
+      num_tokens: T, of which more may be padding than the sequences' new tokens are.
+      forms: expanded, absorbed, and where nothing is cached.
     """
-    if num_tokens <= most:
-        return True
-    if num_tokens > most * num_cached.shape[0]:
-        return False
+    expanded, absorbed, _ = forms
+    if num_tokens <= min(most, ABSORBED_TOKENS):
+        return absorbed(state)
+    if num_tokens > most * min(num_cached.shape[0], CHOSEN_SEQUENCES):
+        return expanded(state)
     cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
-    return jnp.sum(cached * new) <= most * jnp.sum(cached)
+    total = jnp.sum(cached)
+    is_short = jnp.sum(cached * new) <= most * total
+    return lax.switch(jnp.where(total > 0, is_short.astype(jnp.int32), 2), forms, state)
 
+
+ABSORBED_TOKENS = 128
+"""Up to this many packed tokens nothing is decided on the device. The host waits for that, some 25 us in which a chunk
+without a prefix could attend to none; and a step that decides nothing is one CUDA graph.
+"""
+
+CHOSEN_SEQUENCES = 8
+"""A call decides on the device for no more packed tokens than this many sequences attend absorbed: queries and outputs
+in latent space take memory.
+"""
 
 FILLED_ROWS = 128
 """Query rows (heads of each query) that share what kernels read of a prefix."""
@@ -344,13 +369,16 @@ class _AbsorbedPrefix:
             return_lse=True,
             **options,
         )
-        latent, lse = unpack(out[0], 0), unpack(out[1], -jnp.inf)
+        latent, lse = unpack(out[0], 0.0), unpack(out[1], -jnp.inf)
         values = jnp.einsum("thl,hvl->thv", latent, w_uv, precision=precision, preferred_element_type=jnp.float32)
         return values, lse
 
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
 """Attention over some of the keys, and its LSE."""
+
+type Form = Callable[[PrefillState], PrefillState]
+"""Adds attention over the prefix to a state."""
 
 
 def _merge(one: PrefillState, other: PrefillState) -> PrefillState:
