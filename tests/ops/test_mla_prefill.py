@@ -200,35 +200,32 @@ def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_to
 
 
+EXPANDED, ABSORBED, NEITHER = range(3)
 DECIDED = {
-    "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), True),
-    "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), False),
-    "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), True),
+    "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), ABSORBED),
+    "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), EXPANDED),
+    "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), ABSORBED),
+    "nothing cached": ((0, 0, 0, 0), (6, 6, 6, 6), NEITHER),
+    "more than float32 counts": ((0, 2**30, 2**30, 0), (0, 4, 9, 0), EXPANDED),
 }
 
 
-@pytest.mark.parametrize(("cached", "new", "is_absorbed"), DECIDED.values(), ids=DECIDED)
-@every_variant
-def test_the_form_that_the_device_decides_for(
-    variant: Variant,
-    most_absorbed: Callable[..., None],
-    cached: tuple[int, ...],
-    new: tuple[int, ...],
-    is_absorbed: bool,
-) -> None:
+@pytest.mark.parametrize(("cached", "new", "form"), DECIDED.values(), ids=DECIDED)
+def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tuple[int, ...], form: int) -> None:
     """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
-    most_absorbed(6)
-    arguments = Inputs.draw(replace(BASE, cached=cached, new=new), harness.fresh_rng()).arguments(poisoned=False)
-    decided, absorbed, expanded = (prefill(variant, PS, absorbed=form)(**arguments) for form in (None, True, False))
-    want, other = (absorbed, expanded) if is_absorbed else (expanded, absorbed)
-    np.testing.assert_allclose(decided, want, rtol=0, atol=1e-7)
-    assert np.abs(np.asarray(decided) - np.asarray(other)).max() > np.abs(np.asarray(decided) - np.asarray(want)).max()
+    module = importlib.import_module("pallas_attn.ops.mla_prefill")
+    forms = tuple(lambda state, i=i: (state[0] + i, state[1]) for i in (EXPANDED, ABSORBED, NEITHER))
+    decide = jax.jit(lambda cu_q_lens, cached: module._by_rule(6, cu_q_lens, cached, 24, forms, empty))
+    empty = jnp.zeros((24, 1, 1)), jnp.zeros((24, 1))
+    found, _ = decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32))
+    assert found[0, 0, 0] == form
 
 
+@pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
 @every_variant
-def test_decided_where_nothing_is_cached(variant: Variant, most_absorbed: Callable[..., None]) -> None:
+def test_decided_on_the_device(variant: Variant, most_absorbed: Callable[..., None], cached: tuple[int, ...]) -> None:
     most_absorbed(6)
-    check(variant, replace(BASE, cached=(0, 0, 0, 0), new=(7, 1, 4, 9)), PS)
+    check(variant, replace(BASE, cached=cached, new=(7, 8, 4, 4)), PS)
 
 
 @pytest.mark.parametrize(

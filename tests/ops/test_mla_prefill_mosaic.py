@@ -37,6 +37,30 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_short_chunks_are_absorbed_by_kernels() -> None:
+    """Without being asked to: rows of two sequences in pages of 16, and an idle one."""
+    rng, heads, page_size = harness.fresh_rng(), 5, 16
+    cached, new = np.array([37, 0, 18]), np.array([5, 0, 2])
+    normal = lambda size, *shape: jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    call = {
+        "q_nope": normal(1.0, 8, heads, 128),
+        "q_rope": normal(1.0, 8, heads, 64),
+        "latent_new": normal(0.125, 8, 192),
+        "w_uk": normal(128**-0.5, heads, 128, 128),
+        "w_uv": normal(128**-0.5, heads, 128, 128),
+        "cache": contract.PagedLatent(normal(0.125, 12, page_size, 192)),
+        "block_tables": jnp.asarray(rng.permutation(12)[:9].reshape(3, 3), jnp.int32),
+        "cu_q_lens": cumulative_lens(jnp.asarray(new, jnp.int32)),
+        "kv_lens": jnp.asarray(cached + new, jnp.int32),
+    }
+    attend = jax.jit(lambda call: mla_prefill(**call, sm_scale=0.1, implementation=("mosaic", "xla")))
+    assert "mla_decode" in harness.scope_names(attend, call)
+    got, want = attend(call), mla_prefill(**call, sm_scale=0.1, absorbed=False, implementation="xla")
+    assert not np.asarray(got)[new.sum() :].any()
+    harness.assert_close("output", got, want, harness.Tolerance(2e-3, 4 / 128, 2e-5))
+
+
 # --- pieces, and what becomes of them
 
 

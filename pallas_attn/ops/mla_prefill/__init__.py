@@ -14,6 +14,7 @@ With a window, the tokens that it may show are expanded at once. There are no ke
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -251,17 +252,17 @@ def _most_absorbed(
     it: that of others was not measured.
     """
     heads, latent_dim, expanded = *w_uk.shape[::2], w_uk.shape[1] + w_uv.shape[1]
-    queries = max(1, FILLED_ROWS // heads)
+    takes: list[bool] = []
 
-    def takes(name: str, module: Any) -> bool:
-        if name != "mosaic":
-            return False
+    def look(
+        q_latent: Array, q_rope: Array, cache: PagedLatent, block_tables: Array, kv_lens: Int32[Array, "_"]
+    ) -> None:
         call = MlaDecodeCall(
-            jax.ShapeDtypeStruct((1, 1, queries * heads, latent_dim), q_nope.dtype),
-            jax.ShapeDtypeStruct((1, 1, queries * heads, q_rope.shape[2]), q_rope.dtype),
+            q_latent,
+            q_rope,
             cache,
             block_tables,
-            kv_lens=None,
+            kv_lens,
             q_lens=None,
             draft_mask=None,
             plan=None,
@@ -269,13 +270,19 @@ def _most_absorbed(
             out_dtype=None,
             soft_cap=soft_cap,
         )
-        module.num_programs(call)
-        return True
 
-    try:
-        if not dispatch.choose("mla_decode", implementation, takes):
-            return 0
-    except (NotImplementedError, ExceptionGroup):
+        def is_kernel(name: str, module: Any) -> bool:
+            return name == "mosaic" and module.num_programs(call) > 0
+
+        takes.append(dispatch.choose("mla_decode", implementation, is_kernel))
+
+    rows, heads_of_row = block_tables.shape[0], heads * max(1, FILLED_ROWS // heads)
+    q_latent, q_rope = (
+        jax.ShapeDtypeStruct((rows, 1, heads_of_row, width), q_nope.dtype) for width in (latent_dim, q_rope.shape[2])
+    )
+    with contextlib.suppress(NotImplementedError, ExceptionGroup):
+        jax.eval_shape(look, q_latent, q_rope, cache, block_tables, jax.ShapeDtypeStruct((rows,), jnp.int32))
+    if not any(takes):
         return 0
     key = {"heads": heads, "latent_dim": latent_dim, "expanded": expanded, "quantised": cache.is_quantised}
     times = 7 / 4 if heads > 32 else 3
