@@ -79,7 +79,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """A run of a step's tokens that attends expanded, in chunks of a sequence.
+    """A run of a step's tokens that attends in chunks of a sequence, expanded but for short ones' prefixes.
 
     Attributes:
       tokens: indices in the packed step.
@@ -410,6 +410,7 @@ class MLA(nnx.Module):
         attend: Callable[..., Any] = functools.partial(
             mla_prefill,
             sm_scale=self.config.sm_scale,
+            absorbed=False if self.settings.mla == "expand" else None,
             piece_tokens=self.settings.piece_tokens,
             implementation=self.settings.implementation,
         )

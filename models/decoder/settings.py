@@ -11,7 +11,8 @@ class AttentionSettings:
     """Settings of attention; all but `index_topk` change speed and rounding, never meaning.
 
     Attributes:
-      mla: "auto" absorbs for decode rows and expands for prefill; "absorb" and "expand" do one for both.
+      mla: "auto" absorbs for decode rows and expands for prefill, where `mla_prefill` may absorb short chunks; "absorb"
+        and "expand" do one for both.
       implementation: of every attention operation, as `pallas_attn` takes it.
       piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
         operation.

@@ -101,7 +101,7 @@ def prefill(table_pages: int) -> Case:
     Its temporaries are keys and values of a piece and of the chunk, once as they are multiplied and once put together,
     and outputs and LSEs of the chunk, those merged and those to come.
     """
-    call = functools.partial(mla_prefill, piece_tokens=PIECE_TOKENS)
+    call = functools.partial(mla_prefill, absorbed=False, piece_tokens=PIECE_TOKENS)
     expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
     merged = 2 * TOKENS * HEADS * 4 * (NOPE + 1)
     arguments = prefill_arguments(table_pages)
@@ -110,15 +110,19 @@ def prefill(table_pages: int) -> Case:
 
 @deferred
 def short_prefill(tokens: int, sequences: int, heads: int) -> Case:
-    """A chunk over absorbed prefixes, by itself, with queries and outputs in latent space, and partial states of as
-    many rows as there are programs and blocks of them."""
+    """A chunk over absorbed prefixes, or over such as the device decides for.
+
+    Its temporaries are queries and outputs in latent space, partial states of as many rows as there are programs and
+    blocks of them, and keys and values of a piece.
+    """
     latent = 2 * tokens * heads * (576 + 512) * 2
     partial_states = (tokens + 132) * 128 * 512 * 4
+    expanded = PIECE_TOKENS * heads * 2 * (2 * NOPE + 64) * 2
     return MOVES(
-        mla_prefill,
+        functools.partial(mla_prefill, piece_tokens=PIECE_TOKENS),
         prefill_arguments(512, tokens, sequences, heads),
         tensor_cores=True,
-        temporaries=2 * (latent + partial_states),
+        temporaries=2 * (latent + partial_states + expanded),
         blocks=1,
     )
 
@@ -134,14 +138,16 @@ LATENT = {
     "mla-prefill-narrow": prefill(128),
     "mla-prefill-wide": prefill(16384),
     "mla-prefill-short": short_prefill(128, 1, 16),
-    "mla-prefill-short-h128": short_prefill(96, 4, 128),
 }
 
 LATENT_MORE = {
+    "mla-prefill-short-h128": short_prefill(96, 4, 128),
+    "mla-prefill-decided": short_prefill(512, 8, 16),
+} | {
     f"{name}-latent-{dtype}-{latent_dim}-{rope_dim}": make(paged_latent(latent_dim, rope_dim, DTYPES[dtype]))
     for (name, make), dtype, (latent_dim, rope_dim) in itertools.product(
         (("write", write), ("gather", gather)), DTYPES, WIDTHS
     )
     if (dtype, latent_dim) != ("bf16", 512)  # which are among those above
 }
-"""Every width and dtype."""
+"""Every width and dtype, and the other short chunks."""
