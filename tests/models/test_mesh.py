@@ -94,7 +94,7 @@ SPLITTABLE = {
                 ("glm-shared", "expert=4"),
                 ("glm-shared", "data=2,tensor=2"),
                 *((name, "data=2") for name in NAMES),  # these and the ones over two by their heads: what two cards can
-                *((name, "expert=2") for name in ("v2-greedy", "gpt-oss-mxfp4")),
+                *((name, "expert=2") for name in ("v2-greedy", "glm-dsa", "glm-shared", "gpt-oss", "gpt-oss-mxfp4")),
                 ("v3", "data=3"),  # 16 experts on three devices
                 ("gpt-oss", "data=3"),
                 ("qwen3-window", "data=2,tensor=2"),
