@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings, make_mesh
 from models.decoder.mesh import DATA
-from models.engine import Engine
+from models.engine import Engine, Processes
 from pallas_attn import PagedLatent, mla_decode, parallel, plan_decode
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Serving, generate, summary
@@ -74,6 +74,7 @@ class MeshWork:
       new_tokens: new tokens of the last request.
       max_batched_tokens: new tokens of a step, on each data rank.
       page_size: tokens a page holds.
+      most_tokens: cases whose prompts have more tokens in all, on a data rank, are left out.
     """
 
     config: str
@@ -84,17 +85,29 @@ class MeshWork:
     per_device: bool = False
     max_batched_tokens: int = 4096
     page_size: int = 64
+    most_tokens: int | None = None
 
     def serving(self, mesh: Mesh | None) -> Serving:
         """Workload of each data rank of a mesh."""
         devices, ranks = (1, 1) if mesh is None else (mesh.size, mesh.shape[DATA])
         total = [batch * devices if self.per_device else batch for batch in self.batches]
         of_rank = tuple(sorted({-(-batch // ranks) for batch in total}))
-        return Serving(of_rank, self.contexts, self.new_tokens, float("inf"), self.page_size, self.max_batched_tokens)
+        return Serving(
+            of_rank,
+            self.contexts,
+            self.new_tokens,
+            limit_seconds=float("inf"),
+            page_size=self.page_size,
+            max_batched_tokens=self.max_batched_tokens,
+            most_tokens=self.most_tokens,
+        )
 
 
-def run(work: MeshWork, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yields the result of each layout as it grows: once it is compiled, and after each case."""
+def run(
+    work: MeshWork, settings: AttentionSettings, dtype: str, processes: Processes | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the result of each layout as it grows: once it is compiled, and after each case. With several processes,
+    whose devices the layouts have, all run this."""
     for layout in work.layouts:
         mesh = make_mesh(layout) if layout else None
         result: dict[str, Any] = {"mesh": dict(layout), "devices": 1 if mesh is None else mesh.size, "cases": []}
@@ -102,7 +115,7 @@ def run(work: MeshWork, settings: AttentionSettings, dtype: str) -> Iterator[dic
         model = jax.block_until_ready(random_model(CONFIGS[work.config], dtype, settings, mesh=mesh))
         made = time.perf_counter()
         serving = work.serving(model.mesh)
-        engine = Engine(model, dataclasses.replace(serving.engine_config(), mesh=model.mesh))
+        engine = Engine(model, dataclasses.replace(serving.engine_config(), mesh=model.mesh), processes=processes)
         engine.warmup()
         ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         generate(engine, [[1, 2, 3]] * ranks, [3] * ranks)
