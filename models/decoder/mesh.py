@@ -120,8 +120,13 @@ def over_mesh(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
 
 def specs_of(arrays: Any) -> Any:
-    """`PartitionSpec` of each array on a mesh."""
-    return jax.tree.map(lambda x: x.sharding.spec, arrays)
+    """`PartitionSpec` of each array on a mesh; arrays that are not placed on one are the same on all devices."""
+    return jax.tree.map(lambda x: getattr(x.sharding, "spec", PartitionSpec()), arrays)
+
+
+def bytes_on_device(array: Array) -> int:
+    """Bytes of an array on each of its devices."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:

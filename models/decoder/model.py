@@ -216,6 +216,8 @@ class Decoder(nnx.Module):
         metadata.check()
         if self.settings.batch_invariant:
             metadata = metadata.as_decode_rows()
+        elif self.contexts > 1:  # queries of a row see different numbers of the tokens that a device has
+            metadata = metadata.one_query_a_row()
         x = self._embed(tokens)
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, cache)

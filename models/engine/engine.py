@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, normal_mesh, split_model
-from models.decoder.mesh import DATA, spans_processes
+from models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
 from models.engine.cached_pages import CachedPages, CachedSequence, difference, numbered
 from models.engine.config import EngineConfig
 from models.engine.data_ranks import DataRanks
@@ -169,6 +169,7 @@ class Engine:
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
+        self._decides_by_time = processes is None  # several would measure different times, and must decide alike
         self._groups = group_sizes(
             model.part,
             num_pages=config.num_pages,
@@ -755,9 +756,8 @@ class Engine:
             drafted_tokens=sum(row.drafted for row in rows),
             accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
         )
-        for scheduler, plan in zip(self._ranks.schedulers, plans, strict=True):
-            if plan is not None:
-                scheduler.record_time(plan, record.duration_s)
+        if self._decides_by_time:
+            self._ranks.record_time(plans, record.duration_s)
         self._records.append(record)
         self._totals = self._totals.plus(record)
         return [*progressed]
@@ -787,18 +787,19 @@ def _devices(mesh: Mesh | None) -> str:
 
 
 def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
-    """Makes the control of the number of drafts, for a model's weights; None without speculation."""
+    """Makes the control of the number of drafts, for the weights that a device has; None without speculation."""
     if config.speculate is None:
         return None
-    sizes, (_, weights) = model.config, split_model(model)
+    sizes, (_, weights) = model.part, split_model(model)
     itemsize = model.embed_tokens[...].dtype.itemsize
     if isinstance(sizes, DeepSeekConfig):
         layers, experts, width = sizes.num_moe_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
     else:
         layers, experts, width = sizes.num_hidden_layers, sizes.num_local_experts, sizes.intermediate_size
-    routed = layers * experts * 3 * sizes.hidden_size * width * itemsize
-    embedding = 0 if sizes.tie_word_embeddings else model.embed_tokens[...].nbytes
-    dense = sum(weight.nbytes for weight in weights) - embedding - routed
+    own_experts = ExpertSplit.over(model.mesh).num_own(experts)
+    routed = layers * own_experts * 3 * sizes.hidden_size * width * itemsize
+    embedding = 0 if sizes.tie_word_embeddings else bytes_on_device(model.embed_tokens[...])
+    dense = sum(map(bytes_on_device, weights)) - embedding - routed
     share = sizes.num_experts_per_tok / experts if experts else 0.0
     cost = step_cost(dense, routed, share, itemsize)
     proposer = config.speculate.proposer

@@ -35,6 +35,7 @@ from models.engine.speculative_step import (
     proposer_sizes,
     read_tokens,
     run_speculative_step,
+    state_partition,
 )
 from models.engine.step_plan import RowTokens, StepPlan
 
@@ -116,17 +117,18 @@ class Runner:
             self._make_last_tokens(),
         )
         if model.mesh is not None:
-            self._state_specs = cache_partition(model.part, self._specs), PartitionSpec(DATA)
+            rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
+            self._state_specs = cache_partition(model.part, self._specs), rows
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
         self._step, self._weights = split_model(model)
         self._model = model
         self._layered: LayeredStep | None = None
         self._function: Any = run_step
         if config.speculate is not None:
-            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
+            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
             if config.speculate.proposer.makes_trees:
-                check_trees(model.config, model.settings)
+                check_trees(model.config, model.settings, model.contexts)
             self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
         self._num_steps = 0
@@ -300,7 +302,7 @@ class Runner:
         function = functools.partial(self._function, self._step, self._config, bucket)
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
-            arguments = (specs_of(self._weights), *self._state_specs, of_ranks)
+            arguments = (specs_of(self._all_weights()), *self._state_specs, of_ranks)
             if self._processes is not None:  # each reads the tokens of all ranks
                 function = _gathering(function)
             read = of_ranks if self._processes is None else PartitionSpec()
