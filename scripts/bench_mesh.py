@@ -1,7 +1,7 @@
 """Measures the engine on several devices beside one: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
 
-What is measured: scripts/bench/engine/several_devices.py. Several processes, each of which sees its own devices, run one
-model with --coordinator, --num-processes and --process-id, as run_decode.py does; process 0 reports.
+What is measured: scripts/bench/engine/several_devices.py. Several processes, each of which sees its own devices, run
+one model with --coordinator, --num-processes and --process-id, as run_decode.py does; process 0 reports.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class DraftModelProposer(Proposer):
         if got != wanted:
             raise ValueError(f"draft model: expected the target's vocabulary of {wanted} tokens, got {got}")
         if self._model.mesh != sizes.mesh:
-            raise ValueError("draft model: expected one that was loaded for the engine's mesh, got one of other devices")
+            raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
         """Makes empty caches, with a page for each row of the target's cache group and head that keeps the most."""

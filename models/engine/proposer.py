@@ -72,8 +72,8 @@ class ProposerSizes:
       groups: the target's cache groups with the pages and windows of each.
       max_drafts: drafts of a row at most.
       cache_dtype: that of the engine's caches; None for the model's.
-      mesh: devices of the engine; None for one. Other sizes are those of each rank along `data`, and pages those of each
-        device.
+      mesh: devices of the engine; None for one. Other sizes are those of each rank along `data`, and pages those of
+        each device.
     """
 
     max_num_seqs: int
@@ -264,9 +264,9 @@ class Proposer:
     Its methods are traced into the engine's step, so they are jax functions of static shapes. Whatever they return
     changes how many steps a request takes, and never its tokens.
 
-    On a mesh the step is what each device does, inside `jax.shard_map`. Devices that share a request have the same rows,
-    hidden states and tokens, and must propose the same drafts for them. Weights lie on the mesh as those of a model that
-    was loaded for it, or anywhere if they are the same for all; each device has a state of its own.
+    On a mesh the step is what each device does, inside `jax.shard_map`. Devices that share a request have the same
+    rows, hidden states and tokens, and must propose the same drafts for them. Weights lie on the mesh as those of a
+    model that was loaded for it, or anywhere if they are the same for all; each device has a state of its own.
 
     Attributes:
       needs_hidden: whether `observe` wants the target's hidden states.

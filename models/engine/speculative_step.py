@@ -61,8 +61,8 @@ class SpeculativeState:
 
 
 def state_partition() -> SpeculativeState:
-    """`PartitionSpec` of the state on a mesh: devices that share requests have the same of it, but for what the proposer
-    keeps, of which every device has its own."""
+    """`PartitionSpec` of the state on a mesh: devices that share requests have the same of it, but for what the
+    proposer keeps, of which every device has its own."""
     of_ranks: Any = PartitionSpec(DATA)
     return SpeculativeState(of_ranks, of_ranks, of_ranks, proposer=PartitionSpec(AXES))
 

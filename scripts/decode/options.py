@@ -88,8 +88,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options.speculate = parse_speculate(options.speculate)
     options.mesh = parse_mesh(options.mesh)
     check_processes(options)
-    if options.mesh is not None and options.speculate is not None:
-        raise UsageError("--speculate: proposers run on one device, so not with --mesh")
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(

@@ -2,8 +2,8 @@
 
     python -m scripts.tools.killed_process [--step 100] [--kill 1] [--mesh tensor=2] [--json OUT]
 
-Both run scripts/run_decode.py on a small model with random weights. On a machine with GPUs each has one card. The killed
-one gets SIGKILL from itself as it is about to run a step, with collectives of the step before under way.
+Both run scripts/run_decode.py on a small model with random weights. On a machine with GPUs each has one card. The
+killed one gets SIGKILL from itself as it is about to run a step, with collectives of the step before under way.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Ended:
 def command(options: argparse.Namespace, port: int) -> list[str]:
     """Arguments of run_decode that both processes are given."""
     mesh = ["--mesh", options.mesh, "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"]
-    sizes = ["--max-tokens", str(options.step + 400), "--ignore-eos", "--max-num-seqs", "4", "--max-batched-tokens", "64"]
-    limit = ["--process-timeout", f"{options.timeout:g}"]
-    return ["--random", options.model, "--dtype", options.dtype, *mesh, *sizes, *limit]
+    sizes = ["--max-num-seqs", "4", "--max-batched-tokens", "64", "--max-tokens", str(options.step + 400)]
+    ends = ["--ignore-eos", "--process-timeout", f"{options.timeout:g}"]
+    return ["--random", options.model, "--dtype", options.dtype, *mesh, *sizes, *ends]
 
 
 def environment(index: int) -> dict[str, str]:

@@ -10,9 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model
+from models.checkpoints import load_model, random_model, random_mtp
 from models.config import ModelConfig
-from models.engine import DraftModelProposer, Engine, EngineConfig, NGramProposer, Proposer, SamplingParams, Speculation
+from models.engine import (
+    DraftModelProposer,
+    Engine,
+    EngineConfig,
+    MTPProposer,
+    NGramProposer,
+    Proposer,
+    SamplingParams,
+    Speculation,
+)
 from tests.models.engine_case import PROMPTS, padded
 from tests.models.proposer_case import KnowingProposer, KnowingTreeProposer, tell
 from tests.models.test_mesh import FULL_HEADS, LATENT, PARAMS, WINDOWED, Sizes, devices_of, expect_plain, model
@@ -20,6 +29,7 @@ from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, golden
 
 NUM_DRAFTS = 3
 VOCAB_SIZE = LATENT.vocab_size
+PREDICTING = dataclasses.replace(LATENT, num_nextn_predict_layers=1)
 SIZES = EngineConfig(num_pages=14, page_size=8, max_batched_tokens=16, max_num_seqs=4)
 WINDOWS = EngineConfig(num_pages=36, page_size=2, max_batched_tokens=16, max_num_seqs=4, cache_dtype=jnp.int8)
 
@@ -39,7 +49,7 @@ def make(config: ModelConfig, devices: Sizes, proposer: Proposer, sizes: EngineC
 
 
 def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
-    """Generates all prompts, expects the tokens of one device, and returns the share of the drafts that was accepted."""
+    """Generates all prompts, expects the tokens of one device, and returns the share of accepted drafts."""
     before = engine.stats()
     expect_plain(config, engine.generate(PROMPTS, PARAMS), **cache)
     after = engine.stats()
@@ -50,10 +60,15 @@ def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
 
 @pytest.mark.parametrize(
     "devices",
-    [2, "data=2", *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2,expert=4", "context=2", "data=2,context=2"))],
+    [
+        2,
+        "data=2",
+        *(pytest.param(devices, marks=pytest.mark.slow) for devices in ("data=2,expert=4", "context=2")),
+        pytest.param("data=2,context=2", marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_that_are_right_and_wrong(devices: Sizes):
-    """Chunks, prefixes, preemptions, greedy and drawn, with experts; drafts that are all right, in part, and all wrong."""
+    """Chunks, prefixes, preemptions, greedy and drawn, with experts; drafts all right, in part, and all wrong."""
     engine = make(LATENT, devices, KnowingProposer([], 1.0, VOCAB_SIZE))
     for share, (least, most) in {1.0: (0.9, 1.0), 0.6: (0.1, 0.9), 0.0: (0.0, 0.0)}.items():
         tell(engine, known(LATENT), share)
@@ -90,9 +105,25 @@ def test_a_draft_model_is_split_as_the_model_is(devices: Sizes):
     engine = make(LATENT, devices, DraftModelProposer(model(LATENT, devices)))
     assert accepted_share(engine, LATENT) > 0.9
     caches = engine._runner._last_tokens.proposer  # pyrefly: ignore[missing-attribute]
-    ranks = devices_of(devices).shape["data"]
     assert {shard.data.shape[0] for shard in caches[0].pages.addressable_shards} == {SIZES.num_pages}
-    assert caches[0].pages.shape[0] == 2 * SIZES.num_pages, ranks
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "data=2,expert=4", "context=2,tensor=2"))],
+)
+def test_a_prediction_module_drafts_what_it_does_on_one_device(devices: Sizes):
+    """As many drafts are accepted as on one device, so the module computes the same there."""
+    counts = []
+    for on in (None, devices):
+        target = model(PREDICTING, on)
+        mesh = None if on is None else devices_of(on)
+        speculate = Speculation(MTPProposer(random_mtp(target, seed=3)), NUM_DRAFTS, adaptive=False)
+        engine = Engine(target, padded(dataclasses.replace(SIZES, num_pages=96, mesh=mesh, speculate=speculate)))
+        accepted_share(engine, PREDICTING)
+        counts.append((engine.stats().drafted_tokens, engine.stats().accepted_tokens))
+    assert counts[0] == counts[1]
+    assert counts[0][1] > 0
 
 
 @pytest.mark.slow
@@ -140,5 +171,8 @@ def test_what_cannot_draft_on_a_mesh():
     with pytest.raises(NotImplementedError, match="speculate: drafts that are a tree.*devices that share contexts"):
         make(LATENT, "context=2", KnowingTreeProposer([], 1.0, VOCAB_SIZE))
     for drafting in (None, "data=2"):
-        with pytest.raises(ValueError, match="draft model: expected one that was loaded for the engine's mesh"):
+        with pytest.raises(ValueError, match="draft model: expected one loaded for the engine's mesh"):
             make(LATENT, 2, DraftModelProposer(model(LATENT, drafting)))
+    predicting = random_model(PREDICTING, seed=3)
+    with pytest.raises(ValueError, match="mtp: expected the module of the engine's model, .* on other devices"):
+        make(PREDICTING, 2, MTPProposer(random_mtp(predicting, seed=3)))
