@@ -408,7 +408,7 @@ def test_meshes_that_cannot_be_made(sizes, error, message):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_engines_refuse_other_meshes_and_exports():
+def test_engines_refuse_other_meshes():
     other: Any = "tensor=2"
     with pytest.raises(ValueError, match=r"mesh: expected a jax.sharding.Mesh or None, got 'tensor=2'"):
         EngineConfig(mesh=other)
@@ -420,8 +420,6 @@ def test_engines_refuse_other_meshes_and_exports():
         Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
     with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):
         Engine(model(LATENT, 2), EngineConfig())
-    with pytest.raises(NotImplementedError, match="mesh: pages of one device alone can be exported and imported"):
-        latent_engine().export_prefix_cache()
     split, pages = model(LATENT, 2), Pages.scatter(1, 1)
     with pytest.raises(ValueError, match="mesh: expected a call inside jax.shard_map over the model's mesh"):
         split(jnp.zeros(1, jnp.int32), pages.allocate(split), step(pages, [(0, 0)]))
