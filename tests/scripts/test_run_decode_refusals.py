@@ -94,7 +94,10 @@ class TestRefusals:
                 ["--random", "v3-tiny", "--mesh", "context=2", "--speculate", "mtp:2:2"],
                 "speculate: drafts that are a tree lie side by side; devices that share contexts compute each token",
             ),
-            (["--mesh", "tensor=2", "--prefix-cache", "x"], "--prefix-cache: not with --mesh"),
+            (
+                ["--mesh=tensor=2", "--prefix-cache=x", "--coordinator=host:1", "--num-processes=2", "--process-id=0"],
+                "--prefix-cache: not with --coordinator",
+            ),
             (["--batch-invariant", "--mla", "expand"], "batch_invariant: expanded attention merges a chunk"),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (
