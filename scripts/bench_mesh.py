@@ -101,7 +101,8 @@ def run(args: argparse.Namespace, processes: Processes | None) -> int:
     if args.exchanges:
         report["exchanges"] = several_devices.exchanges(stopwatch)
         for found in report["exchanges"]:
-            console.print(f"{found['exchange']} of {found['rows']} rows: {found['us']:.1f} us", highlight=False)
+            times = f"{found['us']:.1f} us, of the devices {found['device_us']:.1f}"
+            console.print(f"{found['exchange']} of {found['rows']} rows: {times}", highlight=False)
         write()
     if args.operation:
         report["mla_decode"] = []

@@ -163,25 +163,45 @@ def line(result: dict[str, Any]) -> str:
 # --- exchanges
 
 
+ROWS = (1, 8, 64, 512, 4096)
+"""Rows of an exchange."""
+
+
 def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]:
     """Times exchanges among all devices, each in a chain of calls that depend on one another: bytes on each device, and
-    microseconds."""
+    microseconds; `device_us` is the time behind products that keep the devices busy while the host starts the chain."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
+    width = 8192 if jax.default_backend() == "gpu" else 128
+    factor = jnp.full((width, width), 1 / width, jnp.bfloat16, device=NamedSharding(mesh, P()))
+
+    def seconds(rows: int, exchange: Callable[..., jax.Array], calls: int, products: int) -> float:
+        def chain(x: jax.Array, factor: jax.Array) -> jax.Array:
+            product = factor
+            for _ in range(products):
+                product = product @ factor
+            x = x + jnp.bfloat16(0) * product[0, 0] if products else x
+            for _ in range(calls):
+                x = exchange(x) * jnp.bfloat16(0.5)
+            return x
+
+        x = jnp.ones((rows * devices, 2048), jnp.bfloat16, device=NamedSharding(mesh, P("all")))
+        split = jax.shard_map(chain, mesh=mesh, in_specs=(P("all"), P()), out_specs=P("all"), check_vma=False)
+        run = jax.jit(split, donate_argnums=0, compiler_options=serial())
+        return _time(lambda x: run(x, factor), x, stopwatch)
+
     found = []
-    for rows in (1, 8, 64, 512, 4096):
+    for rows in ROWS:
         for name, exchange in EXCHANGES.items():
-            x = jnp.ones((rows * devices, 2048), jnp.bfloat16, device=NamedSharding(mesh, P("all")))
-
-            def chain(x: jax.Array, exchange: Callable[..., jax.Array] = exchange) -> jax.Array:
-                for _ in range(num_calls):
-                    x = exchange(x) * jnp.bfloat16(0.5)
-                return x
-
-            split = jax.shard_map(chain, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
-            seconds = _time(jax.jit(split, donate_argnums=0, compiler_options=serial()), x, stopwatch) / num_calls
-            found.append({"exchange": name, "rows": rows, "bytes": rows * 4096, "us": 1e6 * seconds})
+            alone = seconds(rows, exchange, num_calls, 0)
+            behind = seconds(rows, exchange, num_calls, PRODUCTS) - seconds(rows, exchange, 0, PRODUCTS)
+            times = {"us": 1e6 * alone / num_calls, "device_us": 1e6 * behind / num_calls}
+            found.append({"exchange": name, "rows": rows, "bytes": rows * 4096} | times)
     return found
+
+
+PRODUCTS = 3
+"""Products of matrices before a chain, some 1.6 ms each on an H100: longer than the host takes to start it."""
 
 
 def _all_to_all(x: jax.Array) -> jax.Array:
