@@ -1,6 +1,7 @@
 """Measures the engine on several devices beside one: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
 
-What is measured: scripts/bench/engine/several_devices.py.
+What is measured: scripts/bench/engine/several_devices.py. Several processes, each of which sees its own devices, run
+one model with --coordinator, --num-processes and --process-id, as run_decode.py does; process 0 reports.
 """
 
 from __future__ import annotations
@@ -19,12 +20,21 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.decoder import AttentionSettings, device_part, make_mesh
+from models.engine import ProcessError, Processes
 from scripts.bench.engine import several_devices
 from scripts.bench.engine.several_devices import CONFIGS, MeshWork, SplitDecode
 from scripts.bench.harness.device import description, measure_rates
 from scripts.bench.harness.timing import Stopwatch
-from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, exit_status, write_report
+from scripts.cli.command_line import (
+    UsageError,
+    as_failure,
+    as_usage_error,
+    check_outputs,
+    exit_status,
+    write_report,
+)
 from scripts.cli.mesh import parse_mesh
+from scripts.cli.processes import Joined, add_processes, check_processes, writes
 
 PROG = "bench_mesh"
 
@@ -40,26 +50,35 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024], help="tokens of a prompt (default: 1024)")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 2 (default: 64)")
     parser.add_argument("--step-tokens", type=int, default=4096, help="of a step, on each data rank (default: 4096)")
+    parser.add_argument(
+        "--most-tokens", type=int, metavar="N", help="leave out cases of more prompt tokens in all (default: none)"
+    )
     parser.add_argument("--exchanges", action="store_true", help="also time an all-reduce and an all-to-all")
     parser.add_argument("--operation", action="store_true", help="also time latent decode over split contexts")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    add_processes(parser.add_argument_group("several processes"))
     args = parser.parse_args(argv)
     if min(*args.batch, *args.contexts, args.step_tokens) < 1 or args.new_tokens < 2:
         parser.error("--batch, --contexts and --step-tokens are at least 1, --new-tokens 2")
+    if args.most_tokens is not None and args.most_tokens < min(args.batch) * min(args.contexts):
+        parser.error(f"--most-tokens: expected at least those of the smallest case, got {args.most_tokens}")
     try:
+        check_processes(args)
         args.layouts = tuple({} if given == "none" else parse_mesh(given) or {} for given in args.mesh)
-        for layout in filter(None, args.layouts):
-            with as_usage_error(ValueError, NotImplementedError, prefix="--mesh: "):
-                device_part(CONFIGS[args.config], make_mesh(layout))
     except UsageError as error:
         parser.error(str(error))
+    if args.coordinator is not None and (args.exchanges or args.operation or not all(args.layouts)):
+        parser.error("--coordinator: expected layouts of a mesh, without --exchanges and --operation")
     return args
 
 
-def run(args: argparse.Namespace) -> int:
-    check_outputs({"--json": args.json})
-    console, stopwatch = Console(), Stopwatch(samples=3)
+def run(args: argparse.Namespace, processes: Processes | None) -> int:
+    for layout in filter(None, args.layouts):
+        with as_usage_error(ValueError, NotImplementedError, prefix="--mesh: "):
+            device_part(CONFIGS[args.config], make_mesh(layout))
+    check_outputs({"--json": args.json if writes(processes) else None})
+    console, stopwatch = Console(quiet=not writes(processes)), Stopwatch(samples=3)
     work = MeshWork(
         args.config,
         args.layouts,
@@ -68,19 +87,22 @@ def run(args: argparse.Namespace) -> int:
         args.new_tokens,
         args.per_device,
         args.step_tokens,
+        most_tokens=args.most_tokens,
     )
     report: dict[str, Any] = description() | {"devices": jax.device_count(), "dtype": args.dtype}
+    report["processes"] = jax.process_count()
     report |= {"xla_flags": os.environ.get("XLA_FLAGS", ""), "workload": dataclasses.asdict(work)}
     report["rates"] = dataclasses.asdict(measure_rates(stopwatch))
 
     def write() -> None:
-        if args.json is not None:
+        if args.json is not None and writes(processes):
             write_report("--json", args.json, report)
 
     if args.exchanges:
         report["exchanges"] = several_devices.exchanges(stopwatch)
         for found in report["exchanges"]:
-            console.print(f"{found['exchange']} of {found['rows']} rows: {found['us']:.1f} us", highlight=False)
+            times = f"{found['us']:.1f} us, of the devices {found['device_us']:.1f}"
+            console.print(f"{found['exchange']} of {found['rows']} rows: {times}", highlight=False)
         write()
     if args.operation:
         report["mla_decode"] = []
@@ -90,11 +112,12 @@ def run(args: argparse.Namespace) -> int:
             write()
     results: list[dict[str, Any]] = []
     report["results"] = results
-    for result in several_devices.run(work, AttentionSettings(), args.dtype):
-        if not results or results[-1] is not result:
-            results.append(result)
-        console.print(several_devices.line(result), highlight=False, soft_wrap=True)
-        write()
+    with as_failure(ProcessError):
+        for result in several_devices.run(work, AttentionSettings(), args.dtype, processes):
+            if not results or results[-1] is not result:
+                results.append(result)
+            console.print(several_devices.line(result), highlight=False, soft_wrap=True)
+            write()
     return 0
 
 
@@ -102,7 +125,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before the device is looked at
-    return exit_status(PROG, lambda: run(parse_args(argv)))
+    joined = Joined(PROG)
+    return joined.end(exit_status(PROG, lambda: _join(parse_args(argv), joined)))
+
+
+def _join(args: argparse.Namespace, joined: Joined) -> int:
+    with joined.processes(args) as processes:
+        return run(args, processes)
 
 
 if __name__ == "__main__":

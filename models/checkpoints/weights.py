@@ -9,6 +9,7 @@ columns moved from pairs to halves (`rope`), gpt-oss's gates from every second c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -37,11 +38,11 @@ from models.config import (
 from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
 from models.decoder.mesh import (
     COLUMNS,
-    CONTEXT,
     EXPERT_COLUMNS,
     EXPERTS,
     HEADS,
     ExpertSplit,
+    num_contexts,
     num_devices,
     number_along,
     place,
@@ -99,8 +100,11 @@ def weight_sources(
     return sources
 
 
-def mtp_sources(config: DeepSeekConfig) -> dict[str, Source]:
-    """The source of every parameter of multi-token prediction modules, by its dotted path in a list of `MTPModule`."""
+def mtp_sources(
+    config: DeepSeekConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+) -> dict[str, Source]:
+    """The source of every parameter of multi-token prediction modules, by its dotted path in a list of `MTPModule`;
+    arguments as for `weight_sources`."""
     width, sources = config.hidden_size, {}
     for k, i in enumerate(config.mtp_layers):
         name = f"model.layers.{i}"
@@ -109,7 +113,7 @@ def mtp_sources(config: DeepSeekConfig) -> dict[str, Source]:
             "hnorm.weight": _norm(f"{name}.hnorm", width),
             "eh_proj.weight": _linear(f"{name}.eh_proj", width, 2 * width),
             "norm.weight": _norm(f"{name}.shared_head.norm", width),
-            **_under("layer", _layer(config, i)),
+            **_under("layer", _layer(config, i, split, device, contexts)),
         }
         sources |= _under(str(k), module)
     return sources
@@ -345,7 +349,8 @@ def load_model(
     if dtype is None:
         dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    return _assemble(make, _sources_on(mesh, part), checkpoint.read, dtype, mesh, checkpoint_shapes(config))
+    sources = _sources_on(mesh, functools.partial(weight_sources, part))
+    return _assemble(make, sources, checkpoint.read, dtype, mesh, checkpoint_shapes(config))
 
 
 def load_mtp(directory: str | Path, model: Decoder) -> MTP:
@@ -364,7 +369,7 @@ def load_mtp(directory: str | Path, model: Decoder) -> MTP:
         own = "model.embed_tokens.weight" if "embed_tokens" in name or config.tie_word_embeddings else "lm_head.weight"
         if name.endswith(MTP_COPIES) and not checkpoint.tensors[name].equals(checkpoint.tensors[own]):
             raise CheckpointError(f"{name}: expected a copy of {own}, which multi-token prediction shares")
-    return _assemble_mtp(model, sources, checkpoint.read)
+    return _assemble_mtp(model, checkpoint.read)
 
 
 def random_model(
@@ -378,7 +383,8 @@ def random_model(
     mesh, part = _split(config, mesh)
     shapes = checkpoint_shapes(config)
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    return _assemble(make, _sources_on(mesh, part), _random_reader(shapes, seed), dtype, mesh, shapes)
+    sources = _sources_on(mesh, functools.partial(weight_sources, part))
+    return _assemble(make, sources, _random_reader(shapes, seed), dtype, mesh, shapes)
 
 
 def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
@@ -387,10 +393,12 @@ def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelCo
     return mesh, device_part(config, mesh)
 
 
-def _sources_on(mesh: Mesh | None, part: ModelConfig) -> list[dict[str, Source]]:
-    """Sources on each of the devices that share the experts."""
-    split, contexts = ExpertSplit.over(mesh), 1 if mesh is None else mesh.shape[CONTEXT]
-    return [weight_sources(part, split, device, contexts) for device in range(split.devices)]
+def _sources_on(
+    mesh: Mesh | None, sources: Callable[[ExpertSplit, int, int], dict[str, Source]]
+) -> list[dict[str, Source]]:
+    """Sources, of a device's part, on each of the devices that share the experts."""
+    split, contexts = ExpertSplit.over(mesh), num_contexts(mesh)
+    return [sources(split, device, contexts) for device in range(split.devices)]
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:
@@ -399,8 +407,7 @@ def random_mtp(model: Decoder, seed: int = 0) -> MTP:
     Raises:
       ValueError, NotImplementedError: the model's configuration announces no such modules.
     """
-    sources = mtp_sources(require_mtp(model.config))
-    return _assemble_mtp(model, sources, _random_reader(_shapes(sources), seed))
+    return _assemble_mtp(model, _random_reader(_shapes(mtp_sources(require_mtp(model.config))), seed))
 
 
 def _random_reader(shapes: Mapping[str, Shape], seed: int) -> Read:
@@ -443,10 +450,11 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
     return values * np.float32(1.5 * shape[1] ** -0.5)
 
 
-def _assemble_mtp(model: Decoder, sources: Mapping[str, Source], read: Read) -> MTP:
-    config, settings, dtype = require_mtp(model.config), model.settings, model.embed_tokens[...].dtype
-    make = lambda: nnx.List([MTPModule(config, i, settings, dtype) for i in config.mtp_layers])  # noqa: E731
-    return MTP(model, [*_assemble(make, [sources], read, dtype)])
+def _assemble_mtp(model: Decoder, read: Read) -> MTP:
+    part, mesh, dtype = require_mtp(model.part), model.mesh, model.embed_tokens[...].dtype
+    make = lambda: nnx.List([MTPModule(part, i, model.settings, dtype, mesh) for i in part.mtp_layers])  # noqa: E731
+    sources = _sources_on(mesh, functools.partial(mtp_sources, part))
+    return MTP(model, [*_assemble(make, sources, read, dtype, mesh, _shapes(mtp_sources(require_mtp(model.config))))])
 
 
 def _assemble[Module: nnx.Module](
@@ -522,4 +530,5 @@ def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """
     normal, part = _split(config, mesh)
     whole = checkpoint_shapes(config)
-    return {name: _split_over(source, whole) for name, source in _sources_on(normal, part)[0].items()}
+    sources = _sources_on(normal, functools.partial(weight_sources, part))
+    return {name: _split_over(source, whole) for name, source in sources[0].items()}

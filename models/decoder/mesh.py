@@ -120,8 +120,13 @@ def over_mesh(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
 
 def specs_of(arrays: Any) -> Any:
-    """`PartitionSpec` of each array on a mesh."""
-    return jax.tree.map(lambda x: x.sharding.spec, arrays)
+    """`PartitionSpec` of each array on a mesh; arrays that are not placed on one are the same on all devices."""
+    return jax.tree.map(lambda x: getattr(x.sharding, "spec", PartitionSpec()), arrays)
+
+
+def bytes_on_device(array: Array) -> int:
+    """Bytes of an array on each of its devices."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -204,14 +209,14 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
     heads = _split_heads(config, num_devices(mesh, HEADS))
     if mesh.shape[CONTEXT] > 1:
         _check_contexts(config, heads, mesh.shape[CONTEXT])
-    is_dense = [*map(config.is_dense, range(config.num_hidden_layers))]
+    is_dense = [*map(config.is_dense, (*range(config.num_hidden_layers), *config.mtp_layers))]
     if all(is_dense) and mesh.shape[EXPERT] > 1:
         raise ValueError(f"mesh: {EXPERT}: expected 1, a {config.model_type} without experts has none to split")
     widths: dict[str, int] = {"intermediate_size": devices} if any(is_dense) else {}
     changes: dict[str, Any] = {}
     shared = 0
     if isinstance(config, DeepSeekConfig):
-        if config.num_moe_layers:
+        if not all(is_dense):
             widths["moe_intermediate_size"] = columns
             shared = config.n_shared_experts * config.moe_intermediate_size
     else:
@@ -323,6 +328,11 @@ def replicated(values: ArrayLike, mesh: Mesh) -> jax.Array:
 def spans_processes(mesh: Mesh | None) -> bool:
     """Whether devices of a mesh are of several processes, each of which reaches its own alone."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def num_contexts(mesh: Mesh | None) -> int:
+    """Number of devices that contexts are split over."""
+    return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:

@@ -27,6 +27,7 @@ from models.decoder.mesh import (
     ExpertSplit,
     device_part,
     normal_mesh,
+    num_contexts,
     num_devices,
     own_kv_heads,
 )
@@ -67,15 +68,14 @@ class DecoderLayer(nnx.Module):
         index: int,
         settings: AttentionSettings,
         dtype: DTypeLike,
-        axes: tuple[str, ...] = (),
-        split: ExpertSplit = ExpertSplit(),
-        contexts: int = 1,
+        mesh: Mesh | None = None,
     ):
+        """Makes a layer of what one device has of a model: `config` is `device_part` of the mesh."""
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = _attention(config, index, settings, dtype, contexts)
+        self.self_attn = _attention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = _feed_forward(config, index, dtype, split)
-        self.axes = axes
+        self.mlp = _feed_forward(config, index, dtype, ExpertSplit.over(mesh))
+        self.axes = () if mesh is None else COLUMNS
 
     @property
     def shares_choice(self) -> bool:
@@ -123,11 +123,10 @@ class Decoder(nnx.Module):
         self.config, self.settings = config, settings
         self.mesh = None if mesh is None else normal_mesh(mesh)
         self.part = part = device_part(config, self.mesh)
-        axes, split = () if mesh is None else COLUMNS, ExpertSplit.over(self.mesh)
-        self.contexts = 1 if self.mesh is None else self.mesh.shape[CONTEXT]
+        self.contexts = num_contexts(self.mesh)
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
         layers = range(part.num_hidden_layers)
-        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, axes, split, self.contexts) for i in layers])
+        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, self.mesh) for i in layers])
         self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
@@ -159,7 +158,7 @@ class Decoder(nnx.Module):
         of, and what `mtp` predicts from."""
         x, caches = self._apply_layers(tokens, caches, metadata)
         hidden = self.norm(x)
-        return self._logits(hidden[metadata.logit_rows]), caches, hidden
+        return self.logits(hidden[metadata.logit_rows]), caches, hidden
 
     def _apply_layers(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
@@ -209,38 +208,28 @@ class Decoder(nnx.Module):
         Returns:
           Embeddings, rotations, and for each cache group its slots and what its attention takes.
         """
-        if self.mesh is not None and not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
-            raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
+        if self.mesh is not None:
+            check_inside_shard_map()
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
         metadata.check()
-        if self.settings.batch_invariant:
-            metadata = metadata.as_decode_rows()
-        x = self._embed(tokens)
+        metadata = rows_to_attend(metadata, self.settings, self.contexts)
+        x = self.embed(tokens)
         rope = rope_table(self.config, metadata.positions)
         steps = self._attention_steps(metadata, cache)
         return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
     def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
         """Computes logits of these rows of the last layer's output."""
-        return self._logits(self.norm(x[logit_rows]))
+        return self.logits(self.norm(x[logit_rows]))
 
-    @property
-    def _vocabulary_is_split(self) -> bool:
-        return self.part.vocab_size < self.config.vocab_size
+    def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """Looks tokens up in the embedding."""
+        return embed(tokens, self.embed_tokens, self.config.vocab_size)
 
-    def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """Looks tokens up in the embedding; those of another device's rows are zero here, and so the sum is exact."""
-        if not self._vocabulary_is_split:
-            return self.embed_tokens[...][tokens]
-        rows = tokens - jax.lax.axis_index(COLUMNS) * self.part.vocab_size
-        is_own = (rows >= 0) & (rows < self.part.vocab_size)
-        own = self.embed_tokens[...][jnp.where(is_own, rows, 0)]
-        return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
-
-    def _logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        logits = vocabulary_logits(x, self.embed_tokens, self.lm_head)
-        return jax.lax.all_gather(logits, COLUMNS, axis=1, tiled=True) if self._vocabulary_is_split else logits
+    def logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
+        """Computes logits of normed hidden states."""
+        return vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
         """Prepares a step for attention, once for each cache group."""
@@ -332,10 +321,41 @@ def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: Expe
     return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
 
 
-def vocabulary_logits(x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None) -> Float32[Array, "n V"]:
-    """Products with every token's output embedding: the head's, or the input's where the two are tied."""
+def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
+    """Looks tokens up in the embedding, of whose `vocab_size` rows a device may have a part: those of other devices are
+    zero here, and so the sum is exact."""
+    weight = embed_tokens[...]
+    if weight.shape[0] == vocab_size:
+        return weight[tokens]
+    rows = tokens - jax.lax.axis_index(COLUMNS) * weight.shape[0]
+    is_own = (rows >= 0) & (rows < weight.shape[0])
+    own = weight[jnp.where(is_own, rows, 0)]
+    return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
+
+
+def vocabulary_logits(
+    x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None, vocab_size: int
+) -> Float32[Array, "n V"]:
+    """Products with every token's output embedding: the head's, or the input's where the two are tied. Devices that
+    have a part of the `vocab_size` tokens gather what all of them found."""
     weight = embed_tokens[...].T if lm_head is None else lm_head.weight[...]
-    return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    is_whole = weight.shape[1] == vocab_size
+    return logits if is_whole else jax.lax.all_gather(logits, COLUMNS, axis=1, tiled=True)
+
+
+def rows_to_attend(metadata: StepMetadata, settings: AttentionSettings, contexts: int) -> StepMetadata:
+    """Metadata of a step in the rows that attention computes. Of split contexts, queries of a row see different numbers
+    of the tokens that a device has, so that each is a row of its own."""
+    if settings.batch_invariant:
+        return metadata.as_decode_rows()
+    return metadata.one_query_a_row() if contexts > 1 else metadata
+
+
+def check_inside_shard_map() -> None:
+    """Raises ValueError unless the caller is traced for the devices of a model's mesh."""
+    if not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
+        raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:

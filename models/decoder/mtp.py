@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -26,7 +27,15 @@ from models.config import DeepSeekConfig, require_mtp
 from models.decoder.caches import LatentCache, allocate_latents, cache_spec
 from models.decoder.layers import Linear, RMSNorm
 from models.decoder.mla import plan_rows, step_parts
-from models.decoder.model import Decoder, DecoderLayer, layer_function, vocabulary_logits
+from models.decoder.model import (
+    Decoder,
+    DecoderLayer,
+    check_inside_shard_map,
+    embed,
+    layer_function,
+    rows_to_attend,
+    vocabulary_logits,
+)
 from models.decoder.rope import rope_table
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
@@ -36,13 +45,20 @@ type MTPCaches = tuple[LatentCache, ...]
 
 
 class MTPModule(nnx.Module):
-    """Weights of one module; embedding and head are the decoder's."""
+    """Weights of one module, on a mesh what one device has of them; embedding and head are the decoder's."""
 
-    def __init__(self, config: DeepSeekConfig, index: int, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        index: int,
+        settings: AttentionSettings,
+        dtype: DTypeLike,
+        mesh: Mesh | None = None,
+    ):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = RMSNorm(width, eps, dtype), RMSNorm(width, eps, dtype)
         self.eh_proj = Linear(2 * width, width, dtype)
-        self.layer = DecoderLayer(config, index, settings, dtype)
+        self.layer = DecoderLayer(config, index, settings, dtype, mesh)
         self.norm = RMSNorm(width, eps, dtype)
 
     def join(self, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -51,21 +67,18 @@ class MTPModule(nnx.Module):
 
 
 class MTP(nnx.Module):
-    """The modules of a model; `checkpoints.load_mtp` and `checkpoints.random_mtp` make them.
+    """The modules of a model, split over its mesh as its layers are; `checkpoints.load_mtp` and
+    `checkpoints.random_mtp` make them.
 
     Attributes:
-      config, settings: the model's.
+      config, part, settings, mesh, contexts: the model's.
       embed_tokens, lm_head: the model's own parameters, which take no memory twice.
       depths: module k drafts the (k + 1)-th token ahead.
-
-    Raises:
-      NotImplementedError: the model is split over a mesh.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
-        if model.mesh is not None:
-            raise NotImplementedError("multi-token prediction: runs on one device, the model is split over a mesh")
-        self.config, self.settings = require_mtp(model.config), model.settings
+        self.config, self.part, self.settings = require_mtp(model.config), require_mtp(model.part), model.settings
+        self.mesh, self.contexts = model.mesh, model.contexts
         self.embed_tokens, self.lm_head = model.embed_tokens, model.lm_head
         self.depths = nnx.List(depths)
 
@@ -93,8 +106,10 @@ class MTP(nnx.Module):
           Hidden states, to be given to `logits` or to the next depth, and the caches.
 
         Raises:
-          ValueError: shapes that do not fit each other.
+          ValueError: shapes that do not fit each other, or a call outside `jax.shard_map` of modules on a mesh.
         """
+        if self.mesh is not None:
+            check_inside_shard_map()
         if len(caches) != len(self.depths):
             raise ValueError(f"caches: expected one for each of {len(self.depths)} modules, got {len(caches)}")
         if not next_tokens.shape == metadata.positions.shape == hidden.shape[:1]:
@@ -103,23 +118,22 @@ class MTP(nnx.Module):
                 f" got {list(next_tokens.shape)} and {list(hidden.shape)}"
             )
         metadata.check()
-        if self.settings.batch_invariant:
-            metadata = metadata.as_decode_rows()
+        metadata = rows_to_attend(metadata, self.settings, self.contexts)
         index = depth % len(self.depths)
         module, cache = self.depths[index], caches[index]
-        x = module.join(self.embed_tokens[...][next_tokens], hidden)
+        x = module.join(embed(next_tokens, self.embed_tokens, self.config.vocab_size), hidden)
         rope = rope_table(self.config, metadata.positions)
         parts = step_parts(metadata, self.settings.mla)
-        parts = plan_rows(parts, self.config, self.settings, cache, self.embed_tokens.dtype)
+        parts = plan_rows(parts, self.part, self.settings, cache, self.embed_tokens.dtype, self.contexts)
         x, cache, _ = layer_function()(*nnx.split(module.layer), x, rope, cache, metadata.of_group(0).slots, parts)
         return module.norm(x), (*caches[:index], cache, *caches[index + 1 :])
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """Logits of the token after the next one, of hidden states that a module gave."""
-        return vocabulary_logits(hidden, self.embed_tokens, self.lm_head)
+        return vocabulary_logits(hidden, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def allocate_caches(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> MTPCaches:
-        """Allocates an empty cache for each module, like those of the decoder's layers."""
-        dtype = dtype or self.embed_tokens.dtype
+        """Allocates an empty cache for each module, like those of the decoder's layers on a device."""
+        dtype, page_size = dtype or self.embed_tokens.dtype, page_size // self.contexts
         layers = self.config.mtp_layers
-        return tuple(allocate_latents(cache_spec(self.config, num_pages, page_size, dtype, layer=i)) for i in layers)
+        return tuple(allocate_latents(cache_spec(self.part, num_pages, page_size, dtype, layer=i)) for i in layers)

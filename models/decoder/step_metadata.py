@@ -69,7 +69,7 @@ class StepMetadata:
 
     def as_decode_rows(self) -> StepMetadata:
         """Makes every token a decode row of its own, which sees its sequence up to itself."""
-        metadata, index = self._one_query_a_row(), jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
+        metadata, index = self.one_query_a_row(), jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
         ends = self.cu_q_lens[1:]
         if not index.size:
             return metadata
@@ -91,7 +91,7 @@ class StepMetadata:
             prefill_kv_lens=self.prefill_kv_lens[:0],
         )
 
-    def _one_query_a_row(self) -> StepMetadata:
+    def one_query_a_row(self) -> StepMetadata:
         """Splits decode rows of several queries into rows of one."""
         queries = self.decode_queries
         if queries == 1:

@@ -185,6 +185,22 @@ def numbered(
     return tuple(renumbered), tuple(held for held, _ in of_groups)
 
 
+def joined(
+    parts: Sequence[tuple[Sequence[CachedSequence], Sequence[Mapping[str, np.ndarray]]]],
+) -> tuple[tuple[CachedSequence, ...], tuple[Mapping[str, np.ndarray], ...]]:
+    """Joins sequences and contents of pages, whose rows are numbered in each part, to those of `CachedPages`."""
+    sequences: list[CachedSequence] = []
+    num_rows = [0] * len(parts[0][1])
+    for of_part, groups in parts:
+        for each in of_part:
+            rows = (np.where(r == PAGE_NONE, r, r + first) for r, first in zip(each.rows, num_rows, strict=True))
+            sequences.append(dataclasses.replace(each, rows=tuple(r.astype(np.int32) for r in rows)))
+        num_rows = [n + len(next(iter(arrays.values()))) for n, arrays in zip(num_rows, groups, strict=True)]
+    of_groups = zip(*(groups for _, groups in parts), strict=True)
+    contents = ({name: np.concatenate([part[name] for part in each]) for name in each[0]} for each in of_groups)
+    return tuple(sequences), tuple(contents)
+
+
 def numbered_rows(
     tables: Sequence[Int32[np.ndarray, "heads pages"]],
 ) -> tuple[Int32[np.ndarray, "n"], list[Int32[np.ndarray, "heads pages"]]]:
@@ -233,8 +249,8 @@ def read_rows(
     caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
     """Copies rows of these layers to the host: [n, ...] by layer and array."""
-    arrays = _paged(caches, layers)
-    parts = [_gather(arrays, part, head_wise) for part in _in_parts(rows, 0)]  # all start before one is read
+    arrays = paged(caches, layers)
+    parts = [_gather(arrays, part, head_wise) for part in in_parts(rows, 0)]  # all start before one is read
     read = [jax.device_get(part) for part in parts] or [
         {name: np.zeros((0, *a.shape[2 if head_wise else 1 :]), a.dtype) for name, a in arrays.items()}
     ]
@@ -249,15 +265,11 @@ def write_rows(
     contents: Mapping[str, np.ndarray],
 ) -> Caches:
     """Writes rows of these layers in place; contents as `read_rows` returns them."""
-    arrays = _paged(caches, layers)
-    for start, part in zip(range(0, len(rows), ROWS_AT_ONCE), _in_parts(rows, np.iinfo(np.int32).max), strict=True):
-        new = {name: _padded(contents[name][start : start + ROWS_AT_ONCE]) for name in arrays}
+    arrays = paged(caches, layers)
+    for start, part in zip(range(0, len(rows), ROWS_AT_ONCE), in_parts(rows, np.iinfo(np.int32).max), strict=True):
+        new = {name: padded(contents[name][start : start + ROWS_AT_ONCE]) for name in arrays}
         arrays = _scatter(arrays, part, new, head_wise)
-    written = list(caches)
-    for layer in layers:
-        fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
-        written[layer] = with_arrays(written[layer], fields)
-    return tuple(written)
+    return with_paged(caches, layers, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -333,7 +345,7 @@ def write_layer(
     """Writes rows of one layer in place; contents [n, ...] by array."""
     arrays = _paged_arrays(cache)
     for start, part in _by_size(rows, np.iinfo(np.int32).max):
-        new = {name: _padded(contents[name][start : start + len(part)], len(part)) for name in arrays}
+        new = {name: padded(contents[name][start : start + len(part)], len(part)) for name in arrays}
         arrays = _scatter(arrays, part, new, head_wise)
     return with_arrays(cache, arrays)
 
@@ -362,17 +374,28 @@ def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
-def _paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
+def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
     """The arrays of layers that have pages, by layer and name."""
     return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
 
 
-def _in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
-    padded = np.pad(rows, (0, -len(rows) % ROWS_AT_ONCE), constant_values=padding)
-    return list(padded.reshape(-1, ROWS_AT_ONCE))
+def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.Array]) -> Caches:
+    """Caches with other arrays of these layers, as `paged` names them."""
+    written = list(caches)
+    for layer in layers:
+        fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
+        written[layer] = with_arrays(written[layer], fields)
+    return tuple(written)
 
 
-def _padded(contents: np.ndarray, size: int = ROWS_AT_ONCE) -> np.ndarray:
+def in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
+    """Cuts rows into parts of ROWS_AT_ONCE, the last one padded."""
+    whole = np.pad(rows, (0, -len(rows) % ROWS_AT_ONCE), constant_values=padding)
+    return list(whole.reshape(-1, ROWS_AT_ONCE))
+
+
+def padded(contents: np.ndarray, size: int = ROWS_AT_ONCE) -> np.ndarray:
+    """Contents of so many rows; zeros after those that there are."""
     return np.pad(contents, [(0, size - len(contents))] + [(0, 0)] * (contents.ndim - 1))
 
 
@@ -381,8 +404,8 @@ def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
     return array.reshape(-1, *array.shape[2:]) if head_wise else array
 
 
-@functools.partial(jax.jit, static_argnames="head_wise")
-def _gather(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
+def gather_rows(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
+    """Contents of rows, on the device that has them."""
     return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
 
 
@@ -391,11 +414,16 @@ def _gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: boo
     return jnp.stack([_rows_of(array, head_wise)[rows] for array in arrays])
 
 
-@functools.partial(jax.jit, static_argnames="head_wise", donate_argnums=0)
-def _scatter(
+def scatter_rows(
     arrays: dict[str, jax.Array], rows: jax.Array, contents: dict[str, jax.Array], head_wise: bool
 ) -> dict[str, jax.Array]:
+    """Arrays with other contents of rows; rows past the end are dropped."""
+
     def written(array: jax.Array, new: jax.Array) -> jax.Array:
         return _rows_of(array, head_wise).at[rows].set(new, mode="drop").reshape(array.shape)
 
     return {name: written(array, contents[name]) for name, array in arrays.items()}
+
+
+_gather = jax.jit(gather_rows, static_argnames="head_wise")
+_scatter = jax.jit(scatter_rows, static_argnames="head_wise", donate_argnums=0)

@@ -48,7 +48,6 @@ class EngineConfig:
     Raises:
       ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
         steps are batch-invariant, or the mesh has an unknown axis.
-      NotImplementedError: a mesh with `speculate`.
     """
 
     num_pages: int = 512
@@ -72,8 +71,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             normal_mesh(self.mesh)
-            if self.speculate is not None:
-                raise NotImplementedError("speculate: proposers run on one device, so not with a mesh")
         if self.speculate is not None and not isinstance(self.speculate, Speculation):
             raise ValueError(f"speculate: expected a Speculation or None, got {self.speculate!r}")
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):

@@ -66,6 +66,15 @@ class DataRanks:
                 begin = end
         return continued
 
+    def record_time(self, plans: Sequence[StepPlan | None], seconds: float) -> None:
+        """Takes note of how long a step took, for the number of drafts of later ones. All ranks run one program: with
+        prompts if one of them has some, and as many drafts as the most that one has."""
+        some = [plan for plan in plans if plan is not None]
+        has_prompts, num_drafts = any(plan.prefill for plan in some), max(plan.num_drafts for plan in some)
+        for scheduler, plan in zip(self.schedulers, plans, strict=True):
+            if plan is not None:
+                scheduler.record_time(len(plan.decode), num_drafts, seconds, has_prompts=has_prompts)
+
     def abort(self, request_id: int | str) -> bool:
         """Ends a request wherever it is. Returns False if it is unknown or finished already."""
         return any(scheduler.abort(request_id) for scheduler in self.schedulers)

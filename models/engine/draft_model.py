@@ -11,6 +11,7 @@ from jaxtyping import Array, Int32
 
 from models.config import HeadWindows, ModelConfig, cache_groups
 from models.decoder import Caches, Decoder, GroupTables, StepMetadata, split_model
+from models.decoder.mesh import bytes_on_device
 from models.engine.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
 from models.engine.sampler import sample
 
@@ -33,13 +34,15 @@ class DraftModelProposer(Proposer):
             raise NotImplementedError("draft model: expected layers whose heads all see the same, got windows of heads")
         self._model = model
         self._step, self.weights = split_model(model)
-        self.draft_bytes = sum(weight.nbytes for weight in self.weights)
+        self.draft_bytes = sum(map(bytes_on_device, self.weights))
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
-        """Raises ValueError unless both models have as many tokens."""
+        """Raises ValueError unless both models have as many tokens, and the same devices."""
         wanted, got = target.vocab_size, self._model.config.vocab_size
         if got != wanted:
             raise ValueError(f"draft model: expected the target's vocabulary of {wanted} tokens, got {got}")
+        if self._model.mesh != sizes.mesh:
+            raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
         """Makes empty caches, with a page for each row of the target's cache group and head that keeps the most."""

@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, normal_mesh, split_model
-from models.decoder.mesh import DATA, spans_processes
-from models.engine.cached_pages import CachedPages, CachedSequence, difference, numbered
+from models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
+from models.engine.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
 from models.engine.config import EngineConfig
 from models.engine.data_ranks import DataRanks
 from models.engine.draft_control import DraftControl, step_cost
@@ -169,6 +169,7 @@ class Engine:
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
+        self._decides_by_time = processes is None  # several would measure different times, and must decide alike
         self._groups = group_sizes(
             model.part,
             num_pages=config.num_pages,
@@ -392,11 +393,15 @@ class Engine:
 
         Raises:
           ValueError: no such request, or the engine was made without a prefix cache.
-          NotImplementedError: the engine runs on a mesh.
+          NotImplementedError: the engine runs as several processes.
         """
-        cache, request = self._intact_prefix_cache(), self._find(request_id).request
+        caches, request = self._intact_prefix_caches(), self._find(request_id).request
         # Without a token after them, the tokens would be looked up but for the last.
-        return self._export([(request.token_ids, request.salt, cache.lookup([*request.token_ids, 0], request.salt))])
+        found = [cache.lookup([*request.token_ids, 0], request.salt) for cache in caches]
+        most = max(range(len(found)), key=lambda rank: found[rank][0].shape[1])  # on the rank that ran it
+        return self._export(
+            [[(request.token_ids, request.salt, found[most])] if i == most else [] for i in range(len(found))]
+        )
 
     def watch_written(
         self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
@@ -460,36 +465,42 @@ class Engine:
 
         Raises:
           ValueError: the engine was made without a prefix cache.
-          NotImplementedError: the engine runs on a mesh.
+          NotImplementedError: the engine runs as several processes.
         """
-        cache = self._intact_prefix_cache()
-        return self._export((tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences())
+        return self._export(
+            [(tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences()]
+            for cache in self._intact_prefix_caches()
+        )
 
     def import_pages(self, pages: CachedPages) -> int:
         """Adds pages from another engine of the same model and the same kind of cache to the prefix cache, where the
-        next requests find them. They take the place of free pages, as a request's do.
+        next requests find them. They take the place of free pages, as a request's do, on each rank along `data`.
 
-        The number of pages, the sizes of steps and the implementations of the two engines may differ. Caches of
-        proposers are not part of it, so that drafts for such requests are worse at first.
+        The number of pages, the sizes of steps, the implementations and the devices of the two engines may differ, but
+        of heads with windows of their own each device must have as many. Caches of proposers are not part of it, so
+        that drafts for such requests are worse at first.
 
         Returns:
-          Tokens that requests for the sequences would find now: all of them if the free pages held them.
+          Tokens that requests for the sequences would find now, on any rank: all of them if the free pages held them.
 
         Raises:
           ValueError: pages of another model or another kind of cache, or malformed ones; nothing is taken in. Or the
             engine was made without a prefix cache.
-          NotImplementedError: the engine runs on a mesh.
+          NotImplementedError: the engine runs as several processes.
         """
-        cache = self._intact_prefix_cache()
+        caches = self._intact_prefix_caches()
         if (unlike := difference(pages.made_for, self.cache_format)) is not None:
             raise ValueError(f"pages: expected those of an engine like this one, got {unlike}")
         formats = [self._runner.row_format(group) for group in self._groups]
         pages.check(self.config.page_size, self._vocab_size, formats)
-        for sequence in pages.sequences:
+        for sequence, (rank, cache) in itertools.product(pages.sequences, enumerate(caches)):
             with self._changing():
                 known = [rows != PAGE_NONE for rows in sequence.rows]
-                self._write_pages(pages, sequence, cache.insert(sequence.tokens, known, sequence.salt))
-        hits = (cache.lookup([*sequence.tokens, 0], sequence.salt)[0].shape[1] for sequence in pages.sequences)
+                self._write_pages(pages, sequence, cache.insert(sequence.tokens, known, sequence.salt), rank)
+        hits = (
+            min(cache.lookup([*sequence.tokens, 0], sequence.salt)[0].shape[1] for cache in caches)
+            for sequence in pages.sequences
+        )
         return sum(hits) * self.config.page_size
 
     def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], *, salt: str = "") -> IncomingPages:
@@ -508,7 +519,11 @@ class Engine:
             is longer than the cache, or the engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
-        cache = self._intact_prefix_cache()
+        if self.config.mesh is not None:
+            raise NotImplementedError(
+                "mesh: layers are written as they arrive on one device alone; import_pages takes pages"
+            )
+        (cache,) = self._intact_prefix_caches()
         if (unlike := difference(made_for, self.cache_format)) is not None:
             raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
         ids = self._checked_ids("tokens", tokens)
@@ -544,14 +559,14 @@ class Engine:
             cache_bytes=self._runner.cache_bytes,
         )
 
-    def _intact_prefix_cache(self) -> PrefixCache:
-        """The prefix cache, emptied if the contents of pages were lost when a call was cut short."""
+    def _intact_prefix_caches(self) -> tuple[PrefixCache, ...]:
+        """The prefix caches, emptied if the contents of pages were lost when a call was cut short."""
         if not self._prefix_caches:
             raise ValueError("prefix_caching: expected True, pages are found by way of the prefix cache")
-        if self.config.mesh is not None:
-            raise NotImplementedError("mesh: pages of one device alone can be exported and imported")
+        if spans_processes(self.config.mesh):
+            raise NotImplementedError("processes: pages on devices of other processes can be neither read nor written")
         with self._changing():
-            return self._prefix_caches[0]
+            return self._prefix_caches
 
     @property
     def _num_owned(self) -> tuple[int, ...]:
@@ -569,20 +584,25 @@ class Engine:
         groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 
-    def _export(self, found: Iterable[tuple[Sequence[int], str, Prefix]]) -> CachedPages:
-        """Copies pages that were found for tokens under a salt."""
-        page_size = self.config.page_size
-        taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
-        sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
-        contents = (self._runner.read_rows(group, rows) for group, rows in zip(self._groups, held, strict=True))
-        return CachedPages(self.cache_format, sequences, tuple(contents))
+    def _export(self, found_by_ranks: Iterable[Iterable[tuple[Sequence[int], str, Prefix]]]) -> CachedPages:
+        """Copies pages that were found on each data rank for tokens under a salt."""
+        page_size, of_ranks = self.config.page_size, []
+        for rank, found in enumerate(found_by_ranks):
+            taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
+            sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
+            if sequences or not rank:
+                contents = (
+                    self._runner.read_rows(group, rows, rank) for group, rows in zip(self._groups, held, strict=True)
+                )
+                of_ranks.append((sequences, tuple(contents)))
+        return CachedPages(self.cache_format, *joined(of_ranks))
 
-    def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix) -> None:
-        """Writes pages of a sequence to the rows that they were given, where they were given any."""
+    def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix, rank: int) -> None:
+        """Writes pages of a sequence to the rows that they were given on a rank, where they were given any."""
         for group, contents, theirs, own in zip(self._groups, pages.groups, sequence.rows, rows, strict=True):
             given = own != PAGE_NONE
             new = {name: array[theirs[given]] for name, array in contents.items()}
-            self._runner.write_rows(group, own[given], new)
+            self._runner.write_rows(group, own[given], new, rank)
 
     def _find(self, request_id: RequestId) -> _Tracked:
         if request_id not in self._tracked:
@@ -755,9 +775,8 @@ class Engine:
             drafted_tokens=sum(row.drafted for row in rows),
             accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
         )
-        for scheduler, plan in zip(self._ranks.schedulers, plans, strict=True):
-            if plan is not None:
-                scheduler.record_time(plan, record.duration_s)
+        if self._decides_by_time:
+            self._ranks.record_time(plans, record.duration_s)
         self._records.append(record)
         self._totals = self._totals.plus(record)
         return [*progressed]
@@ -787,18 +806,19 @@ def _devices(mesh: Mesh | None) -> str:
 
 
 def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
-    """Makes the control of the number of drafts, for a model's weights; None without speculation."""
+    """Makes the control of the number of drafts, for the weights that a device has; None without speculation."""
     if config.speculate is None:
         return None
-    sizes, (_, weights) = model.config, split_model(model)
+    sizes, (_, weights) = model.part, split_model(model)
     itemsize = model.embed_tokens[...].dtype.itemsize
     if isinstance(sizes, DeepSeekConfig):
         layers, experts, width = sizes.num_moe_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
     else:
         layers, experts, width = sizes.num_hidden_layers, sizes.num_local_experts, sizes.intermediate_size
-    routed = layers * experts * 3 * sizes.hidden_size * width * itemsize
-    embedding = 0 if sizes.tie_word_embeddings else model.embed_tokens[...].nbytes
-    dense = sum(weight.nbytes for weight in weights) - embedding - routed
+    own_experts = ExpertSplit.over(model.mesh).num_own(experts)
+    routed = layers * own_experts * 3 * sizes.hidden_size * width * itemsize
+    embedding = 0 if sizes.tie_word_embeddings else bytes_on_device(model.embed_tokens[...])
+    dense = sum(map(bytes_on_device, weights)) - embedding - routed
     share = sizes.num_experts_per_tok / experts if experts else 0.0
     cost = step_cost(dense, routed, share, itemsize)
     proposer = config.speculate.proposer

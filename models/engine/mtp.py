@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
 from models.decoder import MTP, StepMetadata, split_module
+from models.decoder.mesh import ExpertSplit, bytes_on_device
 from models.decoder.mtp import MTPCaches
 from models.engine.proposer import DraftRows, DraftTree, ObservedStep, Proposer, ProposerSizes
 from models.engine.sampler import best
@@ -75,6 +76,8 @@ class MTPProposer(Proposer):
         """Raises ValueError unless the module is the model's own."""
         if target != self._mtp.config:
             raise ValueError("mtp: expected the module of the engine's model, got that of another configuration")
+        if self._mtp.mesh != sizes.mesh:
+            raise ValueError("mtp: expected the module of the engine's model, got that of a model on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> MTPState:
         """Makes an empty cache."""
@@ -129,10 +132,11 @@ class MTPProposer(Proposer):
 
 
 def _draft_bytes(mtp: MTP) -> int:
-    """Bytes of weights that are read for a draft: those of the module, but for the experts that a token does not
-    choose, and of the head."""
-    config, (module,) = mtp.config, mtp.depths
+    """Bytes of weights that a device reads for a draft: those of the module, but for its share of the experts that a
+    token does not choose, and of the head."""
+    config, (module,) = mtp.part, mtp.depths
     head = mtp.embed_tokens[...] if mtp.lm_head is None else mtp.lm_head.weight[...]
     unread = 0 if config.is_dense(config.num_hidden_layers) else config.n_routed_experts - config.num_experts_per_tok
     of_expert = 3 * config.hidden_size * config.moe_intermediate_size * head.dtype.itemsize
-    return sum(weight.nbytes for weight in split_module(module)[1]) + head.nbytes - unread * of_expert
+    read = sum(map(bytes_on_device, split_module(module)[1])) + bytes_on_device(head)
+    return read - unread * of_expert // ExpertSplit.over(mtp.mesh).devices

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -71,6 +72,8 @@ class ProposerSizes:
       groups: the target's cache groups with the pages and windows of each.
       max_drafts: drafts of a row at most.
       cache_dtype: that of the engine's caches; None for the model's.
+      mesh: devices of the engine; None for one. Other sizes are those of each rank along `data`, and pages those of
+        each device.
     """
 
     max_num_seqs: int
@@ -79,6 +82,7 @@ class ProposerSizes:
     groups: tuple[GroupSizes, ...]
     max_drafts: int
     cache_dtype: DTypeLike | None = None
+    mesh: Mesh | None = None
 
     @property
     def lane(self) -> tuple[int, int]:
@@ -260,6 +264,10 @@ class Proposer:
     Its methods are traced into the engine's step, so they are jax functions of static shapes. Whatever they return
     changes how many steps a request takes, and never its tokens.
 
+    On a mesh the step is what each device does, inside `jax.shard_map`. Devices that share a request have the same
+    rows, hidden states and tokens, and must propose the same drafts for them. Weights lie on the mesh as those of a
+    model that was loaded for it, or anywhere if they are the same for all; each device has a state of its own.
+
     Attributes:
       needs_hidden: whether `observe` wants the target's hidden states.
       makes_trees: whether `propose` returns a `DraftTree`.
@@ -277,7 +285,8 @@ class Proposer:
         """Raises ValueError or NotImplementedError if it cannot serve this model in these sizes."""
 
     def allocate(self, sizes: ProposerSizes) -> Any:
-        """Makes its state, a pytree of arrays on the device, as before any token. It is donated to every step."""
+        """Makes its state, a pytree of arrays on the device, as before any token. It is donated to every step. On a
+        mesh it is called for each device, and every array has at least one axis."""
         return ()
 
     def propose(

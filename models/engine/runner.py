@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
+from models.decoder.caches import cache_spec
 from models.decoder.mesh import DATA, cache_partition
 from models.engine.cached_pages import RowFormat, digest_of, read_rows, warm_up_rows, write_layer, write_rows
 from models.engine.config import Bucket, RunnerConfig
@@ -35,7 +36,9 @@ from models.engine.speculative_step import (
     proposer_sizes,
     read_tokens,
     run_speculative_step,
+    state_partition,
 )
+from models.engine.split_rows import SplitRows
 from models.engine.step_plan import RowTokens, StepPlan
 
 GPU_OPTIONS: dict[str, str | bool] = {
@@ -116,17 +119,19 @@ class Runner:
             self._make_last_tokens(),
         )
         if model.mesh is not None:
-            self._state_specs = cache_partition(model.part, self._specs), PartitionSpec(DATA)
+            rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
+            self._state_specs = cache_partition(model.part, self._specs), rows
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
+        self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
         self._step, self._weights = split_model(model)
         self._model = model
         self._layered: LayeredStep | None = None
         self._function: Any = run_step
         if config.speculate is not None:
-            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers)
+            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
             if config.speculate.proposer.makes_trees:
-                check_trees(model.config, model.settings)
+                check_trees(model.config, model.settings, model.contexts)
             self._function = run_speculative_step
         self._compiled: dict[Bucket, Any] = {}
         self._num_steps = 0
@@ -166,30 +171,42 @@ class Runner:
 
     def row_format(self, group: GroupSizes) -> RowFormat:
         """Format of a row of a cache group."""
+
+        def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+            of_device = tuple(a.shape[2 if group.head_wise else 1 :])
+            return of_device if self._split_rows is None else self._split_rows.shape(of_device, group.head_wise)
+
         paged = {
-            f"{layer}.{name}": (tuple(a.shape[2 if group.head_wise else 1 :]), np.dtype(a.dtype))
+            f"{layer}.{name}": (shape(a), np.dtype(a.dtype))
             for layer in group.layers
             for name, a in self._specs[layer].arrays.items()
             if len(a.shape) > 2  # static scales have no pages
         }
         return RowFormat(group.num_heads, paged)
 
-    def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"]) -> dict[str, np.ndarray]:
-        """Copies rows of a cache group to the host, with what all launched steps write to them.
+    def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int = 0) -> dict[str, np.ndarray]:
+        """Copies rows of a cache group of a data rank to the host, with what all launched steps write to them.
 
         Returns:
           [n, ...] by layer and array, as `row_format` has them.
         """
         self._allocate()
+        if self._split_rows is not None:
+            return self._split_rows.read(self._caches, group.layers, group.head_wise, rows, rank)
         return read_rows(self._caches, group.layers, group.head_wise, rows)
 
-    def write_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]) -> None:
-        """Writes rows of a cache group, before anything that later steps do; contents as `read_rows` returns them.
+    def write_rows(
+        self, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray], rank: int = 0
+    ) -> None:
+        """Writes rows of a cache group of a data rank, before anything that later steps do; contents as `read_rows`
+        returns them.
 
         If this raises, the caches may be gone: call `reset`.
         """
         self._allocate()
-        self._caches = write_rows(self._caches, group.layers, group.head_wise, rows, contents)
+        of_rows = (self._caches, group.layers, group.head_wise, rows, contents)
+        split = self._split_rows
+        self._caches = write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
 
     def write_layer(
         self, group: GroupSizes, layer: int, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
@@ -204,21 +221,23 @@ class Runner:
 
     def cache_format(self) -> dict[str, Any]:
         """Facts that tell caches apart whose contents must not be exchanged, by name: the model's configuration, shapes
-        and dtypes of rows, static scales, another number of keys that tokens choose, and a digest of a sample of every
-        weight."""
+        and dtypes of its pages, static scales, another number of keys that tokens choose, and a digest of the extremes
+        of every weight. They are the same on any mesh."""
         scales = self._config.kv_scales
+        dtype = self._config.cache_dtype or self._model.embed_tokens.dtype
+        pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, dtype, scales)
         arrays = {
-            str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in spec.arrays.items()}
-            for layer, spec in enumerate(self._specs)
+            str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in pages(layer=layer).arrays.items()}
+            for layer in range(len(self._specs))
         }
-        sample = jax.jit(lambda weights: [w.reshape(-1)[:: max(w.size // 256, 1)] for w in weights])(self._weights)
+        extremes = jax.jit(lambda weights: [_extremes(weight) for weight in weights])(self._weights)
         return {
             "page_size": self._config.page_size,
             **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
             "arrays": arrays,
             "index_topk": self._index_topk,
             "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
-            "weights": digest_of(jax.device_get(sample)),
+            "weights": digest_of(jax.device_get(extremes)),
         }
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
@@ -300,7 +319,7 @@ class Runner:
         function = functools.partial(self._function, self._step, self._config, bucket)
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
-            arguments = (specs_of(self._weights), *self._state_specs, of_ranks)
+            arguments = (specs_of(self._all_weights()), *self._state_specs, of_ranks)
             if self._processes is not None:  # each reads the tokens of all ranks
                 function = _gathering(function)
             read = of_ranks if self._processes is None else PartitionSpec()
@@ -400,6 +419,11 @@ class Runner:
             self._all_weights(), self._caches, last_tokens, on_devices
         )
         return tokens, logits
+
+
+def _extremes(weight: Array) -> Array:
+    """Least and greatest value of a weight, or 0 if that is more extreme: a slice of it may be padded with zeros."""
+    return jnp.stack([jnp.min(weight, initial=0), jnp.max(weight, initial=0)])
 
 
 def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:

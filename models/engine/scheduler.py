@@ -207,14 +207,15 @@ class Scheduler:
                 self._finish(request, reason)
         return [(row.request, token) for (row, _), (new, _) in zip(continued, kept, strict=True) for token in new]
 
-    def record_time(self, plan: StepPlan, seconds: float) -> None:
-        """Takes note of how long a step took, for the number of drafts of later ones."""
+    def record_time(self, num_rows: int, num_drafts: int, seconds: float, *, has_prompts: bool) -> None:
+        """Takes note of how long a step with so many decode rows and drafts took, for the number of drafts of later
+        ones."""
         if self._draft_control is None:
             return
-        if plan.prefill:
+        if has_prompts:
             self._draft_control.record_prompts()
         else:
-            self._draft_control.record_time(len(plan.decode), plan.num_drafts, seconds)
+            self._draft_control.record_time(num_rows, num_drafts, seconds)
 
     def abort(self, request_id: int | str) -> bool:
         """Ends a request wherever it is. Returns False if it is unknown or finished already."""

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from models.config import HeadWindows, ModelConfig, cache_groups
 from models.decoder import AttentionSettings, Caches, StepMetadata
+from models.decoder.mesh import AXES, DATA
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
@@ -58,7 +60,14 @@ class SpeculativeState:
     proposer: Any
 
 
-def proposer_sizes(config: RunnerConfig, num_layers: int) -> ProposerSizes:
+def state_partition() -> SpeculativeState:
+    """`PartitionSpec` of the state on a mesh: devices that share requests have the same of it, but for what the
+    proposer keeps, of which every device has its own."""
+    of_ranks: Any = PartitionSpec(DATA)
+    return SpeculativeState(of_ranks, of_ranks, of_ranks, proposer=PartitionSpec(AXES))
+
+
+def proposer_sizes(config: RunnerConfig, num_layers: int, mesh: Mesh | None = None) -> ProposerSizes:
     """Sizes of the runner in the form that proposers take."""
     whole = GroupSizes(tuple(range(num_layers)), HeadWindows((FULL,), (0,)), False, config.num_pages)
     return ProposerSizes(
@@ -68,6 +77,7 @@ def proposer_sizes(config: RunnerConfig, num_layers: int) -> ProposerSizes:
         groups=config.groups or (whole,),
         max_drafts=config.draft_buckets[-1],
         cache_dtype=config.cache_dtype,
+        mesh=mesh,
     )
 
 
@@ -79,13 +89,16 @@ def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState
     return SpeculativeState(slots, jnp.zeros_like(slots), written, proposer.allocate(sizes))
 
 
-def check_trees(config: ModelConfig, settings: AttentionSettings) -> None:
-    """Raises NotImplementedError for a model whose attention goes by slots, which in a tree are not positions."""
+def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int = 1) -> None:
+    """Raises NotImplementedError for a model whose attention goes by slots, which in a tree are not positions;
+    `contexts` is the number of devices that contexts are split over."""
     reason = None
     if any(group.window is not None for group in cache_groups(config)):
         reason = "windows count slots"
     elif settings.batch_invariant:
         reason = "batch_invariant computes each token as a row of its own"
+    elif contexts > 1:
+        reason = "devices that share contexts compute each token as a row of its own"
     elif settings.mla == "expand":
         reason = "expanded decode rows take one token each"
     if reason is not None:

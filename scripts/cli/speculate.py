@@ -53,7 +53,7 @@ def _mtp(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -
 
 def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: Decoder) -> Proposer:
     own = AttentionSettings(implementation=model.settings.implementation)
-    return DraftModelProposer(load_model(Path(option.source), dtype_of(options, model.config), own))
+    return DraftModelProposer(load_model(Path(option.source), dtype_of(options, model.config), own, mesh=model.mesh))
 
 
 KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}

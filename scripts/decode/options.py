@@ -88,8 +88,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options.speculate = parse_speculate(options.speculate)
     options.mesh = parse_mesh(options.mesh)
     check_processes(options)
-    if options.mesh is not None and options.speculate is not None:
-        raise UsageError("--speculate: proposers run on one device, so not with --mesh")
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
@@ -280,8 +278,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     check_outputs(outputs | {"--prefix-cache": options.prefix_cache})
     if options.prefix_cache is not None and not options.prefix_caching:
         raise UsageError("--prefix-cache: not with --no-prefix-caching")
-    if options.prefix_cache is not None and options.mesh is not None:
-        raise UsageError("--prefix-cache: not with --mesh, pages of one device alone can be saved")
+    if options.prefix_cache is not None and options.coordinator is not None:
+        raise UsageError("--prefix-cache: not with --coordinator, pages on devices of other processes cannot be saved")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if options.profile is not None:

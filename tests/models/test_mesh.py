@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from models.checkpoints import files, load_model, random_model
 from models.config import GQA_PRESETS, HeadWindows, ModelConfig
-from models.decoder import MTP, Decoder, KVScales, make_mesh, mesh
-from models.engine import Decoded, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
+from models.decoder import Decoder, KVScales, make_mesh, mesh
+from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.config import Bucket
 from models.engine.verify import verify
 from pallas_attn import FULL, PagedKV, PagedLatent
@@ -94,7 +94,7 @@ SPLITTABLE = {
                 ("glm-shared", "expert=4"),
                 ("glm-shared", "data=2,tensor=2"),
                 *((name, "data=2") for name in NAMES),  # these and the ones over two by their heads: what two cards can
-                *((name, "expert=2") for name in ("v2-greedy", "gpt-oss-mxfp4")),
+                *((name, "expert=2") for name in ("v2-greedy", "glm-dsa", "glm-shared", "gpt-oss", "gpt-oss-mxfp4")),
                 ("v3", "data=3"),  # 16 experts on three devices
                 ("gpt-oss", "data=3"),
                 ("qwen3-window", "data=2,tensor=2"),
@@ -408,27 +408,21 @@ def test_meshes_that_cannot_be_made(sizes, error, message):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_engines_refuse_other_meshes_proposers_and_exports():
+def test_engines_refuse_other_meshes():
     other: Any = "tensor=2"
     with pytest.raises(ValueError, match=r"mesh: expected a jax.sharding.Mesh or None, got 'tensor=2'"):
         EngineConfig(mesh=other)
     with pytest.raises(ValueError, match="mesh: expected axes among data, tensor, context, expert, got 'x'"):
         EngineConfig(mesh=jax.make_mesh((2,), ("x",)))
-    with pytest.raises(NotImplementedError, match="speculate: proposers run on one device"):
-        EngineConfig(mesh=devices_of(2), speculate=Speculation(NGramProposer()))
     with pytest.raises(
         ValueError, match=r"mesh: expected the one that the model was loaded for, one device; got data=1"
     ):
         Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
     with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):
         Engine(model(LATENT, 2), EngineConfig())
-    with pytest.raises(NotImplementedError, match="mesh: pages of one device alone can be exported and imported"):
-        latent_engine().export_prefix_cache()
     split, pages = model(LATENT, 2), Pages.scatter(1, 1)
     with pytest.raises(ValueError, match="mesh: expected a call inside jax.shard_map over the model's mesh"):
         split(jnp.zeros(1, jnp.int32), pages.allocate(split), step(pages, [(0, 0)]))
-    with pytest.raises(NotImplementedError, match="multi-token prediction: runs on one device"):
-        MTP(split, [])
 
 
 @pytest.mark.parametrize(

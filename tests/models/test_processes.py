@@ -378,6 +378,19 @@ def test_tokens_of_two_processes_are_the_goldens(group: Group, tmp_path: Path, n
 
 
 @pytest.mark.slow
+def test_drafts_of_two_processes(group: Group, tmp_path: Path):
+    """Their number does not depend on times, which each process measures for itself."""
+    out, sizes = tmp_path / "out.json", ["--max-tokens", "24", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
+    group.start(commands("llama", "data=2,tensor=2", out, *sizes, "--speculate", "ngram:2"))
+    status, _, err = group.wait(0)
+    assert status == 0, err
+    assert group.wait(1)[:2] == (0, [])
+    results = json.loads(out.read_text())
+    expect_golden("llama", results, 24)
+    assert sum(results["run"]["drafted"]) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "at", "message"),
     [

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -69,8 +73,13 @@ def test_latent_decode_over_split_contexts_is_timed():
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (["--mesh", "tensor=3"], "--mesh: mesh: tensor"),
-        (["--mesh", "rows=2"], "--mesh"),
+        (["--mesh", "tensor"], "--mesh: expected AXIS=N"),
+        (["--most-tokens", "9"], "--most-tokens: expected at least those of the smallest case, got 9"),
+        (
+            ["--coordinator=host:1", "--num-processes=2", "--process-id=0"],
+            "--coordinator: expected layouts of a mesh, without --exchanges and --operation",
+        ),
+        (["--mesh", "tensor=2", "--process-id=0"], "--coordinator, --num-processes, --process-id and --mesh"),
         (["--new-tokens", "1"], "--new-tokens 2"),
         (["--batch", "0"], "--batch"),
     ],
@@ -79,3 +88,37 @@ def test_what_cannot_be_measured_is_refused(wrong, named, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_mesh.main(["--config", "v3-tiny", *wrong])
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"), [("tensor=3", "mesh: tensor: devices"), ("rows=2", "mesh: expected axes")]
+)
+def test_layouts_that_cannot_be_are_refused(mesh: str, message: str, capsys):
+    assert bench_mesh.main(["--config", "v3-tiny", "--mesh", mesh]) == 2
+    assert f"bench_mesh: error: --mesh: {message}" in capsys.readouterr().err
+
+
+def test_cases_of_too_many_tokens_are_left_out():
+    work = MeshWork("v3-tiny", ({},), (1, 4), (64, 512), new_tokens=8, most_tokens=600).serving(None)
+    assert work.cases == [(1, 64), (4, 64), (1, 512)]
+    assert work.engine_config().num_pages < 4 * 512 // 64
+
+
+@pytest.mark.slow  # tests/models/test_processes.py has engines of two processes
+def test_two_processes_measure_one_model(tmp_path: Path):
+    out = tmp_path / "mesh.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--config=v3-tiny", "--mesh=tensor=2", "--batch=2", "--contexts=16", "--new-tokens=4", "--dtype=float32"]
+    options += ["--step-tokens=16", f"--json={out}", f"--coordinator=127.0.0.1:{port}", "--num-processes=2"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, bench_mesh.__file__, *options]
+    both = [
+        subprocess.Popen([*command, f"--process-id={i}"], env=environment, text=True, stdout=subprocess.PIPE)
+        for i in (0, 1)
+    ]
+    assert [process.wait(timeout=240) for process in both] == [0, 0]
+    report = json.loads(out.read_text())
+    assert (report["processes"], report["results"][0]["devices"]) == (2, 2)
+    assert report["results"][0]["cases"][0]["decode_tokens_per_s"] > 0

@@ -90,8 +90,14 @@ class TestRefusals:
             (["--mesh", "tensor=999"], "mesh: expected at most the 8 devices that are here, got 999"),
             (["--mesh", "data=2,expert=1"], "mesh: expert: expected a multiple of data=2 that divides data x tensor"),
             (["--mesh", "tensor=3"], "mesh: tensor: devices: expected a divisor of 4 query heads, got 3"),
-            (["--mesh", "tensor=2", "--speculate", "ngram"], "--speculate: proposers run on one device"),
-            (["--mesh", "tensor=2", "--prefix-cache", "x"], "--prefix-cache: not with --mesh"),
+            (
+                ["--random", "v3-tiny", "--mesh", "context=2", "--speculate", "mtp:2:2"],
+                "speculate: drafts that are a tree lie side by side; devices that share contexts compute each token",
+            ),
+            (
+                ["--mesh=tensor=2", "--prefix-cache=x", "--coordinator=host:1", "--num-processes=2", "--process-id=0"],
+                "--prefix-cache: not with --coordinator",
+            ),
             (["--batch-invariant", "--mla", "expand"], "batch_invariant: expanded attention merges a chunk"),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (

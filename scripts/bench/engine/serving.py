@@ -41,6 +41,7 @@ class Serving:
       limit_seconds: time limit, from the first weight on.
       page_size: tokens a page holds.
       max_batched_tokens, prefill_seqs: new tokens of a step, and requests whose prompts one step computes, at most.
+      most_tokens: cases whose prompts have more tokens in all are left out.
     """
 
     batches: tuple[int, ...]
@@ -50,11 +51,14 @@ class Serving:
     page_size: int = 64
     max_batched_tokens: int = 4096
     prefill_seqs: int = 8
+    most_tokens: int | None = None
 
     @property
     def cases(self) -> list[tuple[int, int]]:
         """(batch, context) of every case, the cheapest prompts first."""
         every = [(batch, context) for batch in self.batches for context in self.contexts]
+        if self.most_tokens is not None:
+            every = [(batch, context) for batch, context in every if batch * context <= self.most_tokens]
         return sorted(every, key=lambda case: case[0] * case[1] ** 2)
 
     def tokens_each(self, batch: int, context: int) -> list[int]:
@@ -69,14 +73,14 @@ class Serving:
         ]
 
     def engine_config(self) -> EngineConfig:
-        longest = max(context + self.tokens_each(batch, context)[0] for batch, context in self.cases)
+        longest = {case: case[1] + self.tokens_each(*case)[0] for case in self.cases}
         return EngineConfig(
-            num_pages=max(self.batches) * -(-longest // self.page_size),
+            num_pages=max(batch * -(-length // self.page_size) for (batch, _), length in longest.items()),
             page_size=self.page_size,
             max_batched_tokens=self.max_batched_tokens,
             max_num_seqs=max(self.batches),
             max_prefill_seqs=min(self.prefill_seqs, max(self.batches)),
-            max_model_len=longest,
+            max_model_len=max(longest.values()),
             prefix_caching=False,
             decode_buckets=tuple(sorted(self.batches)),
             prefill_buckets=(self.max_batched_tokens,),

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings, make_mesh
 from models.decoder.mesh import DATA
-from models.engine import Engine
+from models.engine import Engine, Processes
 from pallas_attn import PagedLatent, mla_decode, parallel, plan_decode
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Serving, generate, summary
@@ -74,6 +74,7 @@ class MeshWork:
       new_tokens: new tokens of the last request.
       max_batched_tokens: new tokens of a step, on each data rank.
       page_size: tokens a page holds.
+      most_tokens: cases whose prompts have more tokens in all, on a data rank, are left out.
     """
 
     config: str
@@ -84,17 +85,29 @@ class MeshWork:
     per_device: bool = False
     max_batched_tokens: int = 4096
     page_size: int = 64
+    most_tokens: int | None = None
 
     def serving(self, mesh: Mesh | None) -> Serving:
         """Workload of each data rank of a mesh."""
         devices, ranks = (1, 1) if mesh is None else (mesh.size, mesh.shape[DATA])
         total = [batch * devices if self.per_device else batch for batch in self.batches]
         of_rank = tuple(sorted({-(-batch // ranks) for batch in total}))
-        return Serving(of_rank, self.contexts, self.new_tokens, float("inf"), self.page_size, self.max_batched_tokens)
+        return Serving(
+            of_rank,
+            self.contexts,
+            self.new_tokens,
+            limit_seconds=float("inf"),
+            page_size=self.page_size,
+            max_batched_tokens=self.max_batched_tokens,
+            most_tokens=self.most_tokens,
+        )
 
 
-def run(work: MeshWork, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yields the result of each layout as it grows: once it is compiled, and after each case."""
+def run(
+    work: MeshWork, settings: AttentionSettings, dtype: str, processes: Processes | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the result of each layout as it grows: once it is compiled, and after each case. With several processes,
+    whose devices the layouts have, all run this."""
     for layout in work.layouts:
         mesh = make_mesh(layout) if layout else None
         result: dict[str, Any] = {"mesh": dict(layout), "devices": 1 if mesh is None else mesh.size, "cases": []}
@@ -102,7 +115,7 @@ def run(work: MeshWork, settings: AttentionSettings, dtype: str) -> Iterator[dic
         model = jax.block_until_ready(random_model(CONFIGS[work.config], dtype, settings, mesh=mesh))
         made = time.perf_counter()
         serving = work.serving(model.mesh)
-        engine = Engine(model, dataclasses.replace(serving.engine_config(), mesh=model.mesh))
+        engine = Engine(model, dataclasses.replace(serving.engine_config(), mesh=model.mesh), processes=processes)
         engine.warmup()
         ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         generate(engine, [[1, 2, 3]] * ranks, [3] * ranks)
@@ -150,25 +163,45 @@ def line(result: dict[str, Any]) -> str:
 # --- exchanges
 
 
+ROWS = (1, 8, 64, 512, 4096)
+"""Rows of an exchange."""
+
+
 def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]:
     """Times exchanges among all devices, each in a chain of calls that depend on one another: bytes on each device, and
-    microseconds."""
+    microseconds; `device_us` is the time behind products that keep the devices busy while the host starts the chain."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
+    width = 8192 if jax.default_backend() == "gpu" else 128
+    factor = jnp.full((width, width), 1 / width, jnp.bfloat16, device=NamedSharding(mesh, P()))
+
+    def seconds(rows: int, exchange: Callable[..., jax.Array], calls: int, products: int) -> float:
+        def chain(x: jax.Array, factor: jax.Array) -> jax.Array:
+            product = factor
+            for _ in range(products):
+                product = product @ factor
+            x = x + jnp.bfloat16(0) * product[0, 0] if products else x
+            for _ in range(calls):
+                x = exchange(x) * jnp.bfloat16(0.5)
+            return x
+
+        x = jnp.ones((rows * devices, 2048), jnp.bfloat16, device=NamedSharding(mesh, P("all")))
+        split = jax.shard_map(chain, mesh=mesh, in_specs=(P("all"), P()), out_specs=P("all"), check_vma=False)
+        run = jax.jit(split, donate_argnums=0, compiler_options=serial())
+        return _time(lambda x: run(x, factor), x, stopwatch)
+
     found = []
-    for rows in (1, 8, 64, 512, 4096):
+    for rows in ROWS:
         for name, exchange in EXCHANGES.items():
-            x = jnp.ones((rows * devices, 2048), jnp.bfloat16, device=NamedSharding(mesh, P("all")))
-
-            def chain(x: jax.Array, exchange: Callable[..., jax.Array] = exchange) -> jax.Array:
-                for _ in range(num_calls):
-                    x = exchange(x) * jnp.bfloat16(0.5)
-                return x
-
-            split = jax.shard_map(chain, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
-            seconds = _time(jax.jit(split, donate_argnums=0, compiler_options=serial()), x, stopwatch) / num_calls
-            found.append({"exchange": name, "rows": rows, "bytes": rows * 4096, "us": 1e6 * seconds})
+            alone = seconds(rows, exchange, num_calls, 0)
+            behind = seconds(rows, exchange, num_calls, PRODUCTS) - seconds(rows, exchange, 0, PRODUCTS)
+            times = {"us": 1e6 * alone / num_calls, "device_us": 1e6 * behind / num_calls}
+            found.append({"exchange": name, "rows": rows, "bytes": rows * 4096} | times)
     return found
+
+
+PRODUCTS = 3
+"""Products of matrices before a chain, some 1.6 ms each on an H100: longer than the host takes to start it."""
 
 
 def _all_to_all(x: jax.Array) -> jax.Array:

@@ -1,0 +1,142 @@
+"""Pages of an engine on a mesh are those of one device: they go to and fro between layouts, and tokens stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.config import ModelConfig
+from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from tests.models.engine_case import PROMPTS, padded
+from tests.models.test_mesh import FULL_HEADS, LATENT, WINDOWED, Sizes, devices_of, model
+
+PARAMS = SamplingParams(max_tokens=8)
+SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4)
+
+MODELS = {"latents": LATENT, "heads": FULL_HEADS, "heads, int8": FULL_HEADS, "windows": WINDOWED}
+
+
+def make(kind: str, devices: Sizes | None) -> Engine:
+    mesh = None if devices is None else devices_of(devices)
+    dtype = jnp.int8 if "int8" in kind else None
+    config: ModelConfig = MODELS[kind]
+    return Engine(model(config, devices), padded(dataclasses.replace(SIZES, mesh=mesh, cache_dtype=dtype)))
+
+
+@functools.cache
+def computed(kind: str, devices: Sizes | None = None) -> tuple[Engine, list[list[int]]]:
+    """An engine that has computed all prompts, and its tokens."""
+    engine = make(kind, devices)
+    return engine, [output.output_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+
+def passed_on(pages: CachedPages) -> CachedPages:
+    """Pages as they arrive on the other side of a file or a socket."""
+    return CachedPages.from_bytes(pages.to_bytes())
+
+
+def page_contents(pages: CachedPages) -> dict[tuple[int, ...], list[np.ndarray]]:
+    """Contents of each page of a single cache group, by all tokens up to its end."""
+    [arrays], page_size = pages.groups, SIZES.page_size
+    return {
+        sequence.tokens[: (i + 1) * page_size]: [array[row] for array in arrays.values()]
+        for sequence in pages.sequences
+        for i, row in enumerate(sequence.rows[0][0])
+    }
+
+
+LAYOUTS = [
+    ("latents", 2),
+    ("heads", "context=2,tensor=2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("latents", "data=2"),
+            ("latents", "data=2,context=2"),
+            ("latents", "data=2,expert=4"),
+            ("heads", 4),  # each KV head on two devices
+            ("heads", "data=2,tensor=2"),
+            ("heads, int8", 2),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
+def test_pages_are_those_of_one_device(kind: str, devices: Sizes):
+    """Of all prefixes, in the same form, up to rounding; and what they are made for is the same."""
+    (one, _), (split, _) = computed(kind), computed(kind, devices)
+    wanted, got = one.export_prefix_cache(), passed_on(split.export_prefix_cache())
+    assert got.made_for == wanted.made_for
+    expected, found = page_contents(wanted), page_contents(got)
+    assert found.keys() & expected.keys() >= {tuple(p[:4]) for p in PROMPTS if len(p) >= 4}
+    tolerance = 1.0 if "int8" in kind else 1e-4  # a rounded value may be the next one
+    for prefix in found.keys() & expected.keys():
+        for array, same in zip(found[prefix], expected[prefix], strict=True):
+            np.testing.assert_allclose(np.float32(array), np.float32(same), atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
+def test_pages_go_to_a_mesh_and_come_back(kind: str, devices: Sizes):
+    """An engine on a mesh continues with pages of one device on whichever rank, and one device with those of a mesh:
+    contents that came in leave as they were."""
+    one, tokens = computed(kind)
+    sent = passed_on(one.export_prefix_cache())
+    split = make(kind, devices)
+    assert split.import_pages(sent) == sum(len(sequence.tokens) for sequence in sent.sequences)
+    returned = page_contents(passed_on(split.export_prefix_cache()))
+    expected = page_contents(sent)
+    assert returned.keys() == expected.keys()
+    for prefix, arrays in expected.items():
+        for array, same in zip(returned[prefix], arrays, strict=True):
+            np.testing.assert_array_equal(array, same)
+    outputs = split.generate(PROMPTS, PARAMS)
+    assert [output.output_ids for output in outputs] == tokens
+    assert all(o.cached_tokens == (len(p) - 1) // 4 * 4 for o, p in zip(outputs, PROMPTS, strict=True))
+    for pools, cache in zip(split._pools, split._prefix_caches, strict=True):
+        pools.check()
+        cache.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, "data=2", "context=2"])
+def test_pages_of_a_request(devices: Sizes):
+    """Those of one request leave from the rank that ran it, and another engine computes the rest alone."""
+    first, second = make("latents", devices), make("latents", None)
+    _, tokens = computed("latents")
+    ids = [first.add_request(PROMPTS[i], SamplingParams(max_tokens=1)) for i in (1, 4)]
+    while first.has_unfinished:
+        first.step()
+    assert second.import_pages(passed_on(first.export_pages(ids[1]))) == len(PROMPTS[4]) // 4 * 4
+    [output] = second.generate([PROMPTS[4]], PARAMS)
+    assert output.output_ids == tokens[4]
+    assert output.cached_tokens == (len(PROMPTS[4]) - 1) // 4 * 4
+
+
+@pytest.mark.slow
+def test_rows_of_windowed_heads_go_where_heads_are_split_alike():
+    """A row is a head of a page on each device, so that only like devices take it."""
+    first, tokens = computed("windows", 2)
+    pages = passed_on(first.export_prefix_cache())
+    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got groups of"):
+        make("windows", None).import_pages(pages)
+    second = make("windows", 2)
+    assert second.import_pages(pages) > 0
+    outputs = second.generate(PROMPTS, PARAMS)
+    assert [output.output_ids for output in outputs] == tokens
+    assert sum(output.cached_tokens for output in outputs) > 0
+
+
+def test_other_weights_and_layers_as_they_arrive_are_refused():
+    one, _ = computed("latents")
+    split, _ = computed("latents", 2)
+    pages = one.export_prefix_cache()
+    other = dataclasses.replace(pages, made_for={**pages.made_for, "weights": "others"})
+    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got weights of others"):
+        split.import_pages(other)
+    with pytest.raises(NotImplementedError, match="mesh: layers are written as they arrive on one device alone"):
+        split.receive_pages(PROMPTS[4], split.cache_format)
