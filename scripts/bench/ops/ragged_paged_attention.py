@@ -130,8 +130,21 @@ MIXED: Sequence[MixedCase] = [
     MixedCase(0, 1, 8, 256, 1024),
 ]
 
+FEW_OR_NARROW: Sequence[MixedCase] = [
+    MixedCase(1, 65536, 0, 1, 0),
+    MixedCase(64, 4096, 8, 256, 1024, cache="int8-head"),
+    MixedCase(64, 4096, 0, 1, 0, cache="fp8-head"),
+    MixedCase(8, 16384, 0, 1, 0),
+    MixedCase(64, 2048, 0, 1, 0, 16, 16),
+    MixedCase(64, 4096, 0, 1, 0, 64, 8),
+    MixedCase(8, 8192, 1, 512, 8192),
+    MixedCase(256, 1024, 0, 1, 0, 64, 8, 64),
+    MixedCase(16, 2048, 1, 256, 0, page_size=16),
+]
+"""Few rows, caches of 8 bits, groups of other sizes, small pages."""
+
 BENCH = Bench(
-    grids={"mixed": MIXED, "small": [MixedCase(3, 40, 2, 8, 24, 4, 2, 16, 16, "f32")]},
+    grids={"mixed": MIXED, "mixed-varied": FEW_OR_NARROW, "small": [MixedCase(3, 40, 2, 8, 24, 4, 2, 16, 16, "f32")]},
     contenders={"one_call": one_call, "split": split, "prefill_alone": prefill_alone},
     inputs=MixedCase.inputs,
 )
