@@ -327,8 +327,8 @@ def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[Device
 
 
 def _sent_to_host(array: jax.Array) -> jax.Array:
-    """Starts a copy to pinned memory of the host, which the device writes without the host's help, several times as fast
-    as memory that is not pinned."""
+    """Starts a copy to pinned memory of the host, which the device writes by itself and several times as fast as other
+    memory."""
     kinds = {memory.kind for device in array.devices() for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         array.copy_to_host_async()
