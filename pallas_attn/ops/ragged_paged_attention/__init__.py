@@ -1,8 +1,8 @@
 """Attention of a step that mixes decodes and chunks of prompts, in one call that writes its new tokens first.
 
 The call that JAX engines for TPUs make. There are no kernels of its own: `write_kv`, `paged_decode` and `paged_prefill`
-do the work. Each of the latter gets all sequences, those of the other one as idle rows, so that which of them decode
-may be known on the device only.
+do the work. Over 16 bits Mosaic's prefill takes all sequences. Elsewhere decode and prefill get all of them, those of
+the other one as idle rows, so that which of them decode may be known on the device only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def ragged_paged_attention(
     """Writes each sequence's new tokens into its pages, and attends over them: for engines written for TPUs.
 
     Sequences of one new token run on the kernel of `paged_decode` wherever they stand, others on that of
-    `paged_prefill`, in one call and one output. All arrays may be known on the device only.
+    `paged_prefill`, or all of them on the latter where that is faster, in one call and one output. All arrays may be
+    known on the device only.
 
     Args:
       q: packed queries in bfloat16, float16 or float32, with `q_scale` also in a cache's float8; rows before
