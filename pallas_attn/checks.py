@@ -310,12 +310,15 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
         raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")
 
 
-def check_latent(cache: PagedLatent, dims: Dims) -> None:
-    """Checks a latent cache, against L and R if they are bound, binding N and ps."""
+def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> None:
+    """Checks a latent cache, against L and R if they are bound, binding N and ps. With `unscaled` also one that has
+    latents and rotated keys of 8 bits in one array, without scales.
+    """
     check_class("cache", cache, PagedLatent)
-    check_dtype("cache.pages", cache.pages, (*PLAIN, LATENT_8BIT))
+    unscaled = unscaled and cache.scale is None and cache.rope is None
+    check_dtype("cache.pages", cache.pages, (*PLAIN, *(FLOAT8 if unscaled else (LATENT_8BIT,))))
     dtype = jnp.dtype(cache.pages.dtype)
-    quantised = dtype == LATENT_8BIT
+    quantised = dtype == LATENT_8BIT and not unscaled
     for name, part in (("cache.scale", cache.scale), ("cache.rope", cache.rope)):
         if quantised and part is None:
             raise ValueError(f"{name}: a {dtype.name} cache needs one, got None")
@@ -335,9 +338,11 @@ def check_latent(cache: PagedLatent, dims: Dims) -> None:
 
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
     """Checks new latents [T, L + R] against a checked cache: of its dtype unless it is quantised or `cast` says that
-    they become so.
+    they become so. They have 8 bits only if it has no scales.
     """
     dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
+    if not cache.is_quantised and cache.pages.dtype not in PLAIN:
+        dtypes = (*PLAIN, cache.pages.dtype)
     dims.check(name, latents, f"T {cache.width}", dtypes)
 
 

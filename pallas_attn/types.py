@@ -306,7 +306,8 @@ class PagedLatent:
     Attributes:
       pages: [N, ps, L + R] in bfloat16, float16 or float32; columns [:L] are the normed latent (keys and values alike),
         columns [L:] the rotated shared key. With `scale` and `rope`: the quantised latents alone, [N, ps, L] in
-        float8_e4m3fn.
+        float8_e4m3fn. Without these also [N, ps, L + R] in float8_e4m3fn or float8_e5m2, which `write_latent` casts to
+        and `mla_decode` reads as they are: their one scale is an argument of `mla_ragged_paged_attention`.
       scale: [N, ps, L / 128] in float32, or None: entry j times the stored columns [128·j : 128·(j + 1)] is the latent
         meant.
       rope: [N, ps, R] in bfloat16 or float16, or None: the rotated shared keys of quantised latents.

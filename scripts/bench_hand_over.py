@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="default: 2048 8192 32768")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
     parser.add_argument("--page-size", type=int, default=64, help="default: 64")
-    parser.add_argument("--pieces", type=int, default=4, help="of a step with a consumer (default: 4)")
+    parser.add_argument("--pieces", type=int, default=hand_over.PIECES, help="of a step with a consumer (default: 4)")
     parser.add_argument("--repeats", type=int, default=7, help="default: 7")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")

@@ -332,11 +332,20 @@ def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[Device
         rows, head_wise = of_layers[places[0]]
         arrays = [_paged_arrays(caches[place])[name] for place in places]
         for part, (count, numbers) in enumerate(rows):
-            stacked = _gather_stacked(arrays, numbers, head_wise)
-            stacked.copy_to_host_async()
+            stacked = _sent_to_host(_gather_stacked(arrays, numbers, head_wise))
             for n, place in enumerate(places):
                 copies[place][part][name] = CopiedRows(stacked, n, count)
     return copies
+
+
+def _sent_to_host(array: jax.Array) -> jax.Array:
+    """Starts a copy to pinned memory of the host, which the device writes by itself and several times as fast as other
+    memory."""
+    kinds = {memory.kind for device in array.devices() for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        array.copy_to_host_async()
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
 
 
 def write_layer(

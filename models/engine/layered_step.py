@@ -104,6 +104,8 @@ class LayeredStep:
             own, carried, begun, results = program(self._weights, own, carried, shared, packed, last_tokens)
             shared = begun if shared is None else shared
             written += own
+            if results is not None:  # of the last piece: its rows are not to delay the tokens
+                results[0].copy_to_host_async()
             copies = gather_layers(own, [(of_groups[n], wise) for n, wise in self._groups[piece.start : piece.stop]])
             for layer, parts in zip(piece, copies, strict=True):
                 on_layer(layer, parts)

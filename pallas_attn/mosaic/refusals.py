@@ -47,8 +47,14 @@ def require_apart(kv: PagedKV) -> None:
 
 def require_16_bit_latents(cache: PagedLatent) -> None:
     """Raise NotImplementedError for latents in 8 bits, which no kernel takes."""
-    if cache.is_quantised:
+    if cache.pages.dtype.itemsize == 1:
         raise NotImplementedError(f"takes no quantised latents, got {cache.pages.dtype.name}")
+
+
+def require_scales_of_latents(cache: PagedLatent) -> None:
+    """Raise NotImplementedError for latents in 8 bits that have no scale for each group of columns."""
+    if cache.pages.dtype.itemsize == 1 and not cache.is_quantised:
+        raise NotImplementedError(f"takes latents in 8 bits with a scale a group, got {cache.pages.dtype.name} alone")
 
 
 def require_plain_scores(window: int | None, soft_cap: float | None) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.portable.pool_access import take
 from pallas_attn.portable.quantise import amax_scale, dequantise, quantise
-from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, PagedLatent
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, PLAIN_DTYPES, PagedLatent
 
 
 def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> PagedLatent:
@@ -30,10 +30,10 @@ def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> Page
 
 def meant_latents(stored: PagedLatent, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*rows LR"]:
     """Latents [..., L + R] that arrays of a cache stand for; of a quantised one computed in float32, then cast to
-    `dtype`.
+    `dtype`. Those of 8 bits without a scale are cast alone.
     """
     if stored.scale is None or stored.rope is None:
-        return stored.pages
+        return stored.pages if stored.pages.dtype in PLAIN_DTYPES else stored.pages.astype(dtype)
     values = stored.pages.reshape(*stored.scale.shape, LATENT_GROUP)
     latent = dequantise(values, stored.scale[..., None]).reshape(stored.pages.shape)
     return jnp.concatenate([latent.astype(dtype), stored.rope.astype(dtype)], axis=-1)

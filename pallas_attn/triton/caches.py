@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_attn.types import QMAX, PagedKV, PagedLatent
+from pallas_attn.types import LATENT_8BIT, QMAX, PagedKV, PagedLatent
 
 WIDEST_HEAD = 256
 """Columns of a head, at most: more would leave no registers for what is accumulated."""
@@ -35,7 +35,9 @@ def refuse_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
     """Raise NotImplementedError for queries, against the latent columns, and a cache that no kernel multiplies."""
     refuse_queries(q)
     keys = cache.pages if cache.rope is None else cache.rope
-    if keys.dtype != q.dtype:
+    if keys.dtype == jnp.float8_e5m2:
+        raise NotImplementedError(f"takes latents of 8 bits in float8_e4m3fn, got {keys.dtype.name}")
+    if keys.dtype not in (q.dtype, LATENT_8BIT):
         which = "an unquantised cache" if cache.rope is None else "rotated keys"
         raise NotImplementedError(f"takes queries and {which} of one dtype, got {q.dtype.name} over {keys.dtype.name}")
     if q.shape[-1] > WIDEST_LATENT:

@@ -34,6 +34,12 @@ NAMES = {
     "flash-attention-3-of-one-length": "FlashAttention-3, equal lengths",
     "cudnn": "cuDNN",
     "flash": "torch flash",
+    "given": "cascade_decode, given",
+    "found": "cascade_decode, found",
+    "paged_decode": "paged_decode",
+    "one_call": "ragged_paged_attention",
+    "split": "split by the caller",
+    "prefill_alone": "paged_prefill for all",
 }
 """Contenders as the JSON files name them, and as readers do."""
 
@@ -309,6 +315,55 @@ def sparse_engine(stem: str) -> Callable[[str], str]:
     return write
 
 
+def speculation(stem: str) -> Callable[[str], str]:
+    """Tokens a second as a multiple of plain decoding's, and as a share of the bound: a row an acceptance rate."""
+
+    def write(document: str) -> str:
+        results = read(stem)["results"]
+        shapes = list(dict.fromkeys((r["batch"], r["context"]) for r in results))
+        found = {(drafts_of(r), r["batch"], r["context"]): r for r in results}
+        rows = [
+            [kind, *(multiple(found.get((kind, *shape))) for shape in shapes)]
+            for kind in dict.fromkeys(key[0] for key in found)
+        ]
+        headings = ["drafts", *(f"{batch} x {context // 1024}k" for batch, context in shapes)]
+        return table(headings, rows) + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
+def drafts_of(result: dict[str, Any]) -> str:
+    return f"acceptance {result['rate']:g}" if "rate" in result else f"n-grams, {result['text']} text"
+
+
+def multiple(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    bound = f" ({result['of_bound']:.0%})" if result.get("rate") else ""
+    return f"{result['of_plain']:.2f}x{bound}"
+
+
+def hand_over(*stems: str) -> Callable[[str], str]:
+    """Milliseconds to the first token, of whole steps and of those whose pages leave, here and from another process."""
+
+    def write(document: str) -> str:
+        rows = []
+        for stem in stems:
+            for result in read(stem)["results"]:
+                whole, layered, apart = (
+                    result[f"{name}_ttft_s"]["median"] for name in ("whole", "layered", "two_processes")
+                )
+                arrived = f"{result['arrived_before_first_token']:.0%}"
+                times = [f"{1e3 * whole:.1f}", f"{1e3 * layered:.1f} ({result['cost']:+.1%})", arrived]
+                rows.append([f"{result['prompt_tokens']:,}", *times, str(read(stem)["cards"]), f"{1e3 * apart:.1f}"])
+        headings = ["prompt", "whole steps, ms", "pages leave, ms", "of them on the host by then"]
+        headings += ["cards of two processes", "first token there, ms"]
+        notes = [provenance(stem, [], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+
+    return write
+
+
 def resources(stem: str) -> Callable[[str], str]:
     """Registers of a thread and shared memory of a block, of each case's kernel that takes most, by card."""
 
@@ -395,6 +450,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100"),
+    "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_own_nvidia_h100")),
+    "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
+    "speculation": speculation("speculation_nvidia_h100"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
     "sparse-layer": sparse_layer("sparse_layer_mosaic_nvidia_h100", "sparse_layer_nvidia_h100"),

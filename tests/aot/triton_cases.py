@@ -57,6 +57,9 @@ CARDS = {
 
 
 def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
+    """Shapes of a cache; "fp8-alone" has no scales."""
+    if name == "fp8-alone":
+        return PagedLatent(shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn))
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}[name]
     sizes = {"num_pages": 1024, "page_size": page_size, "latent_dim": latent_dim, "rope_dim": rope_dim}
     return allocated(PagedLatent, latent_cache_spec(**sizes, dtype=dtype))
@@ -149,6 +152,9 @@ MLA_DECODE = {
             *(("fp8", 512, 128, 16), ("fp8", 384, 64, 16), ("fp8", 128, 128, 16)),
         )
     },
+    "mla-decode-fp8-alone-h16": mla_decode("fp8-alone", 16, 512, 128),
+    "mla-decode-fp8-alone-h128": mla_decode("fp8-alone", 128),
+    "mla-decode-fp8-alone-drafts-window-cap": mla_decode("fp8-alone", queries=4, window=1024, soft_cap=30.0),
     "mla-decode-bf16-p1": mla_decode(page_size=1),
     "mla-decode-f16": mla_decode("f16"),
     "mla-decode-f16-h128-f32": mla_decode("f16", 128, page_size=128, out_dtype=jnp.float32),

@@ -242,6 +242,55 @@ def test_latents_in_8_bits() -> None:
     harness.assert_close("output", out, step.expected(pages), harness.F32_OUT)
 
 
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@every_backend()
+def test_one_scale_for_8_bits(backend: Backend, dtype: str, heads: int) -> None:
+    """Queries, latents and rotated keys in 8 bits without scales, as caches for TPUs have them: the numbers that the
+    call gives are those that count, for keys and values apart.
+    """
+    step, coarse, scales = _coarse(heads, dtype)
+    out, cache = run(backend, coarse.arguments("garbage", distribution=True), **scales, out_dtype=jnp.float32)
+    harness.assert_same_bits(cache, PagedLatent(jnp.asarray(coarse.written())))
+    assert out.dtype == jnp.float32
+    harness.assert_close("output", out, step.expected(step.written()), backend.variant.tolerance(backend.dtype)[0])
+
+
+def _coarse(heads: int, dtype: str) -> tuple[Step, Step, dict[str, float]]:
+    """A step with values that 8 bits hold, the same in 8 bits, and its scales."""
+    rng, scales = harness.fresh_rng(), {"q_scale": 0.5, "k_scale": 0.25, "v_scale": 0.25}
+    drawn = Step.draw(*MIXED, heads, "float32", rng)
+    parts = {"q": drawn.q / scales["q_scale"], "latents": drawn.latents / scales["k_scale"]}
+    parts |= {"pages": drawn.pages / scales["k_scale"]}
+    coarse = dataclasses.replace(drawn, **{name: np.asarray(jnp.asarray(x).astype(dtype)) for name, x in parts.items()})
+    factors = {"q": scales["q_scale"], "latents": scales["k_scale"], "pages": scales["k_scale"]}
+    meant = {name: getattr(coarse, name).astype(np.float32) * factor for name, factor in factors.items()}
+    return dataclasses.replace(coarse, **meant), coarse, scales
+
+
+def test_values_have_a_scale_of_their_own() -> None:
+    """And queries of 32 bits are multiplied with theirs."""
+    step, coarse, scales = _coarse(3, "float8_e4m3fn")
+    arguments = coarse.arguments() | {"q_latent": step.q[..., :L] / 3, "q_rope": step.q[..., L:] / 3}
+    changed = scales | {"q_scale": 3.0, "v_scale": 7 * scales["v_scale"]}
+    out, _ = run(XLA, arguments, **changed)
+    assert out.dtype == jnp.float32
+    harness.assert_close("output", out / 7, step.expected(step.written()), harness.F32_OUT)
+
+
+def test_new_latents_of_more_bits_are_divided_by_their_scale() -> None:
+    """And held to what 8 bits hold."""
+    step, coarse, scales = _coarse(3, "float8_e4m3fn")
+    new = {"new_latent": step.latents[:, :L], "new_rope": step.latents[:, L:]}
+    _, cache = run(XLA, coarse.arguments() | new, **scales, out_dtype=jnp.float32)
+    harness.assert_same_bits(cache.pages, coarse.written())
+    large = {"new_latent": np.full((T, L), 1e6, np.float32), "new_rope": np.full((T, R), -1e6, np.float32)}
+    _, cache = run(XLA, coarse.arguments() | large, **scales, out_dtype=jnp.float32)
+    written = np.asarray(cache.pages).reshape(-1, L + R)[coarse.slots()].astype(np.float32)
+    assert (written[:, :L] == 448).all()
+    assert (written[:, L:] == -448).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
     """Also with `distribution` on the device, inside a loop."""
@@ -311,6 +360,8 @@ def test_explanation() -> None:
     assert (explanation.op, explanation.chosen) == ("mla_ragged_paged_attention", "xla")
 
 
+FP8 = jnp.zeros((N, PS, L + R), jnp.float8_e4m3fn)
+GROUPED = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=L, rope_dim=R, dtype=jnp.float8_e4m3fn)
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "q_rope": (
         {"q_rope": np.zeros((T, 2, R), np.float32)},
@@ -326,6 +377,25 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
     "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),
     "update": ({"update_kv_cache": 1}, "update_kv_cache: expected True or False"),
+    "k_scale": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache that has none"),
+    "v_scale of groups": (
+        {"cache": jax.eval_shape(lambda: PagedLatent.allocate(GROUPED)), "v_scale": 0.5},
+        "v_scale: expected None with a float8_e4m3fn cache that has scales of its own",
+    ),
+    "scale without rope": (
+        {"cache": PagedLatent(FP8, jnp.ones((N, PS, 1)))},
+        "cache.rope: a float8_e4m3fn cache needs one, got None",
+    ),
+    "new latents of other 8 bits": (
+        {"cache": PagedLatent(FP8), "new_rope": jnp.zeros((T, R), jnp.float8_e5m2)},
+        "new_rope: expected dtype .* got float8_e5m2",
+    ),
+    "queries of 8 bits": ({"q_latent": jnp.zeros((T, 3, L), jnp.float8_e4m3fn)}, "q_latent: expected dtype"),
+    "output of 8 bits": (
+        {name: jnp.zeros((T, 3, n), jnp.float8_e4m3fn) for name, n in (("q_latent", L), ("q_rope", R))}
+        | {"q_scale": 1.0},
+        "out_dtype: expected .* got float8_e4m3fn",
+    ),
 }
 
 
@@ -360,3 +430,29 @@ def test_the_reference_of_tpu_inference(name: str, heads: int) -> None:
     harness.assert_close("output", out[:count], want[..., :L], harness.F32_OUT)
     cache = np.concatenate([cache[:, :, 0, :L], cache[:, :, 0, 128 : 128 + R]], axis=-1)
     harness.assert_same_bits(np.asarray(after.pages), cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_the_reference_of_tpu_inference_in_8_bits(heads: int, dtype: str) -> None:
+    """It gets the same numbers in 32 bits, since it rounds weights and outputs to what they multiply. Rotated
+    keys are padded to 128 columns in its cache: with queries padded likewise, ours takes it as it lies.
+    """
+    theirs = tpu_inference.module("tpu_inference/kernels/mla/v1/kernel")
+    _, step, scales = _coarse(heads, dtype)
+    scales["v_scale"] *= 3
+    arguments = step.arguments(distribution=True)
+    arguments["page_indices"] = np.where(step.tables < N, step.tables, -1).reshape(-1)
+    padding = ((0, 0), (0, 0), (0, 128 - R))
+    pages = jnp.pad(jnp.asarray(step.pages), padding)
+    arrays = [jnp.asarray(x) for name, x in arguments.items() if name != "cache"]
+    wide = [x.astype(jnp.float32) for x in arrays[:4]]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        want, cache = theirs.ref_mla_ragged_paged_attention(
+            *wide, pages.astype(jnp.float32)[:, :, None], *arrays[4:], sm_scale=0.2, **scales
+        )
+    arguments |= {"q_rope": jnp.pad(arrays[1], padding), "new_rope": jnp.pad(arrays[3], padding[1:])}
+    out, after = run(XLA, arguments | {"cache": PagedLatent(pages)}, **scales, out_dtype=jnp.float32)
+    harness.assert_close("output", out[: sum(step.new)], want, harness.F32_OUT)
+    harness.assert_same_bits(after.pages.astype(jnp.float32), cache[:, :, 0])

@@ -57,7 +57,7 @@ def test_the_bound_is_of_bytes_or_operations():
     assert verifying_s(slow, 2.0, 1, 3, 2) == pytest.approx(2 + 3 * 2 * 700 / 1e3)
     assert [expected_tokens(rate, 3) for rate in (0, 0.5, 1)] == [1, 1.875, 4]
     got = {"tokens_per_s": 150.0, "step_s": 0.01, "drafted": 1.0, "accepted": 0.5}
-    result = {"batch": 1, "context": 64, "rate": 0.5} | got | ratios(got, {"tokens_per_s": 100.0}, 200)
+    result = {"batch": 1, "context": 64, "rate": 0.5} | got | ratios(got, {"tokens_per_s": 100.0, "step_s": 0.01}, 200)
     assert line(result) == (
         "batch 1, context 64, acceptance 0.5: 150 tokens/s, 1.50x plain, 75% of the bound; 10.00 ms a step,"
         " 0.50 of 1.00 drafts accepted"
@@ -88,6 +88,7 @@ def test_a_model_follows_its_table():
         got = decode(engine, prompts, params, work)
         assert (got["drafted"], got["accepted"]) == (1, rate)
         assert got["tokens_per_s"] * got["step_s"] == pytest.approx(2 * (1 + rate))
+        assert [kind["drafts"] for kind in got["steps"]] == [1]
 
 
 @pytest.mark.parametrize("wrong", [["--batch", "0"], ["--num-drafts", "65"], ["--rates", "1.5"], ["--new-tokens", "0"]])

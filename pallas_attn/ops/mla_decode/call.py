@@ -98,7 +98,7 @@ class MlaDecodeCall:
         dims = checks.Dims()
         dims.check("q_latent", self.q_latent, "B Q Hq L", checks.PLAIN)
         dims.check("q_rope", self.q_rope, "B Q Hq R", (self.q_latent.dtype,))
-        checks.check_latent(self.cache, dims)
+        checks.check_latent(self.cache, dims, unscaled=True)
         dims.check("block_tables", self.block_tables, "B P", checks.INT)
         dims.check("kv_lens", self.kv_lens, "B", checks.INT)
         if self.q_lens is not None:

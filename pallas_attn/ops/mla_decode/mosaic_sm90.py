@@ -27,6 +27,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 def _kernel(call: MlaDecodeCall) -> ModuleType:
     """Module of the kernel for a number of query rows; for quantised latents, of heads."""
     refusals.require_plain_scores(call.window, call.soft_cap)
+    refusals.require_scales_of_latents(call.cache)
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
     most = config.max_columns(call.output_dtype, quantised=quantised, masked=is_masked)
     few = call.num_heads <= most if quantised else call.query_rows <= most

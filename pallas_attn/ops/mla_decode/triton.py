@@ -10,7 +10,8 @@ head: a row that one program has to itself is written right away, others are mer
 
 Latents in 8 bits come in groups of 128 columns with a scale for each token. They are multiplied as 16-bit numbers that
 hold them exactly, group by group: scales multiply the group's part of the scores, and the weights of its values, which
-are the sum of two bfloat16 numbers, since float16 would lose what a scale makes small.
+are the sum of two bfloat16 numbers, since float16 would lose what a scale makes small. Those without scales are
+multiplied as 16-bit latents are.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
-    card, quantised, widths = device.triton_card(), call.cache.is_quantised, (call.latent_dim, call.rope_dim)
+    card, widths = device.triton_card(), (call.latent_dim, call.rope_dim)
+    quantised = call.cache.pages.dtype.itemsize == 1  # with scales or without, conversions take registers
     # A window and a cap take registers, as a tree does.
     demanding = not (call.draft_mask is call.window is call.soft_cap is None)
     return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=demanding)
@@ -225,7 +227,7 @@ def _attend(
                     k_rope = columns(pages_ptr + base * PAGES_WIDTH + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
                 else:
                     k_rope = columns(rope_ptr + base * R, slot * R, 0, seen, R, ROPE_WIDTH)
-                scores = tl.dot(q_rope, tl.trans(k_rope))
+                scores = tl.dot(q_rope, tl.trans(tensor_core_operand(k_rope, q_dtype, NATIVE)))
                 latent, scales = (), ()
                 for chunk in tl.static_range(CHUNKS):
                     stored = columns(pages_ptr + base * PAGES_WIDTH, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
@@ -245,7 +247,7 @@ def _attend(
                 for chunk in tl.static_range(CHUNKS):
                     kept = acc[chunk] * keep[:, None]
                     if scale_ptr is None:
-                        kept = tl.dot(weights.to(q_dtype), latent[chunk], kept)
+                        kept = tl.dot(weights.to(q_dtype), tensor_core_operand(latent[chunk], q_dtype, NATIVE), kept)
                     else:
                         scaled = weights * scales[chunk][None, :]
                         rounded = scaled.to(tl.bfloat16)

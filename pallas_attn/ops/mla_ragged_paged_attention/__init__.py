@@ -19,6 +19,7 @@ from pallas_attn.ops.write_latent import write_latent
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
+from pallas_attn.portable.quantise import quantise
 from pallas_attn.portable.query_rows import QueryRows
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -45,6 +46,9 @@ def mla_ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     update_kv_cache: bool = True,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq L"], PagedLatent]:
@@ -57,8 +61,9 @@ def mla_ragged_paged_attention(
       q_latent: packed queries against the latent columns, W_UK absorbed; rows before cu_q_lens[0] and after its largest
         are padding.
       q_rope: rotated queries against the rotated key's columns; same dtype.
-      new_latent, new_rope: normed latents and rotated keys of the same tokens, in bfloat16, float16 or float32. Unused
-        with `update_kv_cache=False`, and may be None then.
+      new_latent, new_rope: normed latents and rotated keys of the same tokens, in bfloat16, float16 or float32; or for
+        a cache of 8 bits without scales quantised already, in its dtype. Unused with `update_kv_cache=False`, and may
+        be None then.
       cache: of any dtype; under donation written in place.
       kv_lens: tokens each sequence holds, the new ones included.
       page_indices: page ids, in a row for each sequence or all rows in one; entries past a sequence's tokens may hold
@@ -70,7 +75,11 @@ def mla_ragged_paged_attention(
       sliding_window: the number of newest latents that every head sees; None for all.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       update_kv_cache: False where the new latents are in the pages already.
-      out_dtype: of the output; None for q_latent's.
+      q_scale: multiplies the queries, which then may also be in a float8 dtype; None for 1.
+      k_scale: of a cache of 8 bits without scales of its own: what is stored times it are the keys, latent and rotated
+        columns alike; None for 1. New latents of more bits are divided by it.
+      v_scale: likewise of the values; None for 1.
+      out_dtype: of the output; None for q_latent's, unless that is a float8.
       implementation: of both operations.
 
     Returns:
@@ -97,13 +106,13 @@ def mla_ragged_paged_attention(
     sliding_window, soft_cap = checks.window(sliding_window), checks.number("soft_cap", soft_cap)
     checks.check_int_window(sliding_window, "sliding_window")
     dims = checks.Dims()
-    dims.check("q_latent", q_latent, "T Hq L", checks.PLAIN)
+    q_scale = checks.number("q_scale", q_scale)
+    dims.check("q_latent", q_latent, "T Hq L", checks.PLAIN if q_scale is None else (*checks.PLAIN, *checks.FLOAT8))
     dims.check("q_rope", q_rope, "T Hq R", (q_latent.dtype,))
-    checks.check_latent(cache, dims)
-    for name, new, shape in (("new_latent", new_latent, "T L"), ("new_rope", new_rope, "T R")) if update else ():
-        if new is None:
-            raise ValueError(f"{name}: expected the new tokens', or update_kv_cache=False; got None")
-        dims.check(name, new, shape, checks.PLAIN)
+    checks.check_latent(cache, dims, unscaled=True)
+    k_scale, v_scale = _static_scales(cache, k_scale=k_scale, v_scale=v_scale)
+    if update:
+        _check_new(new_latent, new_rope, cache, dims)
     out_dtype = checks.output_dtype(out_dtype, q_latent.dtype)
     step = MixedStep.of(page_indices, kv_lens, cu_q_lens, distribution, dims)
     num_tokens = dims["T"]
@@ -117,9 +126,10 @@ def mla_ragged_paged_attention(
             slots = slot_mapping(
                 step.block_tables, step.cu_q_lens, step.kv_lens, page_size=cache.page_size, length=num_tokens
             )
-            dtype = jnp.float32 if cache.is_quantised else cache.pages.dtype
-            new = jnp.concatenate([jnp.asarray(x).astype(dtype) for x in (new_latent, new_rope)], axis=-1)
+            new = jnp.concatenate([_stored(x, cache, k_scale) for x in (new_latent, new_rope)], axis=-1)
             cache = write_latent(cache, new, slots, implementation=implementation)
+        if q_latent.dtype not in checks.PLAIN:  # bfloat16 holds all that a float8 does
+            q_latent, q_rope = q_latent.astype(jnp.bfloat16), q_rope.astype(jnp.bfloat16)
         queries = min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"]))
         rows = QueryRows(step.cu_q_lens, num_tokens, queries)
         cached = (step.kv_lens - jnp.diff(step.cu_q_lens))[rows.sequence]
@@ -130,10 +140,41 @@ def mla_ragged_paged_attention(
             step.block_tables[rows.sequence],
             jnp.where(rows.count > 0, cached + rows.index + rows.count, 0),
             q_lens=None if queries == 1 else rows.count,
-            sm_scale=sm_scale,
+            sm_scale=sm_scale * (1.0 if q_scale is None else q_scale) * k_scale,
             window=sliding_window,
             soft_cap=soft_cap,
-            out_dtype=out_dtype,
+            out_dtype=out_dtype if v_scale == 1 else jnp.float32,
             implementation=implementation,
         )
-        return rows.unpack(out), cache
+        return rows.unpack(out if v_scale == 1 else (out * v_scale).astype(out_dtype)), cache
+
+
+def _static_scales(cache: PagedLatent, **scales: float | None) -> list[float]:
+    """Scales that are given, 1 for None; raises ValueError unless they are numbers for a cache without its own."""
+    numbers = []
+    for name, given in scales.items():
+        number = checks.number(name, given)
+        if number is not None and (cache.is_quantised or cache.pages.dtype in checks.PLAIN):
+            has = "has scales of its own" if cache.is_quantised else "has none"
+            raise ValueError(f"{name}: expected None with a {jnp.dtype(cache.pages.dtype).name} cache that {has}")
+        numbers.append(1.0 if number is None else number)
+    return numbers
+
+
+def _check_new(new_latent: Any, new_rope: Any, cache: PagedLatent, dims: checks.Dims) -> None:
+    """Raises ValueError unless the new tokens are what the cache is written with."""
+    unscaled = () if cache.is_quantised or cache.pages.dtype in checks.PLAIN else (cache.pages.dtype,)
+    for name, new, shape in (("new_latent", new_latent, "T L"), ("new_rope", new_rope, "T R")):
+        if new is None:
+            raise ValueError(f"{name}: expected the new tokens', or update_kv_cache=False; got None")
+        dims.check(name, new, shape, (*checks.PLAIN, *unscaled))
+
+
+def _stored(new: Any, cache: PagedLatent, k_scale: float) -> Array:
+    """New columns in the dtype in which the cache is written."""
+    new = jnp.asarray(new)
+    if cache.is_quantised:
+        return new.astype(jnp.float32)
+    if cache.pages.dtype in checks.PLAIN or new.dtype == cache.pages.dtype:
+        return new.astype(cache.pages.dtype)
+    return quantise(new.astype(jnp.float32), jnp.float32(k_scale), cache.pages.dtype)

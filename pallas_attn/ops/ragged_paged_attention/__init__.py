@@ -1,8 +1,8 @@
 """Attention of a step that mixes decodes and chunks of prompts, in one call that writes its new tokens first.
 
 The call that JAX engines for TPUs make. There are no kernels of its own: `write_kv`, `paged_decode` and `paged_prefill`
-do the work. Each of the latter gets all sequences, those of the other one as idle rows, so that which of them decode
-may be known on the device only.
+do the work. Over 16 bits Mosaic's prefill takes all sequences. Elsewhere decode and prefill get all of them, those of
+the other one as idle rows, so that which of them decode may be known on the device only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from pallas_attn import checks, sharded_calls
+from pallas_attn import checks, dispatch, sharded_calls
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
@@ -53,7 +53,8 @@ def ragged_paged_attention(
     """Writes each sequence's new tokens into its pages, and attends over them: for engines written for TPUs.
 
     Sequences of one new token run on the kernel of `paged_decode` wherever they stand, others on that of
-    `paged_prefill`, in one call and one output. All arrays may be known on the device only.
+    `paged_prefill`, or all of them on the latter where that is faster, in one call and one output. All arrays may be
+    known on the device only.
 
     Args:
       q: packed queries in bfloat16, float16 or float32, with `q_scale` also in a cache's float8; rows before
@@ -134,16 +135,36 @@ def ragged_paged_attention(
                 step.block_tables, step.cu_q_lens, step.kv_lens, page_size=scaled.page_size, length=num_tokens
             )
             scaled = _write(scaled, k, v, slots, implementation)
-        single = step.single
-        first = jnp.minimum(step.cu_q_lens[:-1], num_tokens - 1)
-        prefill_lens, decode_lens = (jnp.where(mine, step.kv_lens, 0) for mine in (~single, single))
-        out: Any = paged_prefill(q, scaled, step.block_tables, step.cu_q_lens, prefill_lens, causal=causal, **options)
-        of_singles: Any = paged_decode(q[first][:, None], scaled, step.block_tables, decode_lens, **options)
-        place = jnp.where(single, first, num_tokens + jnp.arange(num_sequences, dtype=jnp.int32))
-        out = out.at[place].set(of_singles[:, 0], mode="drop", unique_indices=True)
+        out = _attend_at_once(q, scaled, step, causal=causal, **options)
+        if out is None:
+            out = _attend_apart(q, scaled, step, causal=causal, **options)
     if k_scale is None and v_scale is None:
         return out, scaled
     return out, dataclasses.replace(scaled, k_scale=kv.k_scale, v_scale=kv.v_scale)
+
+
+def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Implementation, **options: Any) -> Any:
+    """Attention of all sequences by one kernel of prefill, where that is the faster way; None elsewhere.
+
+    Mosaic's reads the keys of a single query as fast as its decode does, and then there is one launch and no plan.
+    """
+    if kv.k.dtype not in checks.PLAIN or dispatch.candidates("paged_prefill", implementation)[0] != "mosaic":
+        return None
+    try:
+        return paged_prefill(q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options)
+    except NotImplementedError:  # another card, or a call that its kernels do not take
+        return None
+
+
+def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **options: Any) -> Any:
+    """Attention of sequences of one new token as decodes and of the others as chunks, into one output."""
+    num_tokens, num_sequences = q.shape[0], step.kv_lens.shape[0]
+    first = jnp.minimum(step.cu_q_lens[:-1], num_tokens - 1)
+    prefill_lens, decode_lens = (jnp.where(mine, step.kv_lens, 0) for mine in (~step.single, step.single))
+    out: Any = paged_prefill(q, kv, step.block_tables, step.cu_q_lens, prefill_lens, causal=causal, **options)
+    of_singles: Any = paged_decode(q[first][:, None], kv, step.block_tables, decode_lens, **options)
+    place = jnp.where(step.single, first, num_tokens + jnp.arange(num_sequences, dtype=jnp.int32))
+    return out.at[place].set(of_singles[:, 0], mode="drop", unique_indices=True)
 
 
 def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> PagedKV:

@@ -21,7 +21,8 @@ def write_latent(
     """Writes each token's latent into its slot; in place where the cache is donated.
 
     A quantised cache gets, for each 128 columns of each token's latent, the scale amax / 448 (1 for zeros) and the
-    quotients as float8_e4m3fn; rotated keys are cast to the dtype of its `rope`.
+    quotients as float8_e4m3fn; rotated keys are cast to the dtype of its `rope`. One of 8 bits without scales gets a
+    cast, which makes NaN or infinities of what it cannot hold.
 
     Args:
       cache: of any dtype.

@@ -16,7 +16,7 @@ from pallas_attn.types import PagedLatent
 @dataclasses.dataclass(frozen=True)
 class WriteLatentCall:
     """The arguments of `write_latent`, described there; implementations get `latent` in the cache's dtype, unless that
-    is quantised.
+    has scales.
     """
 
     op: ClassVar[str] = "write_latent"
@@ -32,6 +32,6 @@ class WriteLatentCall:
     def validate(self) -> None:
         """Raises ValueError unless the arguments fit each other."""
         dims = checks.Dims()
-        checks.check_latent(self.cache, dims)
+        checks.check_latent(self.cache, dims, unscaled=True)
         checks.check_new_latents("latent", self.latent, self.cache, dims, cast=True)
         dims.check("slots", self.slots, "T", checks.INT)

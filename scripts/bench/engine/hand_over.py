@@ -4,8 +4,9 @@ that another process computes.
 - Cost. One engine computes prompts as whole steps and layer by layer, with a consumer that drops the pages, in turn:
   seconds to the first token of both, and the share of the pages' bytes that were on the host when it came.
 - Whole. What exporting the same pages after the prompt takes, which is the least that whole pages add.
-- Two processes. The same prompts computed by a second process and continued here: seconds from handing a prompt in to
-  its first token, and the share of the bytes that had arrived when the other process had its own first token.
+- Two processes. Prompts computed by a second process and continued here: seconds from handing one in to its first
+  token; the share of the pages' bytes that had been read from the transport by the time that whole steps take to a
+  first token; and how many of the first tokens are those of the same prompts computed here.
 
 Prompts are random, so that none is found in a prefix cache.
 """
@@ -42,6 +43,9 @@ from scripts.bench.engine.random_model import random_model
 
 CONFIGS = PRESETS | GQA_PRESETS
 
+PIECES = 4
+"""Pieces of a step unless told otherwise, as `Engine.watch_written` and so `serve_prefill` have them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class HandOver:
@@ -65,7 +69,7 @@ class HandOver:
     step_tokens: int
     page_size: int
     repeats: int
-    pieces: int = 4
+    pieces: int = PIECES
 
 
 def make_engine(work: HandOver) -> Engine:
@@ -86,32 +90,39 @@ def make_engine(work: HandOver) -> Engine:
 
 def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
     """Measures each length of prompts; yields the results of one at a time."""
-    engine, rng = make_engine(work), np.random.default_rng(0)
-    feed = engine.watch_written(lambda written: None, pieces=work.pieces)
-    engine.warmup()
-    feed.close()
+    rng = np.random.default_rng(0)
 
     def prompt(length: int) -> list[int]:
         return rng.integers(0, CONFIGS[work.config].vocab_size, length).tolist()
 
-    with _prefill_process(work, prefill_device) as transport:
+    with _prefill_process(work, prefill_device) as connect:
+        engine = make_engine(work)
+        warm_up(engine, work.pieces, whole=True)
+        transport = _TimedTransport(connect())
         remote = RemotePrefill(engine, transport, timeout_s=600)
         for length in (*work.lengths, *work.lengths):  # the first round loads kernels
             _remote(engine, remote, prompt(length))
         for length in work.lengths:
             whole, layered, exported, arrived = [], [], [], []
             for _ in range(work.repeats):
-                whole.append(_local(engine, prompt(length), exported.append))
+                whole.append(_local(engine, prompt(length), exported=exported.append)[0])
                 bytes_at: list[tuple[float, int]] = []
                 feed = engine.watch_written(
                     lambda w, at=bytes_at: at.append((time.perf_counter(), w.num_bytes)), pieces=work.pieces
                 )
                 began = time.perf_counter()
-                layered.append(_local(engine, prompt(length)))
+                layered.append(_local(engine, prompt(length))[0])
                 feed.wait(600)
                 feed.close()
                 arrived.append(_share(bytes_at, began + layered[-1]))
-            apart = [_remote(engine, remote, prompt(length)) for _ in range(work.repeats)]
+            apart, read, equal = [], [], 0
+            for _ in range(work.repeats):
+                tokens, began = prompt(length), time.perf_counter()
+                transport.arrived.clear()
+                seconds, got = _remote(engine, remote, tokens)
+                apart.append(seconds)
+                read.append(_share(transport.arrived, began + statistics.median(whole)))
+                equal += got == _local(engine, tokens, salt="computed here")[1]
             yield {
                 "prompt_tokens": length,
                 "whole_ttft_s": summary(whole),
@@ -120,8 +131,39 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
                 "arrived_before_first_token": statistics.median(arrived),
                 "export_s": summary(exported),
                 "two_processes_ttft_s": summary(apart),
+                "read_by_whole_ttft": statistics.median(read),
+                "equal_first_tokens": equal,
             }
         remote.close()
+
+
+def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
+    """Compiles and runs the steps that have prompts alone, layer by layer and, if wanted, whole ones: no request here
+    decodes."""
+    buckets = [bucket for bucket in engine._runner.buckets() if not bucket.decode_rows]
+    if whole:
+        engine._runner.compile(buckets)
+    engine._runner.cut_steps(pieces)
+    engine._runner.compile_layers(buckets)
+
+
+class _TimedTransport(SocketTransport):
+    """Remembers when the bytes of pages were read.
+
+    Attributes:
+      arrived: time and bytes of each message with pages.
+    """
+
+    def __init__(self, connection: socket.socket):
+        super().__init__(connection, timeout_s=600)
+        self.arrived: list[tuple[float, int]] = []
+
+    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        header, arrays = super().receive()
+        num_bytes = sum(array.nbytes for name, array in arrays.items() if name.startswith("pages."))
+        if num_bytes:
+            self.arrived.append((time.perf_counter(), num_bytes))
+        return header, arrays
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -138,38 +180,45 @@ def line(result: dict[str, Any]) -> str:
         f"{result['prompt_tokens']} tokens: {times['whole_ttft_s']} to the first token, layer by layer"
         f" {times['layered_ttft_s']} ({result['cost']:+.1%}; {result['arrived_before_first_token']:.0%} of the pages on"
         f" the host by then), exported whole {times['export_s']} more, two processes {times['two_processes_ttft_s']}"
+        f" ({result['read_by_whole_ttft']:.0%} of the pages read after {times['whole_ttft_s']};"
+        f" {result['equal_first_tokens']} first tokens equal)"
     )
 
 
-def _local(engine: Engine, prompt: list[int], exported: Callable[[float], None] | None = None) -> float:
-    """Seconds to the first token here; `exported` is told of those that exporting takes then."""
+def _local(
+    engine: Engine, prompt: list[int], *, salt: str = "", exported: Callable[[float], None] | None = None
+) -> tuple[float, tuple[int, ...]]:
+    """Seconds to the first token here, and the token; `exported` is told of those that exporting takes then."""
     began = time.perf_counter()
-    request = engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
-    while engine.output(request).finish_reason is None:
-        engine.step()
-    ended = time.perf_counter()
+    request = engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
+    ended, token = _finish(engine, request)
     if exported is not None:
+        start = time.perf_counter()
         engine.export_pages(request).to_bytes()
-        exported(time.perf_counter() - ended)
-    while engine.has_unfinished:
-        engine.step()
+        exported(time.perf_counter() - start)
     engine.forget(request)
-    return ended - began
+    return ended - began, token
 
 
-def _remote(engine: Engine, remote: RemotePrefill, prompt: list[int]) -> float:
-    """Seconds to the first token of a prompt that the other process computes."""
+def _remote(engine: Engine, remote: RemotePrefill, prompt: list[int]) -> tuple[float, tuple[int, ...]]:
+    """Seconds to the first token of a prompt that the other process computes, and the token."""
     began, name = time.perf_counter(), "remote"
     remote.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), request_id=name)
     while remote.pending:
         remote.poll(0.001)
-    while engine.output(name).finish_reason is None:
+    ended, token = _finish(engine, name)
+    engine.forget(name)
+    return ended - began, token
+
+
+def _finish(engine: Engine, request: int | str) -> tuple[float, tuple[int, ...]]:
+    """Steps until a request and all launched steps have ended; returns when the request did, and its tokens."""
+    while engine.output(request).finish_reason is None:
         engine.step()
     ended = time.perf_counter()
     while engine.has_unfinished:
         engine.step()
-    engine.forget(name)
-    return ended - began
+    return ended, tuple(engine.output(request).output_ids)
 
 
 def _share(bytes_at: Sequence[tuple[float, int]], end: float) -> float:
@@ -178,8 +227,8 @@ def _share(bytes_at: Sequence[tuple[float, int]], end: float) -> float:
 
 
 @contextlib.contextmanager
-def _prefill_process(work: HandOver, device: str | None) -> Iterator[SocketTransport]:
-    """Starts the process that computes prompts, and connects to it."""
+def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[], socket.socket]]:
+    """Starts the process that computes prompts; yields a function that waits until it is ready, and connects to it."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "pages")
         listener.bind(address)
@@ -188,10 +237,10 @@ def _prefill_process(work: HandOver, device: str | None) -> Iterator[SocketTrans
         environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         command = [sys.executable, "-m", __name__, address, json.dumps(dataclasses.asdict(work))]
         process = subprocess.Popen(command, env=environment)
+        connections = contextlib.ExitStack()
         try:
-            connection, _ = listener.accept()
-            with connection:
-                yield SocketTransport(connection, timeout_s=600)
+            with connections:
+                yield lambda: connections.enter_context(listener.accept()[0])
             process.wait(60)
         finally:
             process.kill()
@@ -204,12 +253,10 @@ def main(argv: list[str]) -> None:
     given: dict[str, Any] = json.loads(text)
     given["lengths"] = tuple(given["lengths"])
     work = HandOver(**given)
+    engine = make_engine(work)
+    warm_up(engine, PIECES, whole=False)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    engine = make_engine(work)
-    feed = engine.watch_written(lambda written: None)
-    engine.warmup()
-    feed.close()
     serve_prefill(engine, SocketTransport(connection, timeout_s=600), timeout_s=600)
 
 

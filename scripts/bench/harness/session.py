@@ -34,6 +34,7 @@ OPERATIONS = (
     "index_top_k",
     "sparse_layer",
     "cascade_decode",
+    "ragged_paged_attention",
 )
 """Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
 

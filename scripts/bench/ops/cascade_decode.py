@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -15,11 +16,14 @@ import numpy as np
 from pallas_attn import cascade_decode, paged_decode, plan_decode
 from scripts.bench.cases.paged_decode import DecodeArrays
 from scripts.bench.harness.case import Bench
-from scripts.bench.harness.pools import Pools, cache_spec, calls_of, random_values, tables
+from scripts.bench.harness.pools import Pools, cache_spec, random_values, tables
 from scripts.bench.harness.timing import Stopwatch, Timing
 
-CALLS = 8
-"""Calls of a chain, at most: a third of a second to compile each. The least that eight read is four times L2."""
+CALLS = (4, 8)
+"""Calls of a chain, at least and at most: a third of a second to compile each kernel of each."""
+
+COLD_BYTES = 2e8
+"""Bytes that a chain reads, if so many calls can: four times L2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,8 @@ class CascadeCase:
           MemoryError: the pages do not fit.
         """
         shared, own = (tokens // self.page_size for tokens in (self.shared, self.own))
-        each, calls = shared + self.samples * own, min(calls_of(self.num_bytes), CALLS)
+        each, (fewest, most) = shared + self.samples * own, CALLS
+        calls = max(fewest, min(most, math.ceil(COLD_BYTES / self.num_bytes)))
         kv = pools.get(self.cache, calls * each, **self.pool_sizes)
         dtype = jnp.float32 if self.cache == "f32" else jnp.bfloat16
         keys, shape = jax.random.split(jax.random.key(1), calls), (self.samples, 1, self.q_heads, self.head_dim)
@@ -109,12 +114,15 @@ def _owns(arrays: DecodeArrays) -> list[dict[str, Any]]:
     return [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
 
 
+SAMPLES = [CascadeCase(samples, shared) for samples, shared in itertools.product((16, 64), (2048, 8192, 32768))]
+LARGE = [CascadeCase(256, shared) for shared in (2048, 8192, 32768)]
+LARGE += [CascadeCase(16, 64, 2048), CascadeCase(64, 64, 2048), CascadeCase(64, 1024, 8192)]
+"""Many samples, and those whose own parts dominate."""
+
 BENCH = Bench(
     grids={
-        "cascade": [
-            CascadeCase(samples, shared) for samples, shared in itertools.product((16, 64, 256), (2048, 8192, 32768))
-        ]
-        + [CascadeCase(16, 64, 2048), CascadeCase(64, 64, 2048), CascadeCase(64, 1024, 8192)],
+        "cascade": [*SAMPLES, *LARGE],
+        "cascade-large": LARGE,
         "small": [CascadeCase(3, 32, 16, 4, 2, 16, 16, "f32")],
     },
     contenders={

@@ -1,0 +1,150 @@
+"""Benchmark of `ragged_paged_attention`: a step of decode rows and chunks of prompts in one call, beside a caller who
+knows which rows decode and calls `paged_decode` and `paged_prefill`, and beside `paged_prefill` for all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import paged_decode, paged_prefill, plan_decode, ragged_paged_attention
+from scripts.bench.cases.prefill import PagedPrefillCase, mixed
+from scripts.bench.harness.case import Bench
+from scripts.bench.harness.pools import Pools
+from scripts.bench.harness.timing import Stopwatch, Timing
+from scripts.bench.shapes import Prefill
+
+CALLS = 4
+"""Calls of a chain, at most: a third of a second to compile each kernel of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedCase:
+    """A step in which the first sequences decode.
+
+    Attributes:
+      rows, context: sequences that decode, and the tokens each holds.
+      chunks, new, cached: the other sequences, and their tokens.
+    """
+
+    rows: int
+    context: int
+    chunks: int
+    new: int
+    cached: int
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 64
+    cache: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
+        parts = [f"{self.rows} rows of {self.context}"] * (self.rows > 0)
+        parts += [f"{self.chunks} x {self.new} on {self.cached}"] * (self.chunks > 0)
+        return f"{heads} {', '.join(parts)} p{self.page_size} {self.cache}"
+
+    @property
+    def as_prefill(self) -> PagedPrefillCase:
+        """The step as one of chunks alone, those of decode rows of one token."""
+        sizes, lengths = mixed(*[(1, self.context - 1)] * self.rows, *[(self.new, self.cached)] * self.chunks)
+        shape = Prefill(*sizes, self.q_heads, self.kv_heads, self.head_dim, self.page_size)
+        return PagedPrefillCase(shape, self.cache, lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of queries, outputs and the pages of all tokens."""
+        return self.as_prefill.num_bytes
+
+    @property
+    def flops(self) -> int:
+        return self.as_prefill.flops
+
+    @property
+    def sm_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def inputs(self, pools: Pools) -> dict[str, Any]:
+        """Makes the arguments of a chain: q for each call; all layers of a step have the same tables."""
+        arrays = self.as_prefill.inputs(pools)
+        return arrays | {"q": arrays["q"][:CALLS]}
+
+
+def one_call(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times calls that find out on the device which rows decode."""
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        lens, pages, offsets = shared["kv_lens"], shared["block_tables"], shared["cu_q_lens"]
+        options: dict[str, Any] = {"sm_scale": case.sm_scale, "update_kv_cache": False}
+        return None, ragged_paged_attention(q, None, None, shared["kv"], lens, pages, offsets, **options)[0]
+
+    return stopwatch.chain(call, arrays["q"], shared=_shared(arrays))
+
+
+def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times a caller's own split: static slices, with a plan made once for all layers, and the outputs joined."""
+    rows, sm_scale = case.rows, case.sm_scale
+    shared = _shared(arrays)
+
+    def of_rows(q: jax.Array, shared: dict[str, Any]) -> tuple[Any, ...]:
+        return q[:rows, None], shared["kv"], shared["block_tables"][:rows], shared["kv_lens"][:rows]
+
+    def call(_: None, shared: dict[str, Any], q: jax.Array) -> tuple[None, Any]:
+        outs = []
+        if rows:
+            outs.append(paged_decode(*of_rows(q, shared), plan=shared["plan"], sm_scale=sm_scale)[:, 0])
+        if case.chunks:
+            chunks = q[rows:], shared["kv"], shared["block_tables"][rows:], shared["cu_q_lens"][rows:] - rows
+            outs.append(paged_prefill(*chunks, shared["kv_lens"][rows:], sm_scale=sm_scale))
+        return None, jnp.concatenate(outs)
+
+    if rows:
+        shared["plan"] = jax.jit(lambda q, shared: plan_decode(*of_rows(q, shared)))(arrays["q"][0], shared)
+    return stopwatch.chain(call, arrays["q"], shared=shared)
+
+
+def prefill_alone(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times `paged_prefill` for all rows."""
+
+    def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
+        return None, paged_prefill(q, **shared, sm_scale=case.sm_scale)
+
+    return stopwatch.chain(call, arrays["q"], shared=_shared(arrays))
+
+
+def _shared(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if name != "q"}
+
+
+MIXED: Sequence[MixedCase] = [
+    MixedCase(64, 4096, 8, 256, 1024),
+    MixedCase(64, 4096, 0, 1, 0),
+    MixedCase(64, 1024, 1, 2048, 0),
+    MixedCase(64, 1024, 8, 64, 0, 64, 8, 64),
+    MixedCase(256, 2048, 1, 512, 0),
+    MixedCase(8, 8192, 1, 512, 8192),
+    MixedCase(0, 1, 8, 256, 1024),
+]
+
+FEW_OR_NARROW: Sequence[MixedCase] = [
+    MixedCase(1, 65536, 0, 1, 0),
+    MixedCase(64, 4096, 8, 256, 1024, cache="int8-head"),
+    MixedCase(64, 4096, 0, 1, 0, cache="fp8-head"),
+    MixedCase(8, 16384, 0, 1, 0),
+    MixedCase(64, 2048, 0, 1, 0, 16, 16),
+    MixedCase(64, 4096, 0, 1, 0, 64, 8),
+    MixedCase(8, 8192, 1, 512, 8192),
+    MixedCase(256, 1024, 0, 1, 0, 64, 8, 64),
+    MixedCase(16, 2048, 1, 256, 0, page_size=16),
+]
+"""Few rows, caches of 8 bits, groups of other sizes, small pages."""
+
+BENCH = Bench(
+    grids={"mixed": MIXED, "mixed-varied": FEW_OR_NARROW, "small": [MixedCase(3, 40, 2, 8, 24, 4, 2, 16, 16, "f32")]},
+    contenders={"one_call": one_call, "split": split, "prefill_alone": prefill_alone},
+    inputs=MixedCase.inputs,
+)
