@@ -68,7 +68,7 @@ class Configuration:
     @property
     def sharers(self) -> int:
         """Programs that share what they gather."""
-        return 1 if self.heads % 128 or self.latent_dim % 256 else 2
+        return 2 if self.quantised and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
 
     @property
     def tile(self) -> Tile:
@@ -88,6 +88,7 @@ class Configuration:
             sharers=self.sharers,
             splits=1,
             sm_scale=0.1,
+            quantised=self.quantised,
             columns=sizes.columns,
             pieces=sizes.pieces,
             registers=(sizes.compute_registers, sizes.registers),

@@ -109,6 +109,46 @@ def load_rows(threads: int, ref: Ref, row: jax.Array, column: int, columns: int)
     return load(ref, row)
 
 
+def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
+    """Start copies of ref[row[i], column : column + columns of `to`] to a 16-bit tile in shared memory, as tensor cores
+    read it; of zeros, without an access, where row[i] is negative.
+
+    They are done once `PartBarriers.arrive_copies` says so, and seen by tensor cores after `sharing.see_copies`.
+
+    Args:
+      ref: in global memory, numbers of 16 bits.
+      row: int32 [WARPGROUP] in the order of `tile_row` for eight threads.
+      column: a multiple of 8.
+      to: `tiles.operand` [rows, columns].
+    """
+    columns = to.shape[1]
+    if interpreted():
+        row = _by_row(row, COPYING_THREADS)
+        rows = ref[...][jnp.maximum(row, 0), column : column + columns]
+        to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref()))
+    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        chunk = masked(lane, COPYING_THREADS - 1)
+        rows = WARPGROUP // COPYING_THREADS
+        first = plus(times(warp, rows // 4), shifted(lane, COPYING_THREADS.bit_length() - 1))
+        pointers, row_bytes = ChunkPointers(to, columns * 2, first, chunk), ir.MemRefType(ref.type).shape[1] * 2
+        none: Any = mgpu.c(0, i32())
+        for i, number in enumerate(_of_rows(row, COPYING_THREADS)):
+            address = _address(ref, arith.maxsi(number, none), row_bytes, chunk)
+            given = arith.cmpi(arith.CmpIPredicate.sge, number, none)
+            num_bytes = arith.select(given, mgpu.c(16, i32()), none)
+            for block in range(columns // BLOCK):
+                place = llvm.ptrtoint(i32(), pointers.pointer(rows * i, 8 * block))
+                text = COPY_16_BYTES.format(offset=(column + BLOCK * block) * 2)
+                operands = [place, address, num_bytes]
+                llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
+
+    copy(ref, row, to)
+
+
 def store_rows(
     threads: int, values: jax.Array, to: Ref, scale: jax.Array | None = None, other: Ref | None = None
 ) -> None:
@@ -155,6 +195,9 @@ def store_rows(
 
     store(values, to, *given, *barriers)
 
+
+COPYING_THREADS = 8
+"""Threads that share a row of numbers of 16 bits which are copied."""
 
 EIGHT_BIT_THREADS = 4
 """Threads that share a row of numbers of 8 bits."""
@@ -267,6 +310,8 @@ mov.b32 $3, 0;
 @given ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];
 }}
 """
+
+COPY_16_BYTES = "cp.async.cg.shared.global.L2::128B [$0], [$1 + {offset}], 16, $2;"
 
 E4M3_TO_BF16 = """
 {

@@ -43,7 +43,7 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90 import gather, sharing
 from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE, Place, Steps, pieces_of_half, stream
 from pallas_attn.mosaic.sm90.seesaw import (
     PARTS,
@@ -90,7 +90,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
     heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    sharers = _sharers(blocks, latent_dim)
+    sharers = _sharers(blocks, latent_dim) if call.cache.is_quantised else 1
     sizes = config.sparse_config(config.SparseKey(latent_dim, call.cache.is_quantised, shared=sharers > 1))
     static = SparseStatic(
         latent_dim=latent_dim,
@@ -99,6 +99,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         sharers=sharers,
         splits=config.num_splits(num_tokens * blocks // sharers, pairs, basics.multiprocessors() // sharers),
         sm_scale=call.sm_scale,
+        quantised=call.cache.is_quantised,
         columns=sizes.columns,
         pieces=sizes.pieces,
         registers=(sizes.compute_registers, sizes.registers),
@@ -147,7 +148,9 @@ class SparseStatic:
       sharers: programs of a cluster, which share what they gather: 1 or 2.
       splits: shares of a token's slots.
       sm_scale: multiplies the scores.
-      columns, pieces: of a tile that are gathered at a time, and how often they are on their way at a time.
+      quantised: whether latents have 8 bits: those are converted on the way, others are copied.
+      columns, pieces: of latents in 8 bits, columns that are gathered at a time, and how often they are on their way at
+        a time.
       registers: of a thread that computes, and of one that gathers.
     """
 
@@ -157,6 +160,7 @@ class SparseStatic:
     sharers: int
     splits: int
     sm_scale: float
+    quantised: bool
     columns: int
     pieces: int
     registers: tuple[int, int]
@@ -183,7 +187,7 @@ class SparseStatic:
 
     def landed(self, mem: SparseScratch) -> PartBarriers:
         """Barriers of the parts of tiles."""
-        return PartBarriers(mem.landed, shared=self.sharers > 1)
+        return PartBarriers(mem.landed, shared=self.sharers > 1, copied=not self.quantised)
 
     def brings_rope(self, tile: int, sharer: int) -> bool:
         """Whether one of the programs that share them gathers the rotated keys of a tile of a pair."""
@@ -283,7 +287,7 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=PartBarriers.types(2 * PARTS, shared=static.sharers > 1),
+            landed=PartBarriers.types(2 * PARTS, shared=static.sharers > 1, copied=not static.quantised),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -433,8 +437,19 @@ class SparseProducer:
         def then(i: Any) -> None:
             pl.when((i == 0) & (item.pair > 0))(lambda: self.copy_query(item))
 
-        steps = Steps(functools.partial(self.rows, item), self.load, store, then)
-        stream(self.static.places(self.sharer), self.static.pieces, item.count, steps)
+        if self.static.quantised:
+            steps = Steps(functools.partial(self.rows, item), self.load, store, then)
+            stream(self.static.places(self.sharer), self.static.pieces, item.count, steps)
+            return
+
+        def copy(i: Any, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            later = tuple(self.rows(item, i + 1, tile) for tile in range(2))  # on their way while these are copied
+            for tile, half in HALVES:
+                self.copy(item.pair + i, tile, half, rows[tile])
+            then(i)
+            return later
+
+        lax.fori_loop(0, item.count, copy, tuple(self.rows(item, jnp.int32(0), tile) for tile in range(2)))
 
     def copy_query(self, item: SparseItem) -> None:
         x, mem, static = self.x, self.mem, self.static
@@ -461,6 +476,22 @@ class SparseProducer:
         place = first + gather.tile_row(self.threads)
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
+
+    # Copies
+
+    def copy(self, pair: Any, tile: int, half: int, rows: jax.Array) -> None:
+        """Start copies of half of a tile once it is free; with the half whose last reader also reads the probabilities
+        that lie over them, of the rotated keys.
+        """
+        mem, static, landed = self.mem, self.static, self.static.landed(self.mem)
+        slot = static.slot(pair, tile)
+        plgpu.barrier_wait(mem.free.at[2 * slot + half])
+        if tile == half:
+            gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        for part in (half,) if tile == half else (half, ROPE):
+            column = (0, static.widths[0], static.latent_dim)[part]
+            gather.copy_rows(self.x.latents, rows, column, mem.k[part].at[slot])
+            landed.arrive_copies(PARTS * slot + part)
 
     # Pieces
 
@@ -523,6 +554,8 @@ class SparseConsumer(SeesawTurns[SparseItem]):
 
     def await_part(self, pair: Any, slot: Any, part: int) -> None:
         self.static.landed(self.mem).wait(PARTS * slot + part, pair)
+        if not self.static.quantised:
+            sharing.see_copies()
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
