@@ -171,8 +171,8 @@ def _score(
 
 @kernel
 def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
-    """First token, and numbers of queries and of keys, of padding before the sequences (group 0), sequences, and padding
-    after them; no queries of later groups.
+    """First token, numbers of queries and of keys of groups: padding before all sequences, each of these, and padding
+    after them. Later groups have no queries.
     """
     begin = tl.load(cu_q_lens_ptr + group - 1, mask=(group >= 1) & (group <= num_sequences + 1), other=0)
     end = tl.load(cu_q_lens_ptr + group, mask=group <= num_sequences, other=num_tokens)

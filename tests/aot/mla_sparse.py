@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_sparse.config import SparseKey, sparse_config
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
@@ -80,7 +79,6 @@ class Configuration:
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel."""
-        sizes = sparse_config(SparseKey(self.latent_dim, self.quantised, shared=self.sharers > 1))
         static = SparseStatic(
             latent_dim=self.latent_dim,
             top_k=TOP_K,
@@ -89,9 +87,6 @@ class Configuration:
             splits=1,
             sm_scale=0.1,
             quantised=self.quantised,
-            columns=sizes.columns,
-            pieces=sizes.pieces,
-            registers=(sizes.compute_registers, sizes.registers),
         )
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
         return shared_memory.block_bytes(SparseScratch.types(static, self.dtype), reduction_bytes=reductions)
