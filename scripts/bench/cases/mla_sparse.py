@@ -70,6 +70,11 @@ class MlaSparseCase:
         return chosen * self.spec.bytes_per_page // self.page_size
 
     @property
+    def own_bytes(self) -> int:
+        """Bytes of a call's queries and outputs."""
+        return 2 * self.num_rows * self.heads * (2 * self.latent_dim + self.rope_dim)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of both products."""
         return 2 * self.num_rows * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
@@ -94,7 +99,7 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
     rng, owns = np.random.default_rng(0), []
     first = case.context * np.arange(case.batch).repeat(case.new_tokens)[:, None]
     dtype = latent_query_dtype(case.cache)
-    for key in jax.random.split(jax.random.key(1), at_least(calls_of(case.num_bytes))):
+    for key in jax.random.split(jax.random.key(1), at_least(calls_of(case.num_bytes + case.own_bytes))):
         q = random_values(key, (case.num_rows, case.heads, case.latent_dim + case.rope_dim), dtype)
         q_latent, q_rope = jnp.split(q, [case.latent_dim], axis=-1)
         slots = jnp.asarray(first + _choose(rng, case), jnp.int32)
