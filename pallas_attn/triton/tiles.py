@@ -183,7 +183,7 @@ def index_tile(
     by_integers = quantised and not has_e4m3(card)
     wide = power_of_two(dim) > 128
     timed = card.capability == (9, 0) and not wide
-    few = queries == 1 or wide or by_integers or (num_heads > 64 and not timed)
+    few = queries == 1 or wide or by_integers or (num_heads > 64 and (quantised or not timed))
     return IndexTile(
         queries,
         heads=min(32 if queries == 1 and (num_heads > 64 or (wide and by_integers)) else 64, power_of_two(num_heads)),
