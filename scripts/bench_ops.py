@@ -39,7 +39,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("operation", choices=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
     parser.add_argument("--grid", default="small", help="default: small, which any machine can run")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--match", metavar="TEXT", help="only cases with this in their name")
+    parser.add_argument(
+        "--match", nargs="+", metavar="TEXT", default=[""], help="only cases with one of these in their names"
+    )
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
     parser.add_argument("--samples", type=int, default=Stopwatch.samples)
     parser.add_argument("--sample-seconds", type=float, default=Stopwatch.sample_seconds)
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     rates = measure_rates(stopwatch)
     console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.matrix / 1e12:.1f} TFLOP/s")
     session = Session(bench, args.contenders or list(bench.contenders), stopwatch, rates)
-    cases = [case for case in bench.grids[args.grid] if (args.match or "") in case.name]
+    cases = [case for case in bench.grids[args.grid] if any(text in case.name for text in args.match)]
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}
     report |= {"complete": False, "cases": []}
     write_report("--json", out, report)

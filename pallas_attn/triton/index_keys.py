@@ -5,7 +5,9 @@ Keys are the rows of a tile, the index heads of a query its columns, since sums 
     S [keys, heads] = K qᵀ      score [keys] = Σ over heads of weight · relu(S)
 
 A program takes a tile of neighbouring queries of one sequence, so that a key that was loaded once serves all of them,
-and, of n programs that share the sequence, every n-th step of its keys, however long it is.
+and, of n programs that share the sequence, every n-th step of its keys, however long it is. Where tiles are single
+queries, as in decode, all programs run at the same time, each over an equal share of all steps: some of the keys of one
+query and, if they end, of the next.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import columns, tensor_core_operand
+
+MOST_SHARED = 1024
+"""Sequences, at most, of which a program finds by sums where its share begins."""
 
 
 def refuse(call: IndexCall) -> None:
@@ -48,8 +53,13 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     card, width = device.triton_card(), table_pages * page_size
     options = {"quantised": call.index.scale is not None, "tree": call.draft_mask is not None}
     tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, **options)
-    num_tiles = num_tokens // tile.queries + num_sequences + 2
     steps = -(-width // tile.tokens)
+    in_shares = tile.queries == 1 and num_sequences <= MOST_SHARED
+    if in_shares:
+        grid = (max(1, min(num_tokens * steps, tile.programs_side_by_side(card))), 1)
+    else:
+        num_tiles = num_tokens // tile.queries + num_sequences + 2
+        grid = (num_tiles, max(1, min(steps, -(-tile.programs_of_tiles(card) // -(-num_tokens // tile.queries)))))
     scores, counts = launch(
         _score,
         *(q, call.weights, call.index.keys, call.index.scale),
@@ -59,7 +69,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
         ],
-        grid=(num_tiles, max(1, min(steps, -(-tile.programs(card) // -(-num_tokens // tile.queries))))),
+        grid=grid,
         constants={
             "HEADS": num_heads,
             "D": dim,
@@ -70,6 +80,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             "BLOCK": tile.heads,
             "BLOCKS": -(-num_heads // tile.heads),
             "COLUMNS": tiles.power_of_two(dim),
+            "GROUPS": tiles.power_of_two(num_sequences + 2) if in_shares else 0,
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
             "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
             "SCALE": call.scale / factor,
@@ -109,69 +120,166 @@ def _score(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
-    tile, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    sequence, first_token, q_len, first = work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS)
-    if first < q_len:
-        kv_len = 0  # of padding
-        if (sequence >= 0) & (sequence < num_sequences):
-            kv_len = tl.load(kv_lens_ptr + sequence)
-        first_position = kv_len - q_len + first
-        queries = tl.minimum(QUERIES, q_len - first)
-        end = tl.maximum(first_position + queries, 0)
-        row = (first_token + first).to(tl.int64)
-        table_ptr = tables_ptr + sequence.to(tl.int64) * table_pages
-        if program == 0:
-            query = tl.arange(0, QUERIES)
-            count = tl.maximum(first_position + query + 1, 0)
-            tl.store(counts_ptr + row + query, count, mask=query < queries)
+    if GROUPS:  # single queries: an equal share of all their steps
+        group = tl.arange(0, GROUPS)  # padding before the sequences, sequences, and padding after them
+        _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
+        work = q_lens * _steps_of(kv_lens, WIDTH, TOKENS, FILL)
+        ends = tl.cumsum(work, 0)
+        total = tl.sum(work, 0)
+        share = tl.cdiv(total, tl.num_programs(0))
+        at = tl.program_id(0) * share
+        stop = tl.minimum(at + share, total)
+        while at < stop:
+            done = ends <= at
+            this = tl.sum(done.to(tl.int32), 0)
+            within = at - tl.sum(tl.where(done, work, 0), 0)
+            begin, q_len, kv_len = _group(cu_q_lens_ptr, kv_lens_ptr, this, num_tokens, num_sequences)
+            steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
+            first = within % steps
+            last = tl.minimum(first + stop - at, steps)
+            query = within // steps
+            _score_tile(
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(this - 1, begin + query, 1, kv_len - q_len + query, first, last, 1, table_pages, pool_pages),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+            )
+            at += last - first
+    else:  # every n-th step of a tile, of n programs
+        sequence, first_token, q_len, first = work_of(
+            cu_q_lens_ptr, tl.program_id(0), num_tokens, num_sequences, QUERIES, SEARCH_STEPS
+        )
+        if first < q_len:
+            kv_len = 0  # of padding
+            if (sequence >= 0) & (sequence < num_sequences):
+                kv_len = tl.load(kv_lens_ptr + sequence)
+            queries = tl.minimum(QUERIES, q_len - first)
+            steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
+            _score_tile(
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(sequence, first_token + first, queries, kv_len - q_len + first),
+                *(tl.program_id(1), steps, tl.num_programs(1), table_pages, pool_pages),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+            )
 
-        stride = programs * TOKENS
-        key = program * TOKENS + tl.arange(0, TOKENS)
-        next_id = tl.load(table_ptr + key // PAGE, mask=key < end, other=-1)  # of a page, loaded a step ahead
-        q, weights = (), ()  # of a single query, by block of heads
-        if QUERIES == 1:
-            for block in tl.static_range(BLOCKS):
-                q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
-                weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
-        for start in range(program * TOKENS, end, stride):
-            key = start + tl.arange(0, TOKENS)
-            page_id = next_id
-            next_id = tl.load(table_ptr + (key + stride) // PAGE, mask=key + stride < end, other=-1)
-            seen = (page_id >= 0) & (page_id < pool_pages)
+
+@kernel
+def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
+    """First token, numbers of queries and of keys of groups: padding before all sequences, each of these, and padding
+    after them. Later groups have no queries.
+    """
+    begin = tl.load(cu_q_lens_ptr + group - 1, mask=(group >= 1) & (group <= num_sequences + 1), other=0)
+    end = tl.load(cu_q_lens_ptr + group, mask=group <= num_sequences, other=num_tokens)
+    kv_len = tl.load(kv_lens_ptr + group - 1, mask=(group >= 1) & (group <= num_sequences), other=0)
+    return begin, tl.where(group <= num_sequences + 1, end - begin, 0), kv_len
+
+
+@kernel
+def _steps_of(kv_len, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr):
+    """Steps that a query of a sequence takes: at least one, in which its count is written."""
+    steps = tl.maximum((kv_len + TOKENS - 1) // TOKENS, 1)
+    return tl.full(steps.shape, (WIDTH + TOKENS - 1) // TOKENS, tl.int32) if FILL else steps
+
+
+@kernel
+def _score_tile(
+    q_ptr,
+    weights_ptr,
+    keys_ptr,
+    scale_ptr,
+    tables_ptr,
+    mask_ptr,
+    out_ptr,
+    counts_ptr,
+    sequence,
+    row,
+    queries,
+    first_position,
+    first,
+    last,
+    stride,
+    table_pages,
+    pool_pages,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FILL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Scores of neighbouring queries of a sequence, from `row` on, over every stride-th step from `first` to `last`."""
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
+    end = tl.maximum(first_position + queries, 0)
+    row = row.to(tl.int64)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_pages
+    if first == 0:
+        query = tl.arange(0, QUERIES)
+        count = tl.maximum(first_position + query + 1, 0)
+        tl.store(counts_ptr + row + query, count, mask=query < queries)
+
+    walked = tl.minimum(last, (end + TOKENS - 1) // TOKENS)
+    token = tl.arange(0, TOKENS)
+    next_key = first * TOKENS if WHOLE else first * TOKENS + token
+    next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)  # of a page, loaded a step ahead
+    q, weights = (), ()  # of a single query, by block of heads
+    if QUERIES == 1:
+        for block in tl.static_range(BLOCKS):
+            q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
+            weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
+    for step in range(first, walked, stride):
+        key = step * TOKENS + token
+        page_id = next_id
+        next_key = (step + stride) * TOKENS if WHOLE else (step + stride) * TOKENS + token
+        next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)
+        in_pool = (page_id >= 0) & (page_id < pool_pages)
+        if WHOLE:  # tokens past the end of a sequence are read with their page, and not shown
+            slot = page_id.to(tl.int64) * PAGE + step * TOKENS % PAGE
+            seen = (token >= 0) & in_pool
+            k = columns(keys_ptr + slot * D, token * D, 0, seen, D, COLUMNS)
+        else:
             slot = page_id.to(tl.int64) * PAGE + key % PAGE
-            k = tensor_core_operand(columns(keys_ptr, slot * D, 0, seen, D, COLUMNS), q_dtype, NATIVE)
-            k_scale = tl.full([TOKENS], SCALE, tl.float32)
-            if scale_ptr is not None:
-                k_scale *= tl.load(scale_ptr + slot, mask=seen, other=0.0)
-            if QUERIES == 1:
+            seen = in_pool
+            k = columns(keys_ptr, slot * D, 0, seen, D, COLUMNS)
+        k = tensor_core_operand(k, q_dtype, NATIVE)
+        k_scale = tl.full([TOKENS], SCALE, tl.float32)
+        if scale_ptr is not None:
+            k_scale *= tl.load(scale_ptr + (slot + token if WHOLE else slot), mask=seen, other=0.0)
+        if QUERIES == 1:
+            score = tl.zeros([TOKENS], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                score += _weighted(k, q[block], weights[block])
+            shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
+            _store_scores(out_ptr + row * WIDTH, score * k_scale, key, shown, first_position, WIDTH, FILL)
+        else:
+            for i in range(queries):
                 score = tl.zeros([TOKENS], tl.float32)
                 for block in tl.static_range(BLOCKS):
-                    score += _weighted(k, q[block], weights[block])
-                shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
-                _store_scores(out_ptr + row * WIDTH, score * k_scale, key, shown, first_position, WIDTH, FILL)
-            else:
-                for i in range(queries):
-                    score = tl.zeros([TOKENS], tl.float32)
-                    for block in tl.static_range(BLOCKS):
-                        q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
-                        score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
-                    at = out_ptr + (row + i) * WIDTH
-                    shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
-                    _store_scores(at, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
-        if FILL:  # what no step has
-            done = tl.maximum((end + TOKENS - 1) // TOKENS - program, 0)
-            for step in range(program + (done + programs - 1) // programs * programs, tl.cdiv(WIDTH, TOKENS), programs):
-                key = step * TOKENS + tl.arange(0, TOKENS)
-                for i in range(queries):
-                    at = out_ptr + (row + i) * WIDTH + key
-                    tl.store(at, tl.full([TOKENS], float("-inf"), tl.float32), mask=key < WIDTH)
+                    q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
+                    score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
+                at = out_ptr + (row + i) * WIDTH
+                shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
+                _store_scores(at, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
+    if FILL:  # what no step has
+        done = (tl.maximum(walked - first, 0) + stride - 1) // stride
+        for step in range(first + done * stride, last, stride):
+            key = step * TOKENS + token
+            for i in range(queries):
+                at = out_ptr + (row + i) * WIDTH + key
+                tl.store(at, tl.full([TOKENS], float("-inf"), tl.float32), mask=key < WIDTH)
 
 
 @kernel
@@ -191,8 +299,8 @@ def _weights(weights_ptr, row, block, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 @kernel
 def _weighted(k, q, weights):
     """Sum over heads of weight · relu(key · query), for each key."""
-    products = tl.dot(k, q)
-    return tl.sum(tl.where(products < 0, 0.0, products) * weights[None, :], 1)  # a product may be NaN
+    positive = tl.maximum(tl.dot(k, q), 0.0, propagate_nan=tl.PropagateNan.ALL)  # a product may be NaN
+    return tl.sum(positive * weights[None, :], 1)
 
 
 @kernel

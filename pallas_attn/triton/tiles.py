@@ -147,6 +147,7 @@ class IndexTile:
       heads: of a product, a power of two from 16 on.
       tokens: keys of a step, a power of two from 16 on.
       warps, stages: as Triton has them.
+      programs: programs that a multiprocessor has registers and shared memory for.
       max_registers: of a thread; None for as many as the assembler takes.
     """
 
@@ -155,10 +156,16 @@ class IndexTile:
     tokens: int
     warps: int
     stages: int
+    programs: int
     max_registers: int | None
 
-    def programs(self, card: Device) -> int:
-        """Programs that share all keys: several for each multiprocessor, since some of them have fewer."""
+    def programs_side_by_side(self, card: Device) -> int:
+        """Programs that run at the same time."""
+        return self.programs * (card.multiprocessors or 128)
+
+    @staticmethod
+    def programs_of_tiles(card: Device) -> int:
+        """Programs that share keys tile by tile: several for each multiprocessor, since some of them have fewer."""
         return 4 * (card.multiprocessors or 128)
 
 
@@ -176,13 +183,14 @@ def index_tile(
     by_integers = quantised and not has_e4m3(card)
     wide = power_of_two(dim) > 128
     timed = card.capability == (9, 0) and not wide
-    few = queries == 1 or wide or by_integers or (num_heads > 64 and not timed)
+    few = queries == 1 or wide or by_integers or (num_heads > 64 and (quantised or not timed))
     return IndexTile(
         queries,
         heads=min(32 if queries == 1 and (num_heads > 64 or (wide and by_integers)) else 64, power_of_two(num_heads)),
         tokens=64 if few else 128,
         warps=8 if wide else 4,
         stages=3 if queries == 1 and not wide else 2,
+        programs=3 if timed and num_heads <= 64 else 2,
         max_registers=None if timed and not (tree and queries > 1) else 255,
     )
 

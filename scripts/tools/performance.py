@@ -295,14 +295,14 @@ def sparse_layer(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def sparse_engine(stem: str) -> Callable[[str], str]:
+def sparse_engine(*stems: str) -> Callable[[str], str]:
     """Decode tokens a second of the engine with sparse attention and without, by sequences, context and cache."""
 
     def write(document: str) -> str:
-        results = read(stem)["results"]
+        results = [result for stem in stems for result in read(stem)["results"]]
         found = {(r["batch"], r["context"], r["cache"], r["sparse"]): r for r in results}
         rows = []
-        for batch, context, dtype in dict.fromkeys(key[:3] for key in found):
+        for batch, context, dtype in sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: (key[2], key)):
             sparse, dense = (found.get((batch, context, dtype, kind)) for kind in (True, False))
             ratio = f"{sparse['decode_tokens_per_s'] / dense['decode_tokens_per_s']:.2f}x" if sparse and dense else ""
             cells = [
@@ -310,7 +310,8 @@ def sparse_engine(stem: str) -> Callable[[str], str]:
             ]
             rows.append([f"{batch} x {context // 1024}k", DTYPES.get(dtype, dtype), *cells, ratio])
         headings = ["sequences x context", "caches", "sparse, tokens/s", "dense, tokens/s", "sparse / dense"]
-        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -449,7 +450,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
-    "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100"),
+    "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_own_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
     "speculation": speculation("speculation_nvidia_h100"),

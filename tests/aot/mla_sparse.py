@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_sparse.config import SparseKey, sparse_config
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
@@ -68,7 +67,7 @@ class Configuration:
     @property
     def sharers(self) -> int:
         """Programs that share what they gather."""
-        return 1 if self.heads % 128 or self.latent_dim % 256 else 2
+        return 2 if self.quantised and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
 
     @property
     def tile(self) -> Tile:
@@ -80,7 +79,6 @@ class Configuration:
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel."""
-        sizes = sparse_config(SparseKey(self.latent_dim, self.quantised, shared=self.sharers > 1))
         static = SparseStatic(
             latent_dim=self.latent_dim,
             top_k=TOP_K,
@@ -88,9 +86,7 @@ class Configuration:
             sharers=self.sharers,
             splits=1,
             sm_scale=0.1,
-            columns=sizes.columns,
-            pieces=sizes.pieces,
-            registers=(sizes.compute_registers, sizes.registers),
+            quantised=self.quantised,
         )
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
         return shared_memory.block_bytes(SparseScratch.types(static, self.dtype), reduction_bytes=reductions)

@@ -34,9 +34,14 @@ PS = 8
 # An idle row, decode rows, drafts, whole prompts, chunks after a prefix, a sequence without new tokens.
 BASE = IndexCase(kv_lens=(0, 1, PS, PS + 1, 5, 40, 72, 17), q_lens=(0, 1, 1, 3, 5, 12, 7, 0))
 DECODE = replace(BASE, kv_lens=(0, 1, PS - 1, PS, 41, 72), q_lens=(0, 1, 1, 1, 1, 1), padding=0)
+# A tile of Triton's kernel lies in one page, and some programs score keys of two rows.
+LARGE_PAGES = replace(
+    DECODE, kv_lens=(0, 1, 63, 64, 65, 190), page_size=64, pages_per_row=3, padding=1, absent_pages=True
+)
 SCORES = {
     "rows of all kinds": BASE,
     "decode": DECODE,
+    "decode, pages of 64": LARGE_PAGES,
     "absent pages": replace(BASE, absent_pages=True),
     "trees of drafts": replace(BASE, tree=5, absent_pages=True),
     "all padding": replace(BASE, kv_lens=(0,) * 3, q_lens=(0,) * 3),
@@ -51,6 +56,9 @@ CHOICES = {
     "trees of drafts": replace(BASE, exact=True, tree=5),
     "decode rows of trees": replace(DECODE, exact=True, tree=9),
     "decode, absent pages": replace(DECODE, exact=True, absent_pages=True),
+    "decode, pages of 64, 8 bits": replace(
+        LARGE_PAGES, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn", absent_pages=False, tree=5
+    ),
     "bfloat16 over 8 bits": replace(BASE, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
 TOP_K = 11

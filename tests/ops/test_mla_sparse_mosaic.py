@@ -14,7 +14,6 @@ import pytest
 from pallas_attn import mla_sparse
 from pallas_attn.mosaic import basics
 from pallas_attn.ops.mla_sparse import config
-from pallas_attn.ops.mla_sparse.config import SparseConfig
 from tests.contract.backends import MOSAIC
 from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
 from tests.ops import harness
@@ -27,27 +26,23 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
         yield
 
 
-WIDE = SparseConfig(columns=128, pieces=2, registers=88)
-NARROW = SparseConfig(columns=64, pieces=3, registers=72)
-AHEAD = SparseConfig(columns=64, pieces=4, registers=120)
-
 MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16", scattered=True)
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
-    ("case", "splits", "programs", "sizes"),
+    ("case", "splits", "programs"),
     [
-        pytest.param(MANY, 3, 5, WIDE, id="shares of two blocks, by programs that take several"),
-        pytest.param(replace(FP8, latent_dim=384), 2, 64, NARROW, id="shares, 8 bits, halves of 192"),
-        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, WIDE, id="one program, 8 bits"),
-        pytest.param(replace(FP8, latent_dim=128), 1, 2, AHEAD, id="narrow, 8 bits, more pieces than a tile has"),
-        pytest.param(replace(FP8, heads=70), 2, 4, NARROW, id="two blocks, which share on a GPU, 8 bits"),
-        pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, NARROW, id="unequal halves"),
+        pytest.param(MANY, 3, 5, id="shares of two blocks, by programs that take several"),
+        pytest.param(replace(FP8, latent_dim=384), 2, 64, id="shares, 8 bits, halves of 192"),
+        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="one program, 8 bits"),
+        pytest.param(replace(FP8, latent_dim=128), 1, 2, id="narrow, 8 bits"),
+        pytest.param(replace(FP8, heads=70), 2, 4, id="two blocks, which share on a GPU, 8 bits"),
+        pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, id="unequal halves"),
     ],
 )
-def test_shares_and_programs(case: SparseCase, splits: int, programs: int, sizes: SparseConfig) -> None:
-    inputs, variant = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16"), harness.Variant("mosaic", sizes)
+def test_shares_and_programs(case: SparseCase, splits: int, programs: int) -> None:
+    inputs, variant = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16"), harness.Variant("mosaic")
     call = harness.compiled(mla_sparse, variant, sm_scale=SM_SCALE, return_lse=True, out_dtype=None)
     with (
         mock.patch.object(config, "num_splits", return_value=splits),

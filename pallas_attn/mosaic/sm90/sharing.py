@@ -20,8 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import i32
+
+THREADS, WARPS = 128, 4
+"""Of a warpgroup."""
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -33,26 +36,34 @@ class PartBarriers:
     Attributes:
       ref: of `types`.
       shared: whether both programs of a cluster store to each of them.
+      copied: whether parts are there once asynchronous copies of a warpgroup's threads are done.
     """
 
     ref: Any
     shared: bool
+    copied: bool = False
 
     @staticmethod
-    def types(count: int, *, shared: bool) -> Any:
+    def types(count: int, *, shared: bool, copied: bool = False) -> Any:
         """Scratch type of so many barriers."""
-        return plgpu.SMEM((2 * count,), jnp.int32) if shared else plgpu.Barrier(num_barriers=count)
+        own = shared or (copied and not interpreted())
+        return plgpu.SMEM((2 * count,), jnp.int32) if own else plgpu.Barrier(num_barriers=count)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether they are not Pallas's."""
+        return self.shared or (self.copied and not interpreted())
 
     def begin(self) -> None:
         """Make the barriers; all threads of the kernel call it before they part."""
-        if not self.shared:
+        if not self.is_own:
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         def begin(_: Any, ref: ir.Value) -> None:
             first, i64 = mgpu.utils.memref_ptr(ref), ir.IntegerType.get_signless(64)
             one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.BLOCK)
-            arrivals: Any = mgpu.c(1, i32())
+            arrivals: Any = mgpu.c(THREADS + WARPS if self.copied else 1, i32())
             for i in range(ir.MemRefType(ref.type).shape[0] // 2):
                 nvvm.mbarrier_init(mgpu.utils.getelementptr(first, [i], i64), arrivals, predicate=one)
             _assembly(BEGIN)
@@ -78,13 +89,27 @@ class PartBarriers:
 
         arrive(self.at(index))
 
+    def arrive_copies(self, index: Any) -> None:
+        """Tell that the calling warpgroup's threads have started all copies of a part, and stored what goes with it."""
+        if not self.is_own:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.ref.at[index])
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def arrive(_: Any, barrier: ir.Value) -> None:
+            one: Any = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
+            _assembly(ARRIVE_COPIES, "b,r", one, shared_address(barrier))
+
+        arrive(self.at(index))
+
     def wait(self, index: Any, use: Any) -> None:
         """Wait until a part is there.
 
         Args:
           use: how often it was before.
         """
-        if not self.shared:
+        if not self.is_own:
             plgpu.barrier_wait(self.ref.at[index])
             return
 
@@ -96,6 +121,18 @@ class PartBarriers:
             nvvm.mbarrier_try_wait_parity(pointer, parity, ticks)
 
         wait(self.at(index), jnp.asarray(use, jnp.int32))
+
+
+def see_copies() -> None:
+    """Let tensor cores see what asynchronous copies of threads have brought, after a wait for them."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=())
+    def see(_: Any) -> None:
+        _assembly(SEE_COPIES)
+
+    see()
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
@@ -130,6 +167,14 @@ fence.mbarrier_init.release.cluster;
 barrier.cluster.arrive.aligned;
 barrier.cluster.wait.aligned;
 """
+
+ARRIVE_COPIES = """
+cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$1];
+bar.warp.sync 0xffffffff;
+@$0 mbarrier.arrive.release.cta.shared::cta.b64 _, [$1];
+"""
+
+SEE_COPIES = "fence.proxy.async.shared::cta;"
 
 ARRIVE = "@$0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2;"
 

@@ -2,12 +2,12 @@
 
 An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
 take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The
-third one gathers: threads look up slots a pair of tiles ahead, load rows into registers piece by piece before the half
-of the tile that they go to is free, and store them once it is (`mosaic.sm90.gather`). Latents in 8 bits become bfloat16
-on that way, scales multiplied in, once for both products.
+third one gathers: threads look up slots a pair of tiles ahead, and start asynchronous copies of rows to each half of a
+tile once it is free (`mosaic.sm90.gather`). Latents in 8 bits are copied to where bfloat16 numbers shall lie and, while
+the next half is on its way, become these in place, scales multiplied in, once for both products.
 
-Two blocks of heads of a token are a cluster: each of its programs gathers one half of every half of a tile, and the
-rotated keys of one tile of a pair, and stores them to both programs' tiles (`mosaic.sm90.sharing`).
+Over 8 bits two blocks of heads of a token are a cluster: each of its programs copies and converts one half of every
+half of a tile, and stores it to both programs' tiles (`mosaic.sm90.sharing`).
 
 A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
 token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
@@ -15,12 +15,13 @@ that the token has. States of several are merged by a second kernel.
 
 No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
 
-- landed: stored by the gathering warpgroup, of both programs of a cluster, after free. Only the warpgroup that scores
-  a tile waits for it, and for all of it; the other one reads values after ready, which comes after that.
+- landed, rope_landed: copied or stored by the gathering warpgroup, of both programs of a cluster, after free. Only the
+  warpgroup that scores a tile waits for them, and for all of it; the other one reads values after ready, which comes
+  after that.
 - free: of both programs of a cluster. It has one phase more than there are stores: consumers arrive once at the start,
-  and after each use of a half. The gathering warpgroup waits for one phase before it stores a half, and for the last
+  and after each use of a half. The gathering warpgroup waits for one phase before it copies a half, and for the last
   one before it ends. It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before
-  anything of the next pair is waited for.
+  anything of the next pair is waited for, and converts the last one before it waits for the next pair's first.
 - ready, both: as in `mla_decode`'s kernel. The first item's query is copied at once, another one after the first pair
   of its item, for which halves are free once the pairs before are done, whatever becomes of their results.
 - The mask of a tile is stored after free of the half that the warpgroup which scores it frees, and read before that.
@@ -43,10 +44,9 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather
-from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE, Place, Steps, pieces_of_half, stream
+from pallas_attn.mosaic.sm90 import gather, sharing
+from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE
 from pallas_attn.mosaic.sm90.seesaw import (
-    PARTS,
     Q_FREE,
     ROWS,
     TOKENS,
@@ -78,6 +78,9 @@ PAIR_TOKENS = 2 * TOKENS
 EIGHT_ROWS = 8
 """Rows of a block come in groups of so many, as they lie in shared memory."""
 
+COMPUTE_REGISTERS, GATHER_REGISTERS = 216, 72
+"""Registers of a thread that computes, and of one that gathers."""
+
 MERGE_COLUMNS = 64
 """Columns of the latent that one program of the merge takes, at most."""
 
@@ -90,8 +93,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
     heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    sharers = _sharers(blocks, latent_dim)
-    sizes = config.sparse_config(config.SparseKey(latent_dim, call.cache.is_quantised, shared=sharers > 1))
+    sharers = _sharers(blocks, latent_dim) if call.cache.is_quantised else 1
     static = SparseStatic(
         latent_dim=latent_dim,
         top_k=top_k,
@@ -99,9 +101,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         sharers=sharers,
         splits=config.num_splits(num_tokens * blocks // sharers, pairs, basics.multiprocessors() // sharers),
         sm_scale=call.sm_scale,
-        columns=sizes.columns,
-        pieces=sizes.pieces,
-        registers=(sizes.compute_registers, sizes.registers),
+        quantised=call.cache.is_quantised,
     )
     inputs = SparseInputs.of(call, heads)
     if static.splits == 1:
@@ -147,8 +147,7 @@ class SparseStatic:
       sharers: programs of a cluster, which share what they gather: 1 or 2.
       splits: shares of a token's slots.
       sm_scale: multiplies the scores.
-      columns, pieces: of a tile that are gathered at a time, and how often they are on their way at a time.
-      registers: of a thread that computes, and of one that gathers.
+      quantised: whether latents have 8 bits.
     """
 
     latent_dim: int
@@ -157,9 +156,7 @@ class SparseStatic:
     sharers: int
     splits: int
     sm_scale: float
-    columns: int
-    pieces: int
-    registers: tuple[int, int]
+    quantised: bool
     row_bytes: int = tiles.ROW_BYTES
 
     @property
@@ -182,26 +179,12 @@ class SparseStatic:
         return tile
 
     def landed(self, mem: SparseScratch) -> PartBarriers:
-        """Barriers of the parts of tiles."""
-        return PartBarriers(mem.landed, shared=self.sharers > 1)
+        """Barriers of the halves of tiles."""
+        return PartBarriers(mem.landed, shared=self.sharers > 1, copied=not self.quantised)
 
-    def brings_rope(self, tile: int, sharer: int) -> bool:
-        """Whether one of the programs that share them gathers the rotated keys of a tile of a pair."""
-        return self.sharers == 1 or tile == sharer
-
-    def places(self, sharer: int) -> tuple[Place, ...]:
-        """Pieces of a pair of tiles that one of the programs that share them gathers, in the order in which there is
-        room for them.
-
-        The rotated keys come with the half whose last reader also reads the probabilities that lie over them.
-        """
-        found = []
-        for tile, half in HALVES:
-            share = self.widths[half] // self.sharers
-            found += pieces_of_half(tile, half, sharer * share, (sharer + 1) * share, self.columns)
-            if tile != half and self.brings_rope(tile, sharer):
-                found.append(Place(tile, ROPE, 0, TOKENS, is_first=False, is_last=True))
-        return tuple(found)
+    def rope_landed(self, mem: SparseScratch) -> PartBarriers:
+        """Barriers of the rotated keys of tiles."""
+        return PartBarriers(mem.rope_landed, shared=False, copied=True)
 
 
 class SparseInputs(NamedTuple):
@@ -250,7 +233,7 @@ class SparseScratch(NamedTuple):
       stats: [4, ROWS]: the largest scores after either tile of a pair, and the sums of either warpgroup.
       is_none: int32 [2, TOKENS], for each tile which of its tokens are none.
       all_given: int32 [2, 4], for each tile and each warp that gathers whether none of its tokens is.
-      q_landed, landed [2 · PARTS]: a query, a part of a tile, is there.
+      q_landed, landed [2 · 2], rope_landed [2]: a query, half of a tile, its rotated keys, are there.
       free: [2 · 2], half of a tile may be overwritten.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in its rope part.
       both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
@@ -263,6 +246,7 @@ class SparseScratch(NamedTuple):
     all_given: Any
     q_landed: Any
     landed: Any
+    rope_landed: Any
     free: Any
     ready: Any
     both: Any
@@ -283,7 +267,8 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=PartBarriers.types(2 * PARTS, shared=static.sharers > 1),
+            landed=PartBarriers.types(4, shared=static.sharers > 1, copied=not static.quantised),
+            rope_landed=PartBarriers.types(2, shared=False, copied=True),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -330,14 +315,15 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
     """Roles of the three warpgroups."""
     results, mem = kind(*refs[:2]), SparseScratch(*refs[2:])
     static.landed(mem).begin()
+    static.rope_landed(mem).begin()
 
     def compute(half: int) -> None:
-        plgpu.set_max_registers(static.registers[0], action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         SparseConsumer(static, mem, half, x).run(results)
         plgpu.wait_smem_to_gmem(0)
 
     def fetch() -> None:
-        plgpu.set_max_registers(static.registers[1], action="decrease")
+        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
         run = [SparseProducer(static, x, mem, sharer).run for sharer in range(static.sharers)]
         lax.switch(lax.axis_index("cluster"), run) if static.sharers > 1 else run[0]()
 
@@ -427,14 +413,13 @@ class SparseProducer:
         in the first item.
         """
 
-        def store(i: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
-            self.store(item.pair + i, place, piece, rows)
-
-        def then(i: Any) -> None:
+        def step(i: Any, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            later = tuple(self.rows(item, i + 1, tile) for tile in range(2))  # on their way while these are used
+            self.gather_pair(item.pair + i, rows)
             pl.when((i == 0) & (item.pair > 0))(lambda: self.copy_query(item))
+            return later
 
-        steps = Steps(functools.partial(self.rows, item), self.load, store, then)
-        stream(self.static.places(self.sharer), self.static.pieces, item.count, steps)
+        lax.fori_loop(0, item.count, step, tuple(self.rows(item, jnp.int32(0), tile) for tile in range(2)))
 
     def copy_query(self, item: SparseItem) -> None:
         x, mem, static = self.x, self.mem, self.static
@@ -462,39 +447,66 @@ class SparseProducer:
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
-    # Pieces
+    # Halves of tiles
 
-    def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Load a piece of a tile: its numbers and, where they have 8 bits, their scales."""
-        x, threads = self.x, self.threads
-        if place.part == ROPE and x.rope is not None:
-            return (gather.load_rows(threads, x.rope, rows, 0, place.columns),)
-        column = place.column + (0, self.static.widths[0], self.static.latent_dim)[place.part]
-        numbers = gather.load_rows(threads, x.latents, rows, column, place.columns)
-        if x.scale is None:
-            return (numbers,)
-        return numbers, gather.load_values(x.scale, rows, column // LATENT_GROUP)
+    def gather_pair(self, pair: Any, rows: tuple[jax.Array, ...]) -> None:
+        """Gather a pair of tiles, half by half as these fall free."""
+        under_way: Callable[[int], None] | None = None
+        for tile, half in HALVES:
+            convert = self.copy(pair, tile, half, rows[tile])
+            if under_way is not None:
+                under_way(1)
+            under_way = convert
+        if under_way is not None:
+            under_way(0)
 
-    def store(self, pair: Any, place: Place, piece: tuple[jax.Array, ...], rows: jax.Array) -> None:
-        """Store a piece once there is room for it, and tell when its part of the tile is complete."""
-        mem, static, tile, part = self.mem, self.static, place.tile, place.part
-        slot, landed = static.slot(pair, tile), static.landed(mem)
+    def copy(self, pair: Any, tile: int, half: int, rows: jax.Array) -> Callable[[int], None] | None:
+        """Start copies of half of a tile once it is free; with the half whose last reader also reads the probabilities
+        that lie over them, of the rotated keys.
+
+        Returns:
+          A function that converts what was copied, after all but so many halves are there; None if it is in 16 bits.
+        """
+        x, mem, static = self.x, self.mem, self.static
+        slot = static.slot(pair, tile)
         if static.sharers > 1:
             slot += basics.unknown_zero()  # lest addresses of both programs' tiles be kept for the loop
-        if place.is_first:
-            plgpu.barrier_wait(mem.free.at[2 * slot + part])
-            if tile == part:
-                gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        to = mem.k[part].at[slot, :, pl.ds(place.column, place.columns)]
-        numbers, scale = (*piece, None)[:2]
-        other = landed.at(PARTS * slot + part) if static.sharers > 1 else None
-        gather.store_rows(self.threads, numbers, to, scale, other)
-        if place.is_last:
+        plgpu.barrier_wait(mem.free.at[2 * slot + half])
+        if tile == half:
+            gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        convert = None
+        if static.quantised:
+            convert = self.copy_quantised(slot, half, rows)
+        else:
+            gather.copy_rows(self.threads, x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
+            static.landed(mem).arrive_copies(2 * slot + half)
+        if tile != half:
+            rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
+            gather.copy_rows(self.threads, rope, rows, column, mem.k[ROPE].at[slot])
+            static.rope_landed(mem).arrive_copies(slot)
+        return convert
+
+    def copy_quantised(self, slot: Any, half: int, rows: jax.Array) -> Callable[[int], None]:
+        """Start copies of this program's share of half of a tile."""
+        x, mem, static = self.x, self.mem, self.static
+        share = static.widths[half] // static.sharers
+        pieces = []
+        for begin in range(self.sharer * share, (self.sharer + 1) * share, gather.BLOCK):
+            column, to = half * static.widths[0] + begin, mem.k[half].at[slot, :, pl.ds(begin, gather.BLOCK)]
+            pieces.append((column // LATENT_GROUP, gather.copy_raw_rows(x.latents, rows, column, to), to))
+        gather.commit_copies()
+        scales = {group: gather.load_values(x.scale, rows, group) for group, *_ in pieces}
+
+        def convert(others: int) -> None:
+            gather.await_copies(others)
+            landed, index = static.landed(mem), 2 * slot + half
+            other = landed.at(index) if static.sharers > 1 else None
+            for group, values, to in pieces:
+                gather.convert_rows(values, to, scales[group], other)
             plgpu.commit_smem()
-            half_bytes = 0 if part == ROPE else TOKENS * static.widths[part]  # half of its columns, of 16 bits
-            landed.arrive(PARTS * slot + part, half_bytes)
-            if part == 1 - tile and not static.brings_rope(tile, self.sharer):
-                landed.arrive(PARTS * slot + ROPE, 2 * TOKENS * TOKENS)
+            landed.arrive(index, TOKENS * static.widths[half])  # half of its columns, of 16 bits, come from the other
+
+        return convert
 
 
 # --- the two warpgroups that compute
@@ -522,7 +534,13 @@ class SparseConsumer(SeesawTurns[SparseItem]):
         _for_each_item(self.static, self.x, attend)
 
     def await_part(self, pair: Any, slot: Any, part: int) -> None:
-        self.static.landed(self.mem).wait(PARTS * slot + part, pair)
+        static, mem = self.static, self.mem
+        if part == ROPE:
+            static.rope_landed(mem).wait(slot, pair)
+        else:
+            static.landed(mem).wait(2 * slot + part, pair)
+        if part == ROPE or not static.quantised:
+            sharing.see_copies()
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])

@@ -1,123 +1,21 @@
-"""Benchmark of `mla_sparse`: decode rows, or the tokens of a chunk, that attend to chosen latents of a long context,
-others in every call.
-"""
+"""Benchmark of `mla_sparse`: decode rows, or the tokens of a chunk, that attend to chosen latents of a long context."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
-from pallas_attn import CacheSpec, PagedLatent, latent_cache_spec, mla_sparse
+from pallas_attn import PagedLatent, mla_sparse
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, MlaSparseInputs, inputs
 from scripts.bench.harness.case import Bench, by_name
-from scripts.bench.harness.pools import (
-    Pools,
-    at_least,
-    calls_of,
-    chain_of,
-    check_fits,
-    latent_dtype,
-    latent_query_dtype,
-    random_latents,
-    random_values,
-)
+from scripts.bench.harness.pools import chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
-
-
-@dataclasses.dataclass(frozen=True)
-class MlaSparseCase:
-    """A step of `batch` sequences of `context` tokens, each of whose new tokens attends to `top_k` of them.
-
-    Attributes:
-      cache: kind of the cache, "fp8" for latents in 8 bits.
-      new_tokens: of each sequence.
-    """
-
-    batch: int
-    context: int
-    heads: int
-    cache: str = "bf16"
-    top_k: int = 2048
-    latent_dim: int = 512
-    rope_dim: int = 64
-    page_size: int = 64
-    new_tokens: int = 1
-
-    @property
-    def name(self) -> str:
-        width = f"{self.latent_dim}+{self.rope_dim}"
-        new = f" {self.new_tokens} new" if self.new_tokens > 1 else ""
-        return f"{width} h{self.heads} B{self.batch}{new} {self.top_k} of {self.context} p{self.page_size} {self.cache}"
-
-    @property
-    def num_rows(self) -> int:
-        return self.batch * self.new_tokens
-
-    @property
-    def spec(self) -> CacheSpec:
-        """The pool that all calls read from."""
-        pages = self.batch * self.context // self.page_size
-        sizes = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
-        return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the latents that are chosen, each read once."""
-        chosen = self.batch * min(self.context, self.new_tokens * self.top_k)
-        return chosen * self.spec.bytes_per_page // self.page_size
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of both products."""
-        return 2 * self.num_rows * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class MlaSparseInputs:
-    """Arguments of a chain of calls: the cache, and the queries and slots of each call."""
-
-    cache: PagedLatent
-    owns: list[dict[str, Array]]
-
-
-def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
-    """Makes the arguments of a chain.
-
-    Raises:
-      MemoryError: the pool does not fit.
-    """
-    pools.release()
-    check_fits(case.spec.num_bytes)
-    rng, owns = np.random.default_rng(0), []
-    first = case.context * np.arange(case.batch).repeat(case.new_tokens)[:, None]
-    dtype = latent_query_dtype(case.cache)
-    for key in jax.random.split(jax.random.key(1), at_least(calls_of(case.num_bytes))):
-        q = random_values(key, (case.num_rows, case.heads, case.latent_dim + case.rope_dim), dtype)
-        q_latent, q_rope = jnp.split(q, [case.latent_dim], axis=-1)
-        slots = jnp.asarray(first + _choose(rng, case), jnp.int32)
-        owns.append({"q_latent": q_latent, "q_rope": q_rope, "slots": slots})
-    return MlaSparseInputs(random_latents(case.spec), owns)
-
-
-def _choose(rng: np.random.Generator, case: MlaSparseCase) -> np.ndarray:
-    """Draws positions [rows, top_k], in rising order: at random, or for the many rows of chunks, where that takes long,
-    one of each share of the context.
-    """
-    if case.new_tokens == 1:
-        chosen = [rng.choice(case.context, case.top_k, replace=False) for _ in range(case.num_rows)]
-        return np.sort(chosen, axis=1)
-    edges = np.linspace(0, case.context, case.top_k + 1).astype(np.int64)
-    return edges[:-1] + (rng.random((case.num_rows, case.top_k)) * np.diff(edges)).astype(np.int64)
+from scripts.bench.peers import flash_mla
 
 
 def ours(implementation: str, case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
     def call(_: None, cache: PagedLatent, own: dict[str, Any]) -> tuple[None, Any]:
-        return None, mla_sparse(cache=cache, **own, sm_scale=192**-0.5, implementation=implementation)
+        return None, mla_sparse(cache=cache, **own, sm_scale=SM_SCALE, implementation=implementation)
 
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.cache)
 
@@ -134,6 +32,6 @@ BENCH = Bench(
         ],
         "small": [MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")],
     },
-    contenders=by_name(ours),
+    contenders=by_name(ours) | flash_mla.SPARSE_CONTENDERS,
     inputs=inputs,
 )

@@ -6,7 +6,11 @@ import functools
 import importlib
 from typing import Any
 
+import jax
+
+from pallas_attn import to_records
 from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, MlaSparseInputs
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
@@ -46,4 +50,40 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
     return stopwatch.graph(calls, compared=True)
 
 
+def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
+    """Times its sparse kernels for Hopper: that of decode over its records of 8 bits, that of prefill over 16 bits, for
+    which it has no other.
+
+    Neither records of the same latents nor a schedule, which depends on sizes alone, are timed, nor is joining the two
+    parts of queries.
+    """
+    torch = import_torch()
+    flash_mla = importlib.import_module("flash_mla")
+    if (case.latent_dim, case.rope_dim) != WIDTHS or case.page_size != PAGE_SIZE or case.heads % 64:
+        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} and heads by 64 only")
+    if case.cache == "fp8" and case.new_tokens > 1:
+        raise NotImplementedError("its kernel of prefill takes no fp8 cache")
+    calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
+    if case.cache == "fp8":
+        records = as_torch(jax.jit(to_records)(arrays.cache))[:, :, None]
+        schedule = flash_mla.get_mla_metadata()[0]  # filled in by the first call
+    else:
+        latents = as_torch(arrays.cache.pages).flatten(0, 1)[:, None]
+
+    def decode_fp8(q: Any, slots: Any) -> Any:
+        q, slots = q[:, None], slots[:, None]
+        return flash_mla.flash_mla_with_kvcache(
+            q, records, None, None, case.latent_dim, schedule, indices=slots, **options
+        )[0]
+
+    def prefill(q: Any, slots: Any) -> Any:
+        return flash_mla.flash_mla_sparse_fwd(q, latents, slots[:, None], SM_SCALE)[0]
+
+    for own in arrays.owns:
+        q = torch.cat([as_torch(own["q_latent"]), as_torch(own["q_rope"])], -1)
+        calls.append(functools.partial(decode_fp8 if case.cache == "fp8" else prefill, q, as_torch(own["slots"])))
+    return stopwatch.graph(calls, compared=True)
+
+
 CONTENDERS = {"flash-mla": decode}
+SPARSE_CONTENDERS = {"flash-mla": sparse}
