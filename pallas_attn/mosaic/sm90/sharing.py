@@ -11,6 +11,7 @@ The interpreter has no memory of other programs: there each stores everything, a
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import i32
+from pallas_attn.mosaic.tiles import operand_ref
 
 THREADS, WARPS = 128, 4
 """Of a warpgroup."""
@@ -135,6 +137,29 @@ def see_copies() -> None:
     see()
 
 
+def copy_to_other(rows: Ref, barrier: Ref) -> None:
+    """Start copies of rows of a tile to the same place of the other program's, whose barrier counts their bytes.
+
+    Threads that store a row twice wait for the other program's memory; a copy does not. What is copied was committed.
+
+    Args:
+      rows: `tiles.operand` [rows, columns], some columns of a tile.
+      barrier: of `PartBarriers`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(operand_ref(), plgpu.RefType()))
+    def copy(_: Any, rows: ir.Value, barrier: ir.Value) -> None:
+        one: Any = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+        memref_type = ir.MemRefType(rows.type)
+        (row_tile, *_), _ = memref_type.get_strides_and_offset()
+        row_tiles, *of_row_tile = memref_type.shape
+        copies = [COPY.format(offset=2 * row_tile * i, num_bytes=2 * math.prod(of_row_tile)) for i in range(row_tiles)]
+        text = OTHER_PLACES.format(copies="".join(copies))
+        _assembly(text, "b,r,r", one, shared_address(rows), shared_address(barrier))
+
+    copy(rows, barrier)
+
+
 def shared_address(ref: ir.Value) -> ir.Value:
     """Address of a reference to shared memory in this program's window of 32 bits."""
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
@@ -184,6 +209,21 @@ OTHER = """
 mov.u32 own, %cluster_ctarank;
 xor.b32 $0, own, 1;
 }
+"""
+
+OTHER_PLACES = """
+{{
+.reg .b32 other, to, barrier;
+mov.u32 other, %cluster_ctarank;
+xor.b32 other, other, 1;
+mapa.shared::cluster.u32 to, $1, other;
+mapa.shared::cluster.u32 barrier, $2, other;
+{copies}}}
+"""
+
+COPY = """\
+@$0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes \
+[to + {offset}], [$1 + {offset}], {num_bytes}, [barrier];
 """
 
 STORE = """

@@ -53,7 +53,7 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90 import gather, sharing
 from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE, Place, Steps, pieces_of_half, stream
 from pallas_attn.mosaic.sm90.seesaw import (
     PARTS,
@@ -209,6 +209,20 @@ class SeesawStatic(LatentTiles):
         there each converts everything.
         """
         return 1 if basics.interpreted() or any(width % (2 * PIECE) for width in self.widths) else self.cluster
+
+    @property
+    def looks_up_early(self) -> bool:
+        """Whether threads that convert take a pair's pages from where they were looked up, in the pair before; else
+        each looks up its own, for want of registers.
+        """
+        return self.cluster > 1 and self.pages == 1
+
+    @property
+    def copies_shares(self) -> bool:
+        """Whether a program's share of a half is copied to the other one, once it is complete. Where a tile is four
+        pages, registers do not suffice for that, and each piece is stored twice.
+        """
+        return self.sharers > 1 and self.pages < 4
 
     def places(self, tile: int, half: int, sharer: int) -> list[Place]:
         """Pieces of half of a tile that one of the programs that share it converts."""
@@ -558,14 +572,21 @@ class SeesawConverter(SeesawProducer):
                 self.make_room(split, i, place, slot, oldest_query)
             self.store(slot, place, piece)
 
+        def rows(i: Any, tile: int) -> jax.Array:
+            found = self.rows(split, i, tile)
+            if tile == 1 and static.looks_up_early:  # of the pair before all threads have stored the last half
+                self.look_up_pages(split, i + 1)
+            return found
+
         def then(i: Any) -> None:
-            self.look_up_pages(split, i + 1)
+            if not static.looks_up_early:
+                self.look_up_pages(split, i + 1)
             pl.when((i == 0) & (split.pair > 0))(lambda: self.copy_query(split))
 
         self.look_up_pages(split, jnp.int32(0))
         pl.when(split.pair == 0)(lambda: self.copy_query(split))
         places = [static.places(tile, half, self.sharer) for tile, half in HALVES]
-        steps = Steps(functools.partial(self.rows, split), self.load, store, then)
+        steps = Steps(rows, self.load, store, then)
         stream(tuple(itertools.chain(*places)), self.pieces, split.num_pairs(static), steps)
 
     def make_room(self, split: LatentSplit, i: Any, place: Place, slot: Any, oldest_query: Any) -> None:
@@ -582,12 +603,16 @@ class SeesawConverter(SeesawProducer):
         """Rows of the pool that the tokens of a tile of the split's i-th pair are, in the order of `gather.tile_row`;
         -1 for none.
         """
-        x, page_size = self.x, self.static.page_size
-        token = (2 * lax.optimization_barrier(i) + tile) * TOKENS + gather.tile_row(gather.EIGHT_BIT_THREADS)
-        entry = split.start + lax.shift_right_logical(token, page_size.bit_length() - 1)
+        x, static, token = self.x, self.static, gather.tile_row(gather.EIGHT_BIT_THREADS)
+        if static.looks_up_early:
+            page, (_, tile_of_page) = self.page_ids(split, i, tile)[0], static.first_page(2 * i + tile)
+            row = token + (page * static.page_size + tile_of_page * TOKENS)
+            return jnp.where(jnp.zeros_like(token) + page >= 0, row, -1)
+        token += (2 * lax.optimization_barrier(i) + tile) * TOKENS
+        entry = split.start + lax.shift_right_logical(token, static.page_size.bit_length() - 1)
         width = x.block_tables.shape[1]
         page = RowLayout(1, 1).take(x.block_tables, split.row * width + jnp.minimum(entry, width - 1))
-        row = page * page_size + (token & page_size - 1)
+        row = page * static.page_size + (token & static.page_size - 1)
         return jnp.where((entry < split.stop) & basics.in_pool(page, self.num_pages), row, -1)
 
     def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -597,15 +622,21 @@ class SeesawConverter(SeesawProducer):
         return numbers, gather.load_values(self.x.scale, rows, column // LATENT_GROUP)
 
     def store(self, slot: Any, place: Place, piece: tuple[jax.Array, jax.Array]) -> None:
-        """Store a piece to the tile of each program that shares it, and tell when this program's share is complete."""
+        """Store a piece to its tile, and once this program's share of a half is complete, tell, and start its copy to
+        the other program.
+        """
         static, part, barriers = self.static, 2 * slot + place.part, self.static.converted(self.mem)
-        to = self.mem.k[place.part].at[slot, :, pl.ds(place.column, place.columns)]
+        tile, width = self.mem.k[place.part], static.widths[place.part]
         numbers, scale = piece
-        other = barriers.at(part) if static.sharers > 1 else None
-        gather.store_rows(gather.EIGHT_BIT_THREADS, numbers, to, scale, other)
+        to = tile.at[slot, :, pl.ds(place.column, place.columns)]
+        stored_twice = static.sharers > 1 and not static.copies_shares
+        gather.store_rows(gather.EIGHT_BIT_THREADS, numbers, to, scale, barriers.at(part) if stored_twice else None)
         if place.is_last:
             plgpu.commit_smem()
-            barriers.arrive(part, TOKENS * static.widths[place.part])  # half of its columns, of 16 bits
+            if static.copies_shares:
+                share = width // static.sharers
+                sharing.copy_to_other(tile.at[slot, :, pl.ds(self.sharer * share, share)], barriers.at(part))
+            barriers.arrive(part, TOKENS * width)  # half of its columns, of 16 bits
 
 
 # --- the two warpgroups that compute

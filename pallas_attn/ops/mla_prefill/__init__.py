@@ -277,11 +277,10 @@ def _most_absorbed(
         takes.append(dispatch.choose("mla_decode", implementation, is_kernel))
 
     rows, heads_of_row = block_tables.shape[0], heads * max(1, FILLED_ROWS // heads)
-    q_latent, q_rope = (
-        jax.ShapeDtypeStruct((rows, 1, heads_of_row, width), q_nope.dtype) for width in (latent_dim, q_rope.shape[2])
-    )
+    dtype, lens = q_nope.dtype, jax.ShapeDtypeStruct((rows,), jnp.int32)
+    queries = [jax.ShapeDtypeStruct((rows, 1, heads_of_row, width), dtype) for width in (latent_dim, q_rope.shape[2])]
     with contextlib.suppress(NotImplementedError, ExceptionGroup):
-        jax.eval_shape(look, q_latent, q_rope, cache, block_tables, jax.ShapeDtypeStruct((rows,), jnp.int32))
+        jax.eval_shape(look, *queries, cache, block_tables, lens)
     if not any(takes):
         return 0
     key = {"heads": heads, "latent_dim": latent_dim, "expanded": expanded, "quantised": cache.is_quantised}
