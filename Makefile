@@ -29,7 +29,7 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help environment demo test test-slow test-aot test-gpu test-latest tile-budget lint format docs bench first-run dist clean python
+.PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest tile-budget lint format docs bench first-run dist clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -51,6 +51,10 @@ test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for
 test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, the contract suites and goldens on compiled kernels (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
+
+test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs, over NCCL (after make demo CUDA=13)
+	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(BIN)/python -m pytest -n 8 --maxschedchunk=1 -m "" -k test_goldens tests/models/test_mesh.py tests/models/test_mesh_speculation.py
 
 test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that pyproject.toml admits
 	$(call create,.venv-latest,--without-pip)

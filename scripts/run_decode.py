@@ -255,7 +255,7 @@ def _engine(
       UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
       ProcessError: another process has failed, or makes another engine.
     """
-    with as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+    with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None, processes=processes)
     if options.prefix_cache is not None and os.path.lexists(options.prefix_cache):
         _find_prefixes(engine, options.prefix_cache)

@@ -398,10 +398,8 @@ class Engine:
         caches, request = self._intact_prefix_caches(), self._find(request_id).request
         # Without a token after them, the tokens would be looked up but for the last.
         found = [cache.lookup([*request.token_ids, 0], request.salt) for cache in caches]
-        most = max(range(len(found)), key=lambda rank: found[rank][0].shape[1])  # on the rank that ran it
-        return self._export(
-            [[(request.token_ids, request.salt, found[most])] if i == most else [] for i in range(len(found))]
-        )
+        rank = max(range(len(found)), key=lambda rank: found[rank][0].shape[1])  # the one that ran it, or as good
+        return self._export({rank: [(request.token_ids, request.salt, found[rank])]})
 
     def watch_written(
         self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
@@ -468,8 +466,10 @@ class Engine:
           NotImplementedError: the engine runs as several processes.
         """
         return self._export(
-            [(tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences()]
-            for cache in self._intact_prefix_caches()
+            {
+                rank: [(tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences()]
+                for rank, cache in enumerate(self._intact_prefix_caches())
+            }
         )
 
     def import_pages(self, pages: CachedPages) -> int:
@@ -584,18 +584,15 @@ class Engine:
         groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 
-    def _export(self, found_by_ranks: Iterable[Iterable[tuple[Sequence[int], str, Prefix]]]) -> CachedPages:
-        """Copies pages that were found on each data rank for tokens under a salt."""
-        page_size, of_ranks = self.config.page_size, []
-        for rank, found in enumerate(found_by_ranks):
+    def _export(self, found_on_ranks: Mapping[int, Iterable[tuple[Sequence[int], str, Prefix]]]) -> CachedPages:
+        """Copies pages that were found on data ranks for tokens under a salt."""
+        page_size, parts = self.config.page_size, []
+        for rank, found in found_on_ranks.items():
             taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
             sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
-            if sequences or not rank:
-                contents = (
-                    self._runner.read_rows(group, rows, rank) for group, rows in zip(self._groups, held, strict=True)
-                )
-                of_ranks.append((sequences, tuple(contents)))
-        return CachedPages(self.cache_format, *joined(of_ranks))
+            rows = zip(self._groups, held, strict=True)
+            parts.append((sequences, [self._runner.read_rows(group, of_group, rank) for group, of_group in rows]))
+        return CachedPages(self.cache_format, *joined(parts))
 
     def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix, rank: int) -> None:
         """Writes pages of a sequence to the rows that they were given on a rank, where they were given any."""

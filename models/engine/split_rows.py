@@ -27,9 +27,6 @@ from models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
 from models.engine.cached_pages import ROWS_AT_ONCE, gather_rows, in_parts, padded, paged, scatter_rows, with_paged
 from pallas_attn import parallel
 
-type Rows = Mapping[str, np.ndarray]
-"""Contents of rows, [n, ...] by layer and array."""
-
 
 class SplitRows:
     """Reads and writes rows of a model's caches on a mesh whose devices this process reaches."""
@@ -75,7 +72,7 @@ class SplitRows:
         layers: Sequence[int],
         head_wise: bool,
         rows: Int32[np.ndarray, "n"],
-        contents: Rows,
+        contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
         """Writes rows of a data rank in place, as `cached_pages.write_rows`."""
@@ -93,8 +90,8 @@ class SplitRows:
     def _over_devices(
         self, function: Callable[..., Any], arrays: Mapping[str, jax.Array], head_wise: bool
     ) -> Callable[..., Any]:
-        """What every device does with its rows. Results of `gather_rows`, and contents for `scatter_rows`, are those of
-        all devices, one after the other."""
+        """Makes a function of what every device does with its rows. Results of `gather_rows`, and contents for
+        `scatter_rows`, are those of all devices, one after the other."""
         key = function, tuple(arrays), head_wise
         if key not in self._functions:
             specs = specs_of(arrays)

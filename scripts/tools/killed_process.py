@@ -48,8 +48,8 @@ sys.exit(main(sys.argv[3:]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How the process that was left ended.
+class Survivor:
+    """End of the process that was not killed.
 
     Attributes:
       status: its exit status.
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def watch(left: subprocess.Popen[str], died: Path, limit_s: float) -> Ended:
+def watch(left: subprocess.Popen[str], died: Path, limit_s: float) -> Survivor:
     """Waits until the process that is left ends.
 
     Raises:
@@ -125,10 +125,10 @@ def watch(left: subprocess.Popen[str], died: Path, limit_s: float) -> Ended:
     lines = said.strip().splitlines() or [""]
     if not died.exists():
         raise Failure(f"it ended with status {left.returncode} before the other was killed: {lines[-1]}")
-    return Ended(left.returncode, ended_s - float(died.read_text()), lines[-1])
+    return Survivor(left.returncode, ended_s - float(died.read_text()), lines[-1])
 
 
-def report(options: argparse.Namespace, ended: Ended) -> dict[str, Any]:
+def report(options: argparse.Namespace, ended: Survivor) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("model", "dtype", "mesh", "step", "kill", "timeout")}
     return description() | {"workload": given, "result": dataclasses.asdict(ended)}
 

@@ -68,7 +68,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_are_those_of_one_device(kind: str, devices: Sizes):
-    """Of all prefixes, in the same form, up to rounding; and what they are made for is the same."""
+    """Contents of all prefixes have the same form, and are equal up to rounding; what they are made for is the same."""
     (one, _), (split, _) = computed(kind), computed(kind, devices)
     wanted, got = one.export_prefix_cache(), passed_on(split.export_prefix_cache())
     assert got.made_for == wanted.made_for
@@ -105,7 +105,7 @@ def test_pages_go_to_a_mesh_and_come_back(kind: str, devices: Sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, "data=2", "context=2"])
 def test_pages_of_a_request(devices: Sizes):
-    """Those of one request leave from the rank that ran it, and another engine computes the rest alone."""
+    """Pages of one request leave from the rank that ran it, and another engine computes the rest alone."""
     first, second = make("latents", devices), make("latents", None)
     _, tokens = computed("latents")
     ids = [first.add_request(PROMPTS[i], SamplingParams(max_tokens=1)) for i in (1, 4)]

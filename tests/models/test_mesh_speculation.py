@@ -113,7 +113,7 @@ def test_a_draft_model_is_split_as_the_model_is(devices: Sizes):
     [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "data=2,expert=4", "context=2,tensor=2"))],
 )
 def test_a_prediction_module_drafts_what_it_does_on_one_device(devices: Sizes):
-    """As many drafts are accepted as on one device, so the module computes the same there."""
+    """The module computes the same there: as many drafts are accepted."""
     counts = []
     for on in (None, devices):
         target = model(PREDICTING, on)
