@@ -436,8 +436,8 @@ def test_the_reference_of_tpu_inference(name: str, heads: int) -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_the_reference_of_tpu_inference_in_8_bits(heads: int, dtype: str) -> None:
-    """It gets the same numbers in 32 bits, since it rounds weights and outputs to what they multiply. Rotated
-    keys are padded to 128 columns in its cache: with queries padded likewise, ours takes it as it lies.
+    """Their reference gets the same numbers in 32 bits, since it rounds weights and outputs to what they multiply.
+    Rotated keys are padded to 128 columns in its cache: with queries padded likewise, ours takes it as it lies.
     """
     theirs = tpu_inference.module("tpu_inference/kernels/mla/v1/kernel")
     _, step, scales = _coarse(heads, dtype)
