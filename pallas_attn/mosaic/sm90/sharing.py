@@ -24,7 +24,7 @@ from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import i32
 
 THREADS, WARPS = 128, 4
-"""Of a warpgroup."""
+"""Threads and warps of a warpgroup."""
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
