@@ -26,6 +26,7 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
     "mosaic": "pallas_attn",
+    "triton": "pallas_attn, Triton",
     "flashinfer": "FlashInfer",
     "flashinfer-fa2": "FlashInfer FA2",
     "flashinfer-fa3": "FlashInfer",
@@ -45,6 +46,9 @@ NAMES = {
 
 BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-3 0251105a"}
 """Contenders built from source, whose versions no package manager reports."""
+
+BUILDS_OF = {"mla_sparse": BUILDS | {"flash-mla": "FlashMLA of vLLM 0.26.0"}}
+"""Other builds of them, by operation."""
 
 DTYPES = {"float8_e4m3fn": "fp8"}
 """Dtypes of caches as readers name them, where that is another name."""
@@ -96,7 +100,8 @@ def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     for package, (name, runs) in PACKAGES.items():
         if package in report["versions"] and any(re.match(runs, contender) for contender in contenders):
             versions.append(f"{name} {report['versions'][package]}")
-    parts = [report["device"], *versions, *(BUILDS[name] for name in contenders if name in BUILDS)]
+    builds = BUILDS_OF.get(report.get("operation", ""), BUILDS)
+    parts = [report["device"], *versions, *(builds[name] for name in contenders if name in builds)]
     if rates:
         parts.append(f"copies {rates['copy'] / 1e12:.2f} TB/s, product {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
     file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
@@ -272,7 +277,7 @@ def head_windows(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def sparse_layer(*stems: str) -> Callable[[str], str]:
+def sparse_layer(*sources: Cases) -> Callable[[str], str]:
     """Microseconds of a layer's sparse and dense attention, and their ratio, by cache."""
 
     def write(document: str) -> str:
@@ -282,14 +287,14 @@ def sparse_layer(*stems: str) -> Callable[[str], str]:
                 case["arguments"]["cache"],
                 *(microseconds(case["results"][name]["median_us"]) for name in ("sparse", "dense")),
                 f"{case['results']['sparse']['median_us'] / case['results']['dense']['median_us']:.2f}",
-                f"`{read(stem)['commit'][:7]}`",
+                f"`{read(source.stem)['commit'][:7]}`",
             ]
-            for stem in stems
-            for case in Cases(stem)
+            for source in sources
+            for case in source
             if measured(case, "sparse") and measured(case, "dense")
         ]
         headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense", "commit"]
-        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
+        notes = [provenance(source.stem, ["mosaic"], document) for source in sources]
         return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
 
     return write
@@ -457,7 +462,12 @@ TABLES: dict[str, Callable[[str], str]] = {
     "hand-over": hand_over("hand_over_two_cards_nvidia_h100"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
-    "sparse-layer": sparse_layer("sparse_layer_mosaic_nvidia_h100", "sparse_layer_nvidia_h100"),
+    "mla_sparse": operation(
+        Cases("mla_sparse_copied_16_bits_nvidia_h100"),
+        Cases("mla_sparse_copied_8_bits_nvidia_h100"),
+        Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
+    ),
+    "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_nvidia_h100", " 4096 ")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(

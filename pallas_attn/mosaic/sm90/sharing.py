@@ -26,7 +26,7 @@ from pallas_attn.mosaic.dequantise import i32
 from pallas_attn.mosaic.tiles import operand_ref
 
 THREADS, WARPS = 128, 4
-"""Of a warpgroup."""
+"""Threads and warps of a warpgroup."""
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 

@@ -1,4 +1,4 @@
-"""How many programs share a token's slots in `mla_sparse`."""
+"""Number of programs that share a token's slots in `mla_sparse`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from scripts.bench.harness.pools import (
 )
 
 SM_SCALE = 192**-0.5
-"""What multiplies scores."""
+"""Factor of scores before the softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
