@@ -57,6 +57,7 @@ def ragged(
     *,
     dtype: Any = jnp.bfloat16,
     tokens: int = TOKENS,
+    keys: int = KEYS,
     sizes: FlashConfig | None = None,
     splits: int = 0,
     sinks: bool = False,
@@ -69,8 +70,8 @@ def ragged(
     """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),
-        "k": shape(KEYS, kv_heads, key_dim, dtype=dtype),
-        "v": shape(KEYS, kv_heads, value_dim, dtype=dtype),
+        "k": shape(keys, kv_heads, key_dim, dtype=dtype),
+        "v": shape(keys, kv_heads, value_dim, dtype=dtype),
         "cu_q_lens": ints(SEQUENCES + 1),
         "cu_kv_lens": ints(SEQUENCES + 1),
     }
@@ -212,6 +213,8 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-128-128": ragged(128, 128),
     "ragged-64-64": ragged(64, 64, 14, 1),
     "ragged-256-256": ragged(256, 256, 8, 4),
+    "ragged-192-128-odd": ragged(192, 128, 16, 16, tokens=TOKENS - 3, keys=KEYS - 5),
+    "ragged-256-256-odd-all-options": ragged(256, 256, tokens=TOKENS - 3, keys=KEYS - 5, **RAGGED_OPTIONS),
     "ragged-f16-full-f32-out": ragged(
         192, 128, 16, 16, dtype=jnp.float16, causal=False, out_dtype=jnp.float32, tokens=70_000
     ),
@@ -221,7 +224,9 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-export": exported(ragged(128, 128)),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
     **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
-    **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 7, 16)},
+    **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 5, 7, 16)},
+    "paged-prefill-odd": paged(tokens=TOKENS - 3, group=1),
+    "paged-prefill-p64-all-features": paged(128, 64, **ALL_FEATURES),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
@@ -253,6 +258,10 @@ PREFILL_MORE: dict[str, DeferredCase] = {
         f"paged-prefill-{cache}-d{head_dim}-all-features": paged(head_dim, 64, cache=CACHES[cache], **ALL_FEATURES)
         for cache in CACHES
         for head_dim in (64, 128, 256)
+    },
+    **{
+        f"paged-prefill-{cache}-d128-p16-all-features": paged(128, 16, cache=CACHES[cache], **ALL_FEATURES)
+        for cache in CACHES
     },
     **{
         f"paged-prefill-{cache}-d{head_dim}-few-all-features": paged(

@@ -235,7 +235,15 @@ def test_heads_that_run_together_fit_the_cache() -> None:
 
 @pytest.mark.parametrize(
     ("group", "queries", "packing"),
-    [(1, 10, (1, 1)), (4, 10, (4, 4)), (4, 10_000, (4, 4)), (16, 10, (8, 8)), (7, 100, (7, 8)), (7, 2000, (1, 1))],
+    [
+        (1, 10, (1, 128)),
+        (4, 10, (4, 32)),
+        (4, 10_000, (4, 32)),
+        (5, 200, (5, 24)),
+        (7, 100, (7, 16)),
+        (7, 2000, (1, 128)),
+        (16, 10, (8, 16)),
+    ],
     ids=str,
 )
 def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:

@@ -79,18 +79,14 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "packing"),
-    [
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, (1, 1)), (2, (2, 2)))),
-        *((7, (7, 8)), (10, (5, 8))),
-    ],
-    ids=str,
+    ("group", "heads"),
+    [*(pytest.param(2, heads, marks=pytest.mark.slow) for heads in (1, 2)), (7, 7), (10, 5)],
 )
-def test_heads_that_share_a_block(group: int, packing: tuple[int, int]) -> None:
-    """One head, one for each consumer, seven of eight places, and half of a group."""
+def test_heads_that_share_a_block(group: int, heads: int) -> None:
+    """One head, two, seven with 16 queries each, and half of a group with 24."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
-    with mock.patch.object(config, "packing", return_value=config.HeadPacking(*packing)):
-        check(replace(case, sinks="mixed", tokens=17), TWO_CONSUMERS)
+    with mock.patch.object(config, "packing", return_value=config.HeadPacking.of(heads, 128)):
+        check(replace(case, sinks="mixed", q_lens=(3, 30), tokens=37), TWO_CONSUMERS)
 
 
 CUT = Variant("mosaic", FlashConfig(tile_keys=64, stages=4, consumers=1))

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.flash.config import ALIGNMENT
+from pallas_attn.mosaic.bulk_copies import arrivals
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState, merge_splits
 from pallas_attn.mosaic.row_layout import RowLayout
@@ -59,12 +59,12 @@ class FlashStatic:
     Attributes:
       tile_keys: keys of a tile.
       stages: tiles of keys, and as many of values, in shared memory.
-      copies: number of copies that bring a tile of keys, or one of values.
+      copies: number of copies that bring a tile of keys, or one of values, started together.
       score_scale: multiplies q kᵀ.
       tile_rows: query rows of a consumer, M of a product.
       rows: layout of a consumer's rows in registers.
       query_terms: 16-bit numbers whose sum a query is.
-      query_copies: number of copies that bring a term of a consumer's queries.
+      query_copies: number of copies that bring a term of a consumer's queries, started together.
       dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
     """
 
@@ -120,7 +120,7 @@ class Rings(NamedTuple):
           orders_tensor_core: of barriers that no copy arrives at.
         """
         stages, keys, queries = static.stages, static.tile_keys, static.consumers * static.query_terms
-        copies = 1 if static.dequantizes else static.copies
+        copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         landed = signal if static.dequantizes else plgpu.Barrier
         free = signal(num_barriers=stages, num_arrivals=readers)
@@ -128,7 +128,7 @@ class Rings(NamedTuple):
             q=tiles.operand((queries, static.tile_rows, static.key_dim), dtype),
             k=tiles.operand((stages, keys, static.key_dim), dtype),
             v=tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_arrivals=queries * static.query_copies),
+            q_landed=plgpu.Barrier(num_arrivals=queries * arrivals(static.query_copies)),
             q_free=signal(num_arrivals=readers),
             k_landed=landed(num_barriers=stages, num_arrivals=copies),
             k_free=free,
@@ -353,12 +353,6 @@ def wait_if(condition: Any, barrier: Ref) -> None:
     pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
-def pad_rows(x: Float[Array, "n H D"], least: int) -> Float[Array, "m H D"]:
-    """x with rows appended: a multiple of 8, and at least as many as one copy brings."""
-    more = max(-(-x.shape[0] // ALIGNMENT) * ALIGNMENT, least) - x.shape[0]
-    return jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x
-
-
 # --- the producer
 
 
@@ -392,7 +386,7 @@ class Producer:
             for first in range(0, self.static.tile_keys, 64):
                 clear_rows(rings.v.at[slot, pl.ds(first, 64)], live_mask(tiles.row_iota(64, BY_64) + first), BY_64)
             plgpu.commit_smem()
-            for _ in range(self.static.copies):
+            for _ in range(arrivals(self.static.copies)):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:

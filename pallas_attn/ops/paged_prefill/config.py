@@ -58,11 +58,11 @@ def mosaic_config(key: PagedPrefillKey) -> FlashConfig:
 
 
 def _heuristic(key: PagedPrefillKey) -> FlashConfig:
-    """The largest tile whose scores, probabilities and output fit the registers of two consumers, and whose pages fit
-    those of the producer. One consumer for the widest heads of 8-bit caches, where staging buffers leave too little
-    shared memory for two, or a soft cap too few registers.
+    """The largest tile whose scores, probabilities and output fit the registers of two consumers. One consumer for the
+    widest heads of 8-bit caches, where staging buffers leave too little shared memory for two, or a soft cap too few
+    registers.
     """
-    tile_keys = 128 if key.head_dim <= 128 and key.page_size > 16 else 64
+    tile_keys = 128 if key.head_dim <= 128 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     demanding = key.cache_bytes == 1 and (key.token_scales or key.terms > 1 or key.capped)
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 and demanding else 2)
@@ -97,14 +97,19 @@ class HeadPacking(NamedTuple):
 
     Attributes:
       heads: number of heads in a block.
-      slots: slots for them in the block, a power of two; those left over repeat the last head.
+      queries: queries of each that a block has, a multiple of 8.
     """
 
     heads: int
-    slots: int
+    queries: int
+
+    @staticmethod
+    def of(heads: int, block_rows: int) -> HeadPacking:
+        """Take as many queries of so many heads as a block has room for."""
+        return HeadPacking(heads, block_rows // ALIGNMENT // heads * ALIGNMENT)
 
 
-def packing(group: int, queries: int, block_rows: int, most_slots: int) -> HeadPacking:
+def packing(group: int, queries: int, block_rows: int, most_heads: int) -> HeadPacking:
     """The packing with the fewest rows of blocks; among equals that with the most heads. The more heads share a block,
     the fewer queries of each it has, and the less of a sequence's last block is empty.
 
@@ -112,16 +117,15 @@ def packing(group: int, queries: int, block_rows: int, most_slots: int) -> HeadP
       group: query heads of a KV head.
       queries: queries of a sequence, on average.
       block_rows: rows of a block.
-      most_slots: slots at most: so many that the smallest block has at least as many queries of each head as copies
-        begin at multiples of.
+      most_heads: heads of a block at most, for each of which it has room for 8 queries.
     """
 
     def rows(packing: HeadPacking) -> float:
-        """Rows that a head is expected to take: its queries begin anywhere, so some rows before them and some after, in
+        """Estimate rows that a head takes: its queries begin anywhere, so some rows before them and some after, in
         the last block, are empty.
         """
-        empty = (ALIGNMENT - 1) / 2 + block_rows // packing.slots - 1
-        return packing.slots / packing.heads * (queries + empty)
+        empty = (ALIGNMENT - 1) / 2 + packing.queries - 1
+        return block_rows / packing.heads / packing.queries * (queries + empty)
 
-    divisors = [heads for heads in range(min(group, most_slots), 0, -1) if group % heads == 0]
-    return min((HeadPacking(heads, 1 << (heads - 1).bit_length()) for heads in divisors), key=rows)
+    divisors = [heads for heads in range(min(group, most_heads), 0, -1) if group % heads == 0]
+    return min((HeadPacking.of(heads, block_rows) for heads in divisors), key=rows)

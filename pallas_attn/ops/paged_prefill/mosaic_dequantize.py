@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics, dequantise, tiles
+from pallas_attn.mosaic.bulk_copies import arrivals
 from pallas_attn.mosaic.flash.pipeline import FlashStatic, Rings, ScoreTransform, wait_if
 from pallas_attn.mosaic.flash.schedule import ring_slot
 from pallas_attn.mosaic.tiles import BY_64, over_columns
@@ -66,7 +67,7 @@ class StagedQuant(NamedTuple):
         rows, columns = static.tile_keys // tokens_per_smem_row, static.key_dim * tokens_per_smem_row
         tile = tiles.operand((rows, columns), dtype)
         scales = plgpu.SMEM((slots, 3, static.tile_keys), jnp.float32) if slots else None
-        landed = plgpu.Barrier(num_barriers=2, num_arrivals=static.copies)
+        landed = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
         return StagedQuant(tile, tile, landed, scales)
 
 

@@ -1,13 +1,13 @@
 """`paged_prefill`: a front end of the prefill kernel (`flash.pipeline`) for keys and values in pages.
 
-A block holds neighbouring queries of a head, then the same queries of other heads of its group, each head's brought by
-copies of its own: so blocks are nearly full where queries are few, and keys are read once for all heads in a block. A
-tile of keys is a range of positions: several pages, or part of one. Tiles with a visible key are walked like the pages
-of decode, those of sink tokens first. Pages that no row of a block sees, or that are absent, are not copied: their
-tokens are masked and their values zeroed. With each tile the producer publishes where it begins, which of its pages are
-present, and whether all rows see all of it, which saves the consumers registers. Consumers that wait for products, and
-not for keys, have a barrier that tells them (`tile_meta_landed`). Where the cache has 8 bits, tiles go to the rings by
-way of `mosaic_dequantize`.
+A block holds neighbouring queries of a few heads of a group, 8 queries of one head, then the same 8 of the next, each
+brought by a copy of its own: so blocks are nearly full where queries are few, and keys are read once for all heads in a
+block. A tile of keys is a range of positions: several pages, or part of one. Tiles with a visible key are walked like
+the pages of decode, those of sink tokens first. Pages that no row of a block sees, or that are absent, are not copied:
+their tokens are masked and their values zeroed. With each tile the producer publishes where it begins, which of its
+pages are present, and whether all rows see all of it, which saves the consumers registers. Consumers that wait for
+products, and not for keys, have a barrier that tells them (`tile_meta_landed`). Where the cache has 8 bits, tiles go to
+the rings by way of `mosaic_dequantize`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,15 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, dequantise, refusals, tiles
 from pallas_attn.mosaic.basics import Ref
+from pallas_attn.mosaic.bulk_copies import (
+    LANES,
+    copy_pages,
+    copy_row_groups,
+    copy_rows,
+    lane_iota,
+    present_pages,
+    zero_rows_past_end,
+)
 from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
 from pallas_attn.mosaic.flash.pipeline import (
     TOKENS,
@@ -38,19 +46,17 @@ from pallas_attn.mosaic.flash.pipeline import (
     Rings,
     RowOptions,
     ScoreTransform,
-    pad_rows,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
     FlashWorkTile,
     QueryBlock,
     SequenceLengths,
-    align_down,
     list_blocks,
     ring_slot,
 )
 from pallas_attn.mosaic.flash.split import KvSplits, RowState
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.tiles import BY_64
 from pallas_attn.ops.paged_prefill import config
@@ -67,7 +73,7 @@ class PrefillInputs(NamedTuple):
     """Operands of the kernel: arrays, or in the kernel references to them.
 
     Attributes:
-      q: terms of the queries, whose sum they are: [T, Hq, D] each, T padded to a multiple of 8 and what a copy brings.
+      q: terms of the queries, whose sum they are: [T, Hq, D] each, of `zero_rows_past_end`.
       k, v: [N·Hkv, ps, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
       k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
       blocks, counts: of the `WorkList`.
@@ -123,7 +129,7 @@ def attend(
     work = list_blocks(blocking, lengths, splits)
     pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
     inputs = PrefillInputs(
-        q=tuple(pad_rows(term[0], front.block_queries) for term in terms),
+        q=tuple(zero_rows_past_end(term[0], tile_rows) for term in terms),
         k=kv.k.reshape(-1, *pool_rows),
         v=kv.values[0].reshape(-1, *pool_rows),
         k_scale=None if front.scales == "channel" else _flat(kv.k_scale),
@@ -178,7 +184,6 @@ class PagedFrontEnd:
       num_tokens: T.
       block_queries: queries of a block, for each of its heads.
       block_heads: heads of a group that share a block.
-      head_stride: consumers with the same heads are so many apart; those between have the same queries of other heads.
       group: query heads of a KV head.
       causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
       window: window of all heads, if there is no `HeadWindow`.
@@ -190,7 +195,6 @@ class PagedFrontEnd:
     num_tokens: int
     block_queries: int
     block_heads: int
-    head_stride: int
     group: int
     num_kv_heads: int
     page_size: int
@@ -239,15 +243,14 @@ class PagedFrontEnd:
             rows=rows,
             soft_cap=call.soft_cap,
             query_terms=terms,
-            query_copies=packing.slots // math.gcd(packing.slots, settings.consumers),
+            query_copies=1 if packing.heads == 1 else tile_rows // ALIGNMENT,
             dequantizes=scales is not None,
         )
         return PagedFrontEnd(
             static,
             num_tokens=call.num_tokens,
-            block_queries=static.block_rows // packing.slots,
+            block_queries=packing.queries,
             block_heads=packing.heads,
-            head_stride=packing.slots // static.query_copies,
             group=call.group,
             num_kv_heads=call.num_kv_heads,
             page_size=page_size,
@@ -354,37 +357,27 @@ class PagedTile(NamedTuple):
         """Position and pages that are published of tile number `kv_tile` of the rings."""
         return self.scratch.tile_meta.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])]
 
-    # Rows of the block: queries of one head after another
+    # Rows of the block: 8 queries of one head after another, then the next 8 queries
 
     @property
     def first_head(self) -> Any:
         """The first of the heads that share the block."""
         return self.work.head * self.front.block_heads
 
-    @property
-    def consumer_queries(self) -> int:
-        """Queries of a head that a consumer has."""
-        return self.static.tile_rows // self.static.query_copies
-
     def filled(self, value: Any) -> jax.Array:
         """[tile_rows]: one value for each row of a consumer."""
         return self.static.rows.filled(value, self.static.tile_rows)
 
-    def row_iota(self) -> jax.Array:
-        """[tile_rows]: index of each row of a consumer."""
-        return self.static.rows.iota(self.static.tile_rows)
-
-    def first_query(self, number: Any) -> Any:
-        """The first query of a consumer."""
-        front = self.front
-        start = align_down(jnp.minimum(self.block.start, self.x.q[0].shape[0] - front.block_queries))
-        same_queries = front.head_stride == self.static.consumers
-        return start if same_queries else start + lax.div(number, front.head_stride) * self.consumer_queries
+    def row_iota(self, number: Any) -> jax.Array:
+        """[tile_rows]: index in the block of each row of a consumer."""
+        return number * self.static.tile_rows + self.static.rows.iota(self.static.tile_rows)
 
     def queries(self, number: Any) -> jax.Array:
         """[tile_rows]: the query that each row of a consumer is of."""
-        row = self.row_iota()
-        return self.first_query(number) + (row & (self.consumer_queries - 1))
+        row, heads = self.row_iota(number), self.front.block_heads
+        if heads == 1:
+            return self.block.start + row
+        return self.block.start + lax.div(row, jnp.int32(heads * ALIGNMENT)) * ALIGNMENT + (row & (ALIGNMENT - 1))
 
     def position(self, query: jax.Array) -> jax.Array:
         """[tile_rows]: the position of each query."""
@@ -393,13 +386,11 @@ class PagedTile(NamedTuple):
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
         """[tile_rows]: row of the output for each row of a consumer, or -1."""
         front = self.front
-        low = jnp.maximum(self.block.start, self.block.first_row)
-        ours = (query >= low) & (query < self.block.end_row)
-        slot = self.filled(lax.rem(number, front.head_stride) * self.static.query_copies)
-        if self.static.query_copies > 1:  # MLIR folds row / 64 to a constant, and then no kernel comes of it
-            slot += lax.div(self.row_iota(), jnp.int32(self.consumer_queries))
-        ours &= slot < front.block_heads
-        head = self.first_head + jnp.minimum(slot, front.block_heads - 1)
+        end = jnp.minimum(self.block.start + front.block_queries, self.block.end_row)
+        ours = (query >= self.block.first_row) & (query < end)
+        head = self.filled(self.first_head)
+        if front.block_heads > 1:
+            head += lax.rem(lax.div(self.row_iota(number), jnp.int32(ALIGNMENT)), jnp.int32(front.block_heads))
         return jnp.where(ours, self.work.output_row(query, front.num_tokens) * front.num_q_heads + head, -1)
 
     # Producer
@@ -413,19 +404,19 @@ class PagedTile(NamedTuple):
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
 
     def copy_queries(self, rings: Rings) -> None:
-        for i, (term, q), copy in itertools.product(
-            range(self.static.consumers), enumerate(self.x.q), range(self.static.query_copies)
-        ):
-            slot = i % self.front.head_stride * self.static.query_copies + copy
-            head = self.first_head + min(slot, self.front.block_heads - 1)
-            source = q.at[pl.ds(pl.multiple_of(self.first_query(i), ALIGNMENT), self.consumer_queries), head]
-            rows = pl.ds(copy * self.consumer_queries, self.consumer_queries)
-            plgpu.copy_gmem_to_smem(source, rings.q.at[i * len(self.x.q) + term, rows], rings.q_landed)
+        static, heads = self.static, self.front.block_heads
+        for i, (term, q) in itertools.product(range(static.consumers), enumerate(self.x.q)):
+            tile = rings.q.at[i * len(self.x.q) + term]
+            if heads == 1:
+                copy_rows(q, self.block.start + i * static.tile_rows, self.first_head, tile, rings.q_landed)
+                continue
+            before = i * static.query_copies
+            copy_row_groups(q, self.block.start, self.first_head, heads, before, tile, rings.q_landed)
 
     def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
         """Copies the keys and values to the rings, from tile number `kv_tile` on."""
 
-        def keys(i: Any, pages: list[Any]) -> None:
+        def keys(i: Any, pages: jax.Array) -> None:
             def copy(slot: Ref, landed: Ref) -> None:
                 self.publish_tile_meta(kv_tile + i, i, pages)
                 self.announce_tile_meta(kv_tile + i)
@@ -433,7 +424,7 @@ class PagedTile(NamedTuple):
 
             producer.load_keys(kv_tile + i, copy)
 
-        def values(i: Any, pages: list[Any]) -> None:
+        def values(i: Any, pages: jax.Array) -> None:
             producer.load_values(
                 kv_tile + i,
                 functools.partial(self.copy_pages, self.x.v, i, pages),
@@ -441,14 +432,14 @@ class PagedTile(NamedTuple):
                 live_mask=functools.partial(self.live_mask, i, pages),
             )
 
-        def load(i: Any, pages: list[Any]) -> list[Any]:
+        def load(i: Any, pages: jax.Array) -> jax.Array:
             following = self.locate(i + 1)
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1, following))
             pl.when(i >= 0)(lambda: values(i, pages))
             load_later_queries(i)
             return following
 
-        lax.fori_loop(-1, self.kv_tiles, load, [jnp.int32(-1)] * self.static.copies)
+        lax.fori_loop(-1, self.kv_tiles, load, LANES.filled(jnp.int32(-1), THREADS))
 
     def dequantize_tiles(
         self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
@@ -456,13 +447,13 @@ class PagedTile(NamedTuple):
         """Copies keys and values as cached, and brings them to the rings as float16, from tile number `kv_tile` on."""
         x, staged = self.x, dequantizer.staged
 
-        def publish(i: Any, pages: list[Any], scales: list[jax.Array]) -> None:
+        def publish(i: Any, pages: jax.Array, scales: list[jax.Array]) -> None:
             self.publish_tile_meta(kv_tile + i, i, pages)
             if scales:
                 dequantizer.publish_token_scales(kv_tile + i, *scales)
             self.announce_tile_meta(kv_tile + i)
 
-        def load(i: Any, located: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        def load(i: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             (pages, following), after = located, self.locate(i + 2)
 
             @pl.when(i + 1 < self.kv_tiles)
@@ -485,7 +476,7 @@ class PagedTile(NamedTuple):
         first = self.locate(jnp.int32(0))
         for i, (pool, slot) in enumerate(((x.k, staged.k), (x.v, staged.v))):
             self.copy_pages(pool, jnp.int32(0), first, slot, staged.landed.at[i])
-        lax.fori_loop(-1, self.kv_tiles, load, ([jnp.int32(-1)] * self.static.copies, first))
+        lax.fori_loop(-1, self.kv_tiles, load, (first, first))
 
     # Pages of a tile
 
@@ -494,46 +485,42 @@ class PagedTile(NamedTuple):
         """Tokens that one copy brings: of a page, or of a part of one as long as a tile."""
         return min(self.front.page_size, self.static.tile_keys)
 
-    def locate(self, i: Any) -> list[Any]:
-        """Rows of the pool of the pages of the i-th tile; -1 where no row of the block sees a token of one."""
-        tables, pool_rows, rows = self.x.block_tables, self.x.k.shape[0], []
-        for j in range(self.static.copies):
-            position = self.first_position(i) + j * self.part_tokens
-            entry = jnp.minimum(lax.div(position, self.front.page_size), tables.shape[-1] - 1)
-            if len(tables.shape) == 3:
-                row = tables[self.block.sequence, self.kv_head, entry]
-                exists = basics.in_pool(row, pool_rows)
-            else:
-                page = tables[self.block.sequence, entry]
-                row = page * self.front.num_kv_heads + self.kv_head
-                exists = basics.in_pool(page, pool_rows // self.front.num_kv_heads)
-            seen = exists & (position < self.block.end_key)
-            if self.window is not None:
-                newest = position + self.part_tokens - 1
-                seen &= (position < self.sink_tokens) | (newest > self.first - self.window)
-            rows.append(jnp.where(seen, row, -1))
-        return rows
+    def locate(self, i: Any) -> jax.Array:
+        """[128]: row of the pool of the page of the i-th tile that a lane of each warp has, in layout `LANES`; -1 where
+        no row of the block sees a token of it, and in lanes that have none.
+        """
+        lane = lane_iota()
+        position = self.first_position(i) + jnp.minimum(lane, self.static.copies - 1) * self.part_tokens
+        row, seen = self.look_up(position, LANES)
+        seen &= (position < self.block.end_key) & (lane < self.static.copies)
+        if self.window is not None:
+            newest = position + self.part_tokens - 1
+            seen &= (position < self.sink_tokens) | (newest > self.first - self.window)
+        return jnp.where(seen, row, -1)
 
-    def copy_pages(self, pool: Ref, i: Any, pages: list[Any], slot: Ref, landed: Ref) -> None:
-        """Starts the copies of the i-th tile. Absent pages arrive at once."""
-        rows = self.part_tokens // self.front.tokens_per_smem_row
-        part = pl.ds(0, rows)
+    def look_up(self, position: jax.Array, layout: RowLayout) -> tuple[jax.Array, jax.Array]:
+        """Rows of the pool of the pages of positions [n], and whether they are there."""
+        tables, pool_rows, front = self.x.block_tables, self.x.k.shape[0], self.front
+        entry = jnp.minimum(lax.div(position, jnp.int32(front.page_size)), tables.shape[-1] - 1)
+        if len(tables.shape) == 3:
+            of_head = self.block.sequence * front.num_kv_heads + self.kv_head
+            row = layout.take(tables, of_head * tables.shape[-1] + entry)
+            return row, basics.in_pool(row, pool_rows)
+        page = layout.take(tables, self.block.sequence * tables.shape[-1] + entry)
+        return page * front.num_kv_heads + self.kv_head, basics.in_pool(page, pool_rows // front.num_kv_heads)
+
+    def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, landed: Ref) -> None:
+        """Starts the copies of the i-th tile."""
+        first = jnp.int32(0)
         if self.front.page_size > self.part_tokens:
             first = lax.div(lax.rem(self.first_position(i), self.front.page_size), self.front.tokens_per_smem_row)
-            part = pl.ds(pl.multiple_of(first, rows), rows)
-        for j, row in enumerate(pages):
-            target = slot.at[pl.ds(j * rows, rows)]
+            first = pl.multiple_of(first, self.part_tokens // self.front.tokens_per_smem_row)
+        copy_pages(pool, pages, first, slot, landed, self.static.copies)
 
-            @pl.when(row >= 0)
-            def _copy(row: Any = row, target: Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(pool.at[row, part], target, landed)
-
-            pl.when(row < 0)(lambda: plgpu.barrier_arrive(landed))
-
-    def publish_tile_meta(self, kv_tile: Any, i: Any, pages: list[Any]) -> None:
+    def publish_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
         """Publishes the present pages and the position of the i-th tile, number `kv_tile` of the rings."""
         meta = self.tile_meta(kv_tile)
-        start, present = self.first_position(i), self.present_pages(pages)
+        start, present = self.first_position(i), present_pages(pages)
         end = start + self.static.tile_keys
         full = (end <= self.first + 1) & (present == self.all_pages)
         if self.window is not None:
@@ -549,35 +536,31 @@ class PagedTile(NamedTuple):
         """Waits for what is published of tile number `kv_tile` of the rings."""
         plgpu.barrier_wait(self.scratch.tile_meta_landed.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
 
-    def present_pages(self, pages: list[Any]) -> Any:
-        """A bit for each page of a tile."""
-        return sum(jnp.where(row >= 0, jnp.int32(1 << j), 0) for j, row in enumerate(pages))
-
     @property
     def all_pages(self) -> int:
         return (1 << self.static.copies) - 1
 
-    def is_whole(self, i: Any, pages: list[Any]) -> Any:
+    def is_whole(self, i: Any, pages: jax.Array) -> Any:
         """True if every token of the i-th tile is seen by some row, of this block or another."""
         start = self.first_position(i)
         end = start + self.static.tile_keys
-        whole = (self.present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
+        whole = (present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
         if self.window is not None:
             whole &= (start > self.first - self.window) | (end <= self.sink_tokens)
         return whole
 
-    def live_mask(self, i: Any, pages: list[Any], token: jax.Array) -> jax.Array:
+    def live_mask(self, i: Any, pages: jax.Array, token: jax.Array) -> jax.Array:
         """Mask [n] of the tokens of the i-th tile that some row sees, of this block or another."""
         position = self.first_position(i) + token
         present = lax.shift_right_logical(
-            TOKENS.filled(self.present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
+            TOKENS.filled(present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
         )
         live = (position < self.block.end_key) & ((present & 1) == 1)
         if self.window is not None:
             live &= (position < self.sink_tokens) | (position > self.first - self.window)
         return live
 
-    def token_scales(self, i: Any, pages: list[Any]) -> list[jax.Array]:
+    def token_scales(self, i: Any, pages: jax.Array) -> list[jax.Array]:
         """Scales of the keys and of the values of each token of the i-th tile, 1 for masked values; an empty list if
         scales do not come with the tokens.
         """
@@ -585,11 +568,9 @@ class PagedTile(NamedTuple):
         if not groups:
             return []
         token = tiles.row_iota(self.static.tile_keys, BY_64)
-        row = TOKENS.filled(jnp.maximum(pages[0], 0), self.static.tile_keys)
-        for j, page in enumerate(pages[1:], start=1):
-            row = jnp.where(token >= j * self.part_tokens, jnp.maximum(page, 0), row)
+        row, exists = self.look_up(self.first_position(i) + token, TOKENS)
         within = lax.rem(self.first_position(i) + token, jnp.int32(page_size))
-        index = row * groups + lax.div(within, jnp.int32(page_size // groups))
+        index = jnp.where(exists, row, 0) * groups + lax.div(within, jnp.int32(page_size // groups))
         k_scale, v_scale = (TOKENS.take(scale, index) for scale in (self.x.k_scale, self.x.v_scale))
         return [k_scale, jnp.where(self.live_mask(i, pages, token), v_scale, 1.0)]
 

@@ -2,7 +2,7 @@
 
 Copies begin at multiples of 8 rows, sequences anywhere: the first and last rows of a block of queries, or of a tile of
 keys, may belong to neighbouring sequences and hold anything. Queries of neighbours are computed but not written; keys
-of neighbours are masked, and their values zeroed.
+of neighbours are masked, and their values zeroed. Rows past the last one are copied as zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import refusals
-from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
+from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
     FlashStatic,
@@ -28,7 +29,6 @@ from pallas_attn.mosaic.flash.pipeline import (
     Producer,
     RowOptions,
     ScoreTransform,
-    pad_rows,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
@@ -52,7 +52,7 @@ class RaggedInputs(NamedTuple):
     """Operands of the kernel: arrays, or in the kernel references to them.
 
     Attributes:
-      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], with T and U padded to multiples of 8 and a block, or a tile.
+      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], of `zero_rows_past_end`.
       blocks, counts: of the `WorkList`.
       sinks: [Hq] or None.
     """
@@ -101,9 +101,9 @@ def attend(
     most_tiles = static.most_tiles(num_keys, call.window)
     splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
-    q = pad_rows(call.q, tile_rows)
-    k, v = (pad_rows(x, static.tile_keys) for x in (call.k, call.v))
-    kv_bytes = (k[:, 0].size + v[:, 0].size) * k.dtype.itemsize
+    q = zero_rows_past_end(call.q, tile_rows)
+    k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
+    kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
     l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
     front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
@@ -175,38 +175,32 @@ class RaggedTile(NamedTuple):
     def block(self) -> QueryBlock:
         return self.work.block
 
+    def first_row(self, i: Any) -> Any:
+        """Row where copies of the i-th tile begin."""
+        return align_down(self.block.first_key) + (self.first_tile + i) * self.static.tile_keys
+
     # Producer
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
         x, static, rings, block = self.x, self.static, producer.rings, self.block
-        num_queries, num_keys = x.q.shape[0], x.k.shape[0]
         kv_head = lax.div(self.work.head, x.q.shape[1] // x.k.shape[1])
-        start_key = align_down(block.first_key) + self.first_tile * static.tile_keys
-
-        def rows(i: Any) -> Any:
-            """First row that is copied of the i-th tile; less than its own if it reaches beyond the last key."""
-            return pl.multiple_of(jnp.minimum(start_key + i * static.tile_keys, num_keys - static.tile_keys), ALIGNMENT)
 
         def keys(i: Any) -> None:
-            source = x.k.at[pl.ds(rows(i), static.tile_keys), kv_head]
-            producer.load_keys(kv_tile + i, lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed))
+            producer.load_keys(kv_tile + i, functools.partial(copy_rows, x.k, self.first_row(i), kv_head))
 
         def values(i: Any) -> None:
-            start = rows(i)
-            low = jnp.maximum(start_key + i * static.tile_keys, self.oldest_key)
-            source = x.v.at[pl.ds(start, static.tile_keys), kv_head]
+            start = self.first_row(i)
+            low = jnp.maximum(start, self.oldest_key)
             producer.load_values(
                 kv_tile + i,
-                lambda slot, landed: plgpu.copy_gmem_to_smem(source, slot, landed),
+                functools.partial(copy_rows, x.v, start, kv_head),
                 whole=(start == low) & (start + static.tile_keys <= block.end_key),
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )
 
         def queries() -> None:
             for i in range(static.consumers):
-                start = jnp.minimum(block.start + i * static.tile_rows, num_queries - static.tile_rows)
-                source = x.q.at[pl.ds(pl.multiple_of(start, ALIGNMENT), static.tile_rows), self.work.head]
-                plgpu.copy_gmem_to_smem(source, rings.q.at[i], rings.q_landed)
+                copy_rows(x.q, block.start + i * static.tile_rows, self.work.head, rings.q.at[i], rings.q_landed)
 
         load_later_queries = producer.load_queries(again, queries)
 
@@ -222,12 +216,11 @@ class RaggedTile(NamedTuple):
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
         tile_rows, rows = self.static.tile_rows, self.static.rows
         start = self.block.start + consumer.number * tile_rows
-        first = jnp.minimum(start, self.x.q.shape[0] - tile_rows)  # rows before `start` are another consumer's
         diagonal = self.block.end_key - self.block.end_row + 1
-        transform = ScoreTransform(functools.partial(self.limits, first, diagonal))
+        transform = ScoreTransform(functools.partial(self.limits, start, diagonal))
         state = consumer.attend(kv_tile, self.kv_tiles, transform)
-        row = first + rows.iota(tile_rows)
-        ours = (row >= jnp.maximum(start, self.block.first_row)) & (row < self.block.end_row)
+        row = start + rows.iota(tile_rows)
+        ours = (row >= self.block.first_row) & (row < self.block.end_row)
         num_heads = self.front.num_heads
         row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
         consumer.store(result, row, state, RowOptions(self.sinks()))
@@ -249,9 +242,8 @@ class RaggedTile(NamedTuple):
           diagonal: a causal row sees the keys before number row + diagonal.
         """
         static, causal, window = self.static, self.front.causal, self.front.window
-        nominal = align_down(self.block.first_key) + (self.first_tile + i) * static.tile_keys
-        start = jnp.minimum(nominal, self.x.k.shape[0] - static.tile_keys)
-        low = jnp.maximum(nominal, self.block.first_key)
+        start = self.first_row(i)
+        low = jnp.maximum(start, self.block.first_key)
         end = jnp.minimum(self.block.end_key, first + diagonal) if causal else self.block.end_key
 
         def limits() -> Limits:
