@@ -459,7 +459,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_own_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
     "speculation": speculation("speculation_nvidia_h100"),
-    "hand-over": hand_over("hand_over_two_cards_nvidia_h100"),
+    "hand-over": hand_over("hand_over_two_cards_nvidia_h200"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
     "mla_sparse": operation(
