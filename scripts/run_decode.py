@@ -270,8 +270,13 @@ def _engine(
     ):
         engine.warmup()
     if processes is not None:
-        settings = (model.config, model.settings, dtype_of(options, model.config), sizes, options.dump_logits is None)
-        told = (repr(settings), repr((prompts, options.params, options.verify)), json.dumps(versions()))
+        engine_sizes = dataclasses.replace(sizes, speculate=None)  # a proposer is told by the option that made it
+        settings = (model.config, model.settings, dtype_of(options, model.config), engine_sizes, options.speculate)
+        told = (
+            repr((settings, options.dump_logits is None)),
+            repr((prompts, options.params, options.verify)),
+            json.dumps(versions()),
+        )
         processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in told))
     return engine
 
