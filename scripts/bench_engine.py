@@ -1,7 +1,8 @@
 """Measures the engine end to end: prefill and decode speed by batch size, and what prefix cache and windows save.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
-    python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--limit-seconds 300]
+    python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--step-tokens 16384]
+        [--limit-seconds 300]
     python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
 
 Every number is the median of several runs on a warm engine; compilation is reported apart. The first token ends the
@@ -65,6 +66,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "batch": [1, 8, 64],
         "contexts": [1024, 8192, 32768],
         "new_tokens": 64,
+        "step_tokens": 4096,
         "limit_seconds": math.inf,
     },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
@@ -78,7 +80,14 @@ def settings_of(args: argparse.Namespace) -> AttentionSettings:
 
 
 def serving_of(args: argparse.Namespace) -> Serving:
-    return Serving(tuple(args.batch), tuple(args.contexts), args.new_tokens, args.limit_seconds)
+    return Serving(
+        tuple(args.batch),
+        tuple(args.contexts),
+        args.new_tokens,
+        args.limit_seconds,
+        max_batched_tokens=args.step_tokens,
+        prefill_seqs=max(8, args.step_tokens // 1024),
+    )
 
 
 def head_wise() -> tuple[GQAConfig, HeadWindowSizes]:
@@ -147,6 +156,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, help="of small models (default: 128)")
     parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
     parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
+    parser.add_argument("--step-tokens", type=int, help="new tokens of a step of v2-lite, at most (default: 4096)")
     parser.add_argument("--repeats", type=int, help="of small models (default: 3)")
     parser.add_argument("--limit-seconds", type=float, help="begin no case of v2-lite or windows after this")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a large model bfloat16")
@@ -171,11 +181,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.dtype = "bfloat16" if large else "float32"
     if not all(1 <= count < 8 for count in args.windowed or ()):
         parser.error("--windowed: expected 1 to 7 of 8 heads")
-    counts = [args.prompt_tokens, args.repeats, *(args.batch or ()), *(args.contexts or ())]
+    counts = [args.prompt_tokens, args.repeats, args.step_tokens, *(args.batch or ()), *(args.contexts or ())]
     if any(count is not None and count < 1 for count in counts) or (
         args.new_tokens is not None and args.new_tokens < 2
     ):
-        parser.error("--batch, --contexts, --prompt-tokens and --repeats are at least 1, and --new-tokens 2")
+        sizes = "--batch, --contexts, --prompt-tokens, --step-tokens and --repeats"
+        parser.error(f"{sizes} are at least 1, and --new-tokens 2")
     try:
         check_models(args)
         check_files(args)
@@ -196,7 +207,7 @@ def check_models(args: argparse.Namespace) -> None:
         return
     for name in args.config:
         if name == LARGE:
-            with as_usage_error(ValueError, prefix="--batch, --contexts: "):
+            with as_usage_error(ValueError, prefix="--batch, --contexts, --step-tokens: "):
                 flag, engine = "--contexts", serving_of(args).engine_config()
             longest = engine.max_model_len or 0
         else:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_attn import capability
 
@@ -16,16 +16,37 @@ from pallas_attn import capability
 def project(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows F"]:
-    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` is given.
+    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` is given, with float32 weights in float32.
 
     Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
     operands are not affected. A GPU is given two rows for one: XLA multiplies a vector elementwise, and writes the
     products to memory before it adds them up.
     """
-    if math.prod(x.shape[:-1]) == 1 and capability().platform == "gpu":
+    on_gpu = capability().platform == "gpu"
+    if math.prod(x.shape[:-1]) == 1 and on_gpu:
         two = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
         return project(two, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
+    if weight.dtype == jnp.float32:
+        if on_gpu and x.dtype == jnp.bfloat16:
+            return project_by_parts(x, weight).astype(out_dtype or jnp.float32)
+        x = x.astype(jnp.float32)
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
+
+
+def project_by_parts(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
+    """x @ weight of bfloat16 rows and float32 weights, on tensor cores and yet in float32.
+
+    A weight is the sum of three bfloat16 numbers, whose products with a row's are exact in float32. A product of
+    float32 operands would first write the rows in float32, and multiply them without tensor cores.
+    """
+    parts, left = [], weight
+    for _ in range(3):
+        part = jax.lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)
+        left = left - part
+        parts.append(part.astype(jnp.bfloat16))
+    y = jnp.matmul(x, jnp.concatenate(parts, axis=1), preferred_element_type=jnp.float32)
+    large, middle, small = jnp.split(y, 3, axis=-1)
+    return (small + middle) + large
 
 
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:

@@ -47,7 +47,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights."""
         config = self.config
-        logits = project(x.astype(jnp.float32), self.weight[...])
+        logits = project(x, self.weight[...])
         scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
         choice = scores
         if self.e_score_correction_bias is not None:
@@ -118,7 +118,7 @@ class BiasedMoE(nnx.Module):
 
     def _route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights, in float32 whatever the model's dtype."""
-        logits, chosen = jax.lax.top_k(self.router(x.astype(jnp.float32)), self.config.num_experts_per_tok)
+        logits, chosen = jax.lax.top_k(self.router(x), self.config.num_experts_per_tok)
         return chosen, jax.nn.softmax(logits)
 
 

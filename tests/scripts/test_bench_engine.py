@@ -74,7 +74,7 @@ def test_a_configuration_that_fails_loses_no_other(tiny, monkeypatch, tmp_path, 
         (["--config", "v2-lite", "--contexts", "163840"], "at most 163840 tokens, which v2-lite takes, got 1"),
         (
             ["--config", "v2-lite", "--batch", "5000"],
-            "--batch, --contexts: num_pages: expected fewer than 2**31 tokens",
+            "--batch, --contexts, --step-tokens: num_pages: expected fewer than 2**31 tokens",
         ),
         (["--implementation", "bogus"], "bogus"),
         (["--config", "v2-lite", "--implementation", "bogus"], "bogus"),

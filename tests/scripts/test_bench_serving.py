@@ -69,6 +69,7 @@ def test_those_who_come_first_decode_until_the_last_have_come():
     assert work.tokens_each(1, 64) == [5]
     assert work.cases == [(1, 8), (4, 8), (1, 64), (4, 64)]
     assert work.engine_config().max_model_len == 64 + 12
+    assert work.engine_config().prefill_buckets == (8, 36)
     assert dataclasses.replace(work, prefill_seqs=2).tokens_each(4, 8) == [5 + 2, 5 + 1, 5 + 1, 5]
 
 
@@ -77,10 +78,11 @@ def test_those_who_come_first_decode_until_the_last_have_come():
 
 def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
-    monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, max_batched_tokens=32, page_size=16))
+    monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, page_size=16))
     monkeypatch.setattr(serving, "measure_rates", lambda _: RATES)
     out = tmp_path / "report.json"
-    sizes = ["--batch", "3", "--contexts", "40", "--new-tokens", "6", "--implementation", "reference"]
+    sizes = ["--batch", "3", "--contexts", "40", "--new-tokens", "6", "--step-tokens", "32"]
+    sizes += ["--implementation", "reference"]
     assert bench_engine.main(["--config", "v2-lite", *sizes, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     (result,) = report["results"]

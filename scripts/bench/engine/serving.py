@@ -74,16 +74,17 @@ class Serving:
 
     def engine_config(self) -> EngineConfig:
         longest = {case: case[1] + self.tokens_each(*case)[0] for case in self.cases}
+        largest = self.max_batched_tokens
         return EngineConfig(
             num_pages=max(batch * -(-length // self.page_size) for (batch, _), length in longest.items()),
             page_size=self.page_size,
-            max_batched_tokens=self.max_batched_tokens,
+            max_batched_tokens=largest,
             max_num_seqs=max(self.batches),
             max_prefill_seqs=min(self.prefill_seqs, max(self.batches)),
             max_model_len=max(longest.values()),
             prefix_caching=False,
             decode_buckets=tuple(sorted(self.batches)),
-            prefill_buckets=(self.max_batched_tokens,),
+            prefill_buckets=(*sorted(n for n in {*self.contexts} if n < largest), largest),
             history=None,
         )
 
