@@ -349,12 +349,14 @@ def _present(own: ir.Value) -> ir.Value:
     """A bit for each lane of a warp whose number is not negative."""
     there = arith.cmpi(arith.CmpIPredicate.sge, own, _number(0))
     text = "vote.sync.ballot.b32 $0, $1, 0xffffffff;"
-    return llvm.inline_asm(i32(), [there], text, "=r,b", has_side_effects=True)
+    present: Any = llvm.inline_asm(i32(), [there], text, "=r,b", has_side_effects=True)
+    return present
 
 
 def _here(number: ir.Value) -> ir.Value:
     """The number, from which nothing is computed ahead of a loop or a branch, to be kept in registers meanwhile."""
-    return llvm.inline_asm(i32(), [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    here: Any = llvm.inline_asm(i32(), [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    return here
 
 
 def _number(x: int) -> Any:

@@ -59,7 +59,8 @@ CARDS = {
 def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
     """Shapes of a cache; "fp8-alone" has no scales."""
     if name == "fp8-alone":
-        return PagedLatent(shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn))
+        pages: Any = shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn)
+        return PagedLatent(pages)
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}[name]
     sizes = {"num_pages": 1024, "page_size": page_size, "latent_dim": latent_dim, "rope_dim": rope_dim}
     return allocated(PagedLatent, latent_cache_spec(**sizes, dtype=dtype))

@@ -262,7 +262,8 @@ def _coarse(heads: int, dtype: str) -> tuple[Step, Step, dict[str, float]]:
     drawn = Step.draw(*MIXED, heads, "float32", rng)
     parts = {"q": drawn.q / scales["q_scale"], "latents": drawn.latents / scales["k_scale"]}
     parts |= {"pages": drawn.pages / scales["k_scale"]}
-    coarse = dataclasses.replace(drawn, **{name: np.asarray(jnp.asarray(x).astype(dtype)) for name, x in parts.items()})
+    in_8_bits: dict[str, Any] = {name: np.asarray(jnp.asarray(x).astype(dtype)) for name, x in parts.items()}
+    coarse = dataclasses.replace(drawn, **in_8_bits)
     factors = {"q": scales["q_scale"], "latents": scales["k_scale"], "pages": scales["k_scale"]}
     meant = {name: getattr(coarse, name).astype(np.float32) * factor for name, factor in factors.items()}
     return dataclasses.replace(coarse, **meant), coarse, scales

@@ -22,7 +22,7 @@ def test_three_parts_are_the_float32_weight(rng, spread: float):
 
 def test_a_weight_of_three_parts_is_exact():
     """One row of the identity returns each weight, all 24 bits of it."""
-    weight = np.nextafter(np.float32([[1.0, -3.0, 1e-20, 1e20]]), np.float32(np.inf))
+    weight = np.nextafter(np.array([[1.0, -3.0, 1e-20, 1e20]], np.float32), np.float32(np.inf))
     found = project_by_parts(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray(weight))
     np.testing.assert_array_equal(np.asarray(found), weight)
 

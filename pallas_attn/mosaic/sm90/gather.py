@@ -194,7 +194,7 @@ def convert_rows(values: jax.Array | None, to: Ref, scale: jax.Array, other: Ref
         both = _raw_and_second(to)
         for i, factor in enumerate(_of_rows(scale, EIGHT_BIT_THREADS)):
             pointers = [each.pointer(EIGHT_BIT_ROWS * i, 0) for each in both]
-            raw = llvm.inline_asm(
+            raw: Any = llvm.inline_asm(
                 llvm.StructType.get_literal([i32()] * 4),
                 [llvm.ptrtoint(i32(), pointers[0])],
                 "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",

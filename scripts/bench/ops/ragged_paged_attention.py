@@ -96,7 +96,8 @@ def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timi
     def call(_: None, shared: dict[str, Any], q: jax.Array) -> tuple[None, Any]:
         outs = []
         if rows:
-            outs.append(paged_decode(*of_rows(q, shared), plan=shared["plan"], sm_scale=sm_scale)[:, 0])
+            decoded: Any = paged_decode(*of_rows(q, shared), plan=shared["plan"], sm_scale=sm_scale)
+            outs.append(decoded[:, 0])
         if case.chunks:
             chunks = q[rows:], shared["kv"], shared["block_tables"][rows:], shared["cu_q_lens"][rows:] - rows
             outs.append(paged_prefill(*chunks, shared["kv_lens"][rows:], sm_scale=sm_scale))
