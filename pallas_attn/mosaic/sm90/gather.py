@@ -1,8 +1,8 @@
 """Rows of a pool, gathered by a warpgroup into tiles that tensor cores read.
 
-Hopper's copy engine takes no list of rows. So threads load rows into registers, before there is room for them in shared
-memory, and store them swizzled once there is: 16 bytes an access, such that the eight threads whose stores go to shared
-memory together touch all banks.
+Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, or load them into registers before there
+is room for them in shared memory and store them once there is: swizzled, 16 bytes an access, such that the eight threads
+whose stores go to shared memory together touch all banks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,6 @@ def threads_of_row(dtype: Any) -> int:
     return 8 * jnp.dtype(dtype).itemsize // 2
 
 
-def _words(threads: int) -> RowLayout:
-    """Layout of rows of words of 32 bits, of which a thread has four neighbouring ones at a time."""
-    return RowLayout(threads, 4)
-
-
 def tile_row(threads: int) -> jax.Array:
     """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
 
@@ -74,37 +69,35 @@ def _of_rows(values: Any, threads: int) -> list[ir.Value]:
     return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // 4, rows)]
 
 
-def load_rows(threads: int, ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
-    """Load ref[row[i], column : column + columns] for each i; zeros, without an access, where row[i] is negative.
+def load_rows(ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
+    """Load ref[row[i], column : column + columns], of 8 bits, for each i; zeros, without an access, where row[i] is
+    negative.
 
     Nothing may write to `ref` while the kernel runs. The result, words in an order of its own, is for `store_rows`.
 
     Args:
-      threads: that share a row.
-      ref: in global memory, numbers of 16 bits or, if four threads share a row, of 8.
-      row: int32 [WARPGROUP] in the order of `tile_row`.
+      ref: in global memory.
+      row: int32 [WARPGROUP] in the order of `tile_row` for four threads.
       column, columns: multiples of 64.
     """
-    dtype = jnp.dtype(ref.dtype)
     if interpreted():
-        row = _by_row(row, threads)
+        row = _by_row(row, EIGHT_BIT_THREADS)
         rows = ref[...][jnp.maximum(row, 0), column : column + columns]
-        return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), dtype))
-    number_bytes = dtype.itemsize
-    shape = TOKENS, columns * number_bytes // 4
-    held = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=_words(threads).tile)
+        return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), rows.dtype))
+    shape = TOKENS, columns // 4
+    held = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=EIGHT_BIT_WORDS.tile)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD), return_type=held)
     def load(_: Any, ref: ir.Value, row: Any) -> Any:
-        places, row_bytes = _Places.of(threads, number_bytes), ir.MemRefType(ref.type).shape[1] * number_bytes
-        registers = np.empty(_words(threads).tile.to_mgpu().registers_shape(shape), dtype=object)
-        by_row = registers.reshape(threads // 2, -1)
-        for i, number in enumerate(_of_rows(row, threads)):
-            addresses = [_address(ref, number, row_bytes, chunk) for chunk in places.chunks]
-            for j in range(by_row.shape[1]):
-                block, which = divmod(j, len(addresses))
-                by_row[i, j] = _load_16_bytes(addresses[which], (column + BLOCK * block) * number_bytes, number)
-        return mgpu.FragmentedArray(_registers=registers, _layout=_words(threads).tile.to_mgpu(), _is_signed=True)
+        (chunk,), row_bytes = _Places.of(EIGHT_BIT_THREADS, 1).chunks, ir.MemRefType(ref.type).shape[1]
+        layout = EIGHT_BIT_WORDS.tile.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        by_row = registers.reshape(TOKENS // EIGHT_BIT_ROWS, -1)
+        for i, number in enumerate(_of_rows(row, EIGHT_BIT_THREADS)):
+            address = _address(ref, number, row_bytes, chunk)
+            for block in range(by_row.shape[1]):
+                by_row[i, block] = _load_16_bytes(address, column + BLOCK * block, number)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
     return load(ref, row)
 
@@ -261,51 +254,39 @@ def _copy_16_bytes(
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, address, num_bytes], text, "r,l,r", has_side_effects=True)
 
 
-def store_rows(
-    threads: int, values: jax.Array, to: Ref, scale: jax.Array | None = None, other: Ref | None = None
-) -> None:
-    """Store rows to columns of a 16-bit tile in shared memory, as tensor cores read it.
+def store_rows(values: jax.Array, to: Ref, scale: jax.Array, other: Ref | None = None) -> None:
+    """Store rows to columns of a bfloat16 tile in shared memory, as tensor cores read it.
 
     Threads do not wait for each other: a `plgpu.commit_smem` has to follow.
 
     Args:
-      threads: that share a row.
       values: of `load_rows`.
-      to: `tiles.operand` [rows, columns]; bfloat16 if there is a scale.
+      to: `tiles.operand` [rows, columns].
       scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
       other: barrier of `sharing.PartBarriers`; rows are stored for the other program of the cluster, too.
     """
     if interpreted():
-        if scale is not None:
-            values = values.astype(jnp.float32) * _by_row(scale, threads)[:, None]
-        to[...] = values.astype(to.dtype)
+        to[...] = (values.astype(jnp.float32) * _by_row(scale, EIGHT_BIT_THREADS)[:, None]).astype(to.dtype)
         return
-    to_bytes = to.shape[1] * 2
-    layout, given = _words(threads), () if scale is None else (scale,)
-    barriers = () if other is None else (other,)
-    types = [PER_THREAD] * len(given) + [plgpu.RefType()] * len(barriers)
+    to_columns, barriers = to.shape[1], () if other is None else (other,)
+    types = [PER_THREAD, *(plgpu.RefType() for _ in barriers)]
 
-    @plgpu.inline_mgpu(arg_types=(layout.tile, operand_ref(), *types))
-    def store(_: Any, values: Any, to: ir.Value, *more: Any) -> None:
-        scale, barrier = more[: len(given)], more[len(given) :]
+    @plgpu.inline_mgpu(arg_types=(EIGHT_BIT_WORDS.tile, operand_ref(), *types))
+    def store(_: Any, values: Any, to: ir.Value, scale: Any, *barrier: Any) -> None:
         warp, lane = warp_and_lane()
-        row = plus(times(warp, layout.rows // 4), shifted(lane, threads.bit_length() - 1))
-        chunks = _Places.of(threads, 1 if scale else 2).tile_chunks
-        pointers = [ChunkPointers(to, to_bytes, row, chunk) for chunk in chunks]
-        factors = _of_rows(scale[0], threads) if scale else []
-        for i, registers in enumerate(values.registers.reshape(values.shape[0] // layout.rows, -1)):
-            words = list(registers)
-            if scale:
-                words = [half for each in words for half in _scaled(each, factors[i])]
-            for j, word in enumerate(words):
-                block, which = divmod(j, len(pointers))
-                pointer = pointers[which].pointer(layout.rows * i, 8 * block)
-                llvm.store(word, pointer, alignment=16)
-                if barrier:
-                    place = llvm.ptrtoint(i32(), pointer)
-                    sharing.store_to_other(word, place, sharing.shared_address(barrier[0]), sharing.other_program())
+        row = plus(times(warp, EIGHT_BIT_ROWS // 4), shifted(lane, EIGHT_BIT_THREADS.bit_length() - 1))
+        pointers = [ChunkPointers(to, 2 * to_columns, row, c) for c in _Places.of(EIGHT_BIT_THREADS, 1).tile_chunks]
+        by_row = values.registers.reshape(TOKENS // EIGHT_BIT_ROWS, -1)
+        for i, (registers, factor) in enumerate(zip(by_row, _of_rows(scale, EIGHT_BIT_THREADS), strict=True)):
+            for block, words in enumerate(registers):
+                for pointer, word in zip(pointers, _scaled(words, factor), strict=True):
+                    place = pointer.pointer(EIGHT_BIT_ROWS * i, 8 * block)
+                    llvm.store(word, place, alignment=16)
+                    if barrier:
+                        address, told = llvm.ptrtoint(i32(), place), sharing.shared_address(barrier[0])
+                        sharing.store_to_other(word, address, told, sharing.other_program())
 
-    store(values, to, *given, *barriers)
+    store(values, to, scale, *barriers)
 
 
 EIGHT_BIT_THREADS = 4
@@ -313,6 +294,9 @@ EIGHT_BIT_THREADS = 4
 
 EIGHT_BIT_ROWS = WARPGROUP // EIGHT_BIT_THREADS
 """Rows of numbers of 8 bits that threads have a chunk of at a time."""
+
+EIGHT_BIT_WORDS = RowLayout(EIGHT_BIT_THREADS, 4)
+"""Layout of rows of words of 32 bits, of which a thread has four neighbouring ones at a time."""
 
 
 class _Places(NamedTuple):

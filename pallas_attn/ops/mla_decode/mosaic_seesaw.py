@@ -618,7 +618,7 @@ class SeesawConverter(SeesawProducer):
     def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Load a piece of a tile: its numbers, and their scales."""
         column = place.column + place.part * self.static.widths[0]
-        numbers = gather.load_rows(gather.EIGHT_BIT_THREADS, self.x.pages, rows, column, place.columns)
+        numbers = gather.load_rows(self.x.pages, rows, column, place.columns)
         return numbers, gather.load_values(self.x.scale, rows, column // LATENT_GROUP)
 
     def store(self, slot: Any, place: Place, piece: tuple[jax.Array, jax.Array]) -> None:
@@ -630,7 +630,7 @@ class SeesawConverter(SeesawProducer):
         numbers, scale = piece
         to = tile.at[slot, :, pl.ds(place.column, place.columns)]
         stored_twice = static.sharers > 1 and not static.copies_shares
-        gather.store_rows(gather.EIGHT_BIT_THREADS, numbers, to, scale, barriers.at(part) if stored_twice else None)
+        gather.store_rows(numbers, to, scale, barriers.at(part) if stored_twice else None)
         if place.is_last:
             plgpu.commit_smem()
             if static.copies_shares:
