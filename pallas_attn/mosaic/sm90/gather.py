@@ -1,8 +1,8 @@
 """Rows of a pool, gathered by a warpgroup into tiles that tensor cores read.
 
-Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, or load them into registers before there
-is room for them in shared memory and store them once there is: swizzled, 16 bytes an access, such that the eight threads
-whose stores go to shared memory together touch all banks.
+Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, or load them into registers before
+there is room for them in shared memory and store them once there is: swizzled, 16 bytes an access, such that the eight
+threads whose stores go to shared memory together touch all banks.
 """
 
 from __future__ import annotations
