@@ -580,8 +580,11 @@ class PagedTile(NamedTuple):
         staged, scales = self.scratch.staged, None
         if staged is not None:
             scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
-        query = self.queries(consumer.number)
-        position, row = self.position(query), self.output_row(query, consumer.number)
+        number = consumer.number
+        if self.static.dequantizes:  # whose consumers have no register for the part of this that all work tiles share
+            number += basics.unknown_zero()
+        query = self.queries(number)
+        position, row = self.position(query), self.output_row(query, number)
         if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.
             position, row = lax.optimization_barrier((position, row))
         transform = ScoreTransform(functools.partial(self.limits, position, kv_tile))
