@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -84,7 +85,7 @@ def indices_are_checked(backend: Backend) -> Iterator[None]:
             raise IndexError(f"took numbers {index.min()} to {index.max()} of {size}")
 
     def checked(self: RowLayout, ref: Any, index: Any, layout: Any = None) -> Any:
-        jax.debug.callback(lambda index: check(index, ref.shape[0]), index)
+        jax.debug.callback(lambda index: check(index, math.prod(ref.shape)), index)
         return take(self, ref, index, layout)
 
     with mock.patch.object(RowLayout, "take", checked) if backend.interpreted else contextlib.nullcontext():
