@@ -29,6 +29,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from models.engine import Engine
+from scripts.cli.output_files import output_file
 from scripts.run_decode import main
 
 right, steps = Engine.step, 0
@@ -37,7 +38,8 @@ def step(engine):
     global steps
     steps += 1
     if steps == int(sys.argv[1]):
-        Path(sys.argv[2]).write_text(repr(time.time()))
+        with output_file(Path(sys.argv[2])) as file:
+            file.write(repr(time.time()).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     return right(engine)
 
