@@ -2,6 +2,7 @@
 
 # Attention over paged caches, and over packed sequences without one.
 from pallas_attn.ops.cascade_decode import cascade_decode as cascade_decode
+from pallas_attn.ops.cascade_decode import count_shared_pages as count_shared_pages
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
 from pallas_attn.ops.mla_prefill import mla_prefill as mla_prefill
 from pallas_attn.ops.paged_decode import paged_decode as paged_decode

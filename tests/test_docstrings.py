@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_attn
@@ -38,7 +39,7 @@ def test_there_are_public_names() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_examples_run_as_shown(name: str) -> None:
     docstring = inspect.getdoc(PUBLIC[name]) or ""
-    names = {"pallas_attn": pallas_attn, "jax": jax, "jnp": jnp}
+    names = {"pallas_attn": pallas_attn, "jax": jax, "jnp": jnp, "np": np}
     example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
     assert "Example:\n" in docstring
     assert example.examples

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from pallas_attn import PagedKV, cascade_decode, explain, paged_decode
+from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
 from tests.contract.backends import BACKENDS, Backend
@@ -97,6 +97,55 @@ def test_options(backend: Backend) -> None:
 )
 def test_any_lengths(lens: tuple[int, ...], q_lens: tuple[int, ...], alike: int, seed: int) -> None:
     check(XLA, draw(lens, alike, "float32", np.random.default_rng(seed), q_lens))
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+    lens=st.tuples(*[st.integers(0, P * PS)] * B),
+    q_lens=st.tuples(*[st.integers(0, Q)] * B),
+    alike=st.integers(0, P),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_host_counts_what_the_device_finds(
+    lens: tuple[int, ...], q_lens: tuple[int, ...], alike: int, seed: int
+) -> None:
+    drawn = draw(lens, alike, "float32", np.random.default_rng(seed), q_lens)
+    kv, tables, new = drawn["kv"], drawn["block_tables"], drawn["q_lens"]
+    count = count_shared_pages(kv, tables, drawn["kv_lens"], q_lens=new)
+    real = np.minimum(new, drawn["kv_lens"])
+    cached = np.where((real > 0), drawn["kv_lens"] - real, -1)
+    table, found = room._shared_part(jnp.asarray(tables), jnp.asarray(cached), None, PS)
+    assert count == int(found)
+    if (real > 0).any():
+        np.testing.assert_array_equal(table[:count], tables[np.argmax(real > 0)][:count])
+
+
+def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
+    kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
+    tables, lens = np.zeros((16, 128), np.int64), np.full(16, 128 * 64)
+    assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # the last one has the new token
+    assert count_shared_pages(PagedKV(kv, kv), tables[:, :32], np.full(16, 32 * 64)) == 0
+    assert count_shared_pages(PagedKV(kv, kv), tables, np.where(np.arange(16) < 2, lens, 0)) == 0
+    assert count_shared_pages(PagedKV(kv, kv), tables, np.zeros(16, int)) == 0
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kv": None}, "kv: expected a PagedKV"),
+        ({"block_tables": np.zeros((B, HKV, P), np.int32)}, r"block_tables: expected integers of 2 axes, got int32"),
+        ({"kv_lens": np.zeros(B)}, r"kv_lens: expected integers of 1 axes, got float64 \[4\]"),
+        ({"kv_lens": np.zeros(3, int)}, "kv_lens: expected one for each of 4 sequences, got 3"),
+        ({"q_lens": np.zeros(3, int)}, "q_lens: expected one for each of 4 sequences, got 3"),
+    ],
+)
+def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
+    arguments = {"kv": draw(*CASES["two pages"], "float32", harness.fresh_rng())["kv"], "q_lens": 1}
+    arguments |= {"block_tables": np.zeros((B, P), int), "kv_lens": np.full(B, 9)} | changed
+    with pytest.raises(ValueError, match=f"^{message}"):
+        count_shared_pages(**arguments)
 
 
 @pytest.mark.parametrize("given", [0, 1, 2, 100])

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks, sharded_calls
@@ -59,7 +60,8 @@ def cascade_decode(
       q_lens: real queries of each row, at most Q; None for Q each.
       window: None: a window that moves with its sequence hides what others see.
       shared_pages: columns of the tables, from the first on, that are taken to be equal in all rows that are not idle;
-        more than hold only tokens that every query sees count as those. None to find them, on the device.
+        more than hold only tokens that every query sees count as those. `count_shared_pages` finds them on the host.
+        None to find them on the device, which costs a call some 10 to 20 us even where nothing is shared.
       sm_scale: multiplies the scores; None for D**-0.5.
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
@@ -112,9 +114,8 @@ def cascade_decode(
         return (out, lse) if return_lse else out
     q, kv, sinks = refuse_gradients("cascade_decode", (jnp.asarray(q), kv, sinks))
     batch, queries, ps = dims["B"], dims["Q"], kv.page_size
-    page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (kv.k, kv.v) if x is not None)
     most_shared = shared_pages if isinstance(shared_pages, int) else dims["P"]
-    if (batch - 1) * min(most_shared, dims["P"]) * page_bytes < LEAST_SAVED_BYTES:
+    if not _pays(kv, batch, min(most_shared, dims["P"])):
         options |= {"return_lse": return_lse, "out_dtype": out_dtype}
         return paged_decode(q, kv, block_tables, kv_lens, q_lens=q_lens, sinks=sinks, **options)
     with jax.named_scope("cascade_decode"):
@@ -123,12 +124,11 @@ def cascade_decode(
         q_lens = None if q_lens is None else checks.bound_lens(jnp.asarray(q_lens), queries)
         real = real_queries(q_lens, kv_lens, queries)
         active = (kv_lens > 0) & (real > 0)
-        leader = jnp.argmax(active)
-        shared = _count_shared(block_tables, jnp.where(active, jnp.maximum(kv_lens - real, 0), -1), leader, given, ps)
+        table, shared = _shared_part(block_tables, jnp.where(active, jnp.maximum(kv_lens - real, 0), -1), given, ps)
         out_shared, lse_shared = paged_prefill(
             q.reshape(batch * queries, *q.shape[2:]),
             kv,
-            block_tables[leader][None],
+            table[None],
             jnp.array([0, batch * queries], jnp.int32),
             (shared * ps)[None],
             causal=False,
@@ -142,6 +142,55 @@ def cascade_decode(
         outs, lses = jnp.stack([out_shared.reshape(out_own.shape), out_own]), jnp.stack([lse_shared, lse_own])
         out, lse = merge_states(outs, lses, sinks)
     return (out.astype(out_dtype), lse) if return_lse else out.astype(out_dtype)
+
+
+def count_shared_pages(
+    kv: PagedKV, block_tables: np.ndarray, kv_lens: np.ndarray, *, q_lens: np.ndarray | int = 1
+) -> int:
+    """Leading pages that all sequences share, 0 where a cascade would not pay: what to give `cascade_decode` as
+    `shared_pages`.
+
+    For engines, which have their tables on the host: a step of which this is 0 calls `paged_decode`, and no other pays
+    for looking on the device. It computes on the host, from numpy arrays.
+
+    Args:
+      kv: the cache, of which only the shapes are used.
+      block_tables: int32 [B, P], as for `cascade_decode`.
+      kv_lens: int32 [B], tokens each sequence holds, the new ones included; 0 for an idle row.
+      q_lens: int32 [B], new tokens of each sequence, or the number of all.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+
+    Example:
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
+      >>> kv = jax.eval_shape(lambda: pallas_attn.PagedKV.allocate(spec))
+      >>> tables = np.zeros((64, 40), np.int32)  # one prompt's pages
+      >>> tables[:, 30:] = np.arange(1, 65)[:, None]  # and each sample's own
+      >>> pallas_attn.count_shared_pages(kv, tables, np.full(64, 2000))
+      30
+      >>> pallas_attn.count_shared_pages(kv, tables[:4], np.full(4, 2000))  # four would spare 23 MB
+      0
+    """
+    checks.check_class("kv", kv, PagedKV)
+    tables, lens, new = (np.asarray(x) for x in (block_tables, kv_lens, q_lens))
+    for name, array, ndims in (("block_tables", tables, (2,)), ("kv_lens", lens, (1,)), ("q_lens", new, (0, 1))):
+        if array.ndim not in ndims or array.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected integers of {ndims[-1]} axes, got {array.dtype} {list(array.shape)}")
+        if array.ndim and len(array) != len(tables):
+            raise ValueError(f"{name}: expected one for each of {len(tables)} sequences, got {len(array)}")
+    active = (lens > 0) & (new > 0)
+    if not active.any():
+        return 0
+    tables, seen = tables[active], np.maximum(lens - new, 0)[active].min() // kv.page_size
+    alike = np.logical_and.accumulate((tables == tables[0]).all(axis=0))
+    shared = int(min(alike.sum(), seen))
+    return shared if _pays(kv, len(tables), shared) else 0
+
+
+def _pays(kv: PagedKV, sequences: int, shared_pages: int) -> bool:
+    page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (kv.k, kv.v) if x is not None)
+    return (sequences - 1) * shared_pages * page_bytes >= LEAST_SAVED_BYTES
 
 
 def _as_count(shared_pages: Any) -> Any:
@@ -159,24 +208,25 @@ def _as_count(shared_pages: Any) -> Any:
     return shared_pages
 
 
-def _count_shared(
-    block_tables: Int32[Array, "B P"],
-    cached: Int32[Array, "B"],
-    leader: Int32[Array, ""],
-    given: Int32[Array, ""] | None,
-    page_size: int,
-) -> Int32[Array, ""]:
-    """Leading columns that are equal in all rows, and whole of whose tokens every query sees.
+def _shared_part(
+    block_tables: Int32[Array, "B P"], cached: Int32[Array, "B"], given: Int32[Array, ""] | None, page_size: int
+) -> tuple[Int32[Array, "P"], Int32[Array, ""]]:
+    """The table of the shared pages, and the number of leading columns that are equal in all rows, and whole of whose
+    tokens every query sees.
+
+    Few reductions, since each is a launch of its own: what is equal in all rows is its own minimum and maximum.
 
     Args:
       cached: tokens that the first query of each row sees beside its own, -1 for rows without a query.
-      leader: a row with a query.
       given: the number of columns, if it is known.
     """
+    bounds = jnp.iinfo(jnp.int32)
     without = cached < 0
-    seen = jnp.min(jnp.where(without, jnp.iinfo(jnp.int32).max, cached)) // page_size
+    seen = jnp.min(jnp.where(without, bounds.max, cached)) // page_size
+    most = jnp.where(jnp.all(without), 0, jnp.minimum(seen, block_tables.shape[1]))
+    table = jnp.min(jnp.where(without[:, None], bounds.max, block_tables), axis=0)
     if given is None:
-        alike = jnp.all((block_tables == block_tables[leader][None]) | without[:, None], axis=0)
-        given = jnp.sum(jnp.cumprod(alike.astype(jnp.int32)), dtype=jnp.int32)
-    most = jnp.where(jnp.all(without), 0, seen)
-    return jnp.clip(given, 0, jnp.minimum(most, block_tables.shape[1]))
+        largest = jnp.max(jnp.where(without[:, None], bounds.min, block_tables), axis=0)
+        column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
+        given = jnp.min(jnp.where(table == largest, bounds.max, column))
+    return table, jnp.clip(given, 0, most)
