@@ -321,11 +321,12 @@ def sparse_engine(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def speculation(stem: str) -> Callable[[str], str]:
-    """Tokens a second as a multiple of plain decoding's, and as a share of the bound: a row an acceptance rate."""
+def speculation(*stems: str) -> Callable[[str], str]:
+    """Tokens a second as a multiple of plain decoding's, and as a share of the bound: a row an acceptance rate. What
+    was measured again stands for what was before."""
 
     def write(document: str) -> str:
-        results = read(stem)["results"]
+        results = [result for stem in stems for result in read(stem)["results"]]
         shapes = list(dict.fromkeys((r["batch"], r["context"]) for r in results))
         found = {(drafts_of(r), r["batch"], r["context"]): r for r in results}
         rows = [
@@ -333,7 +334,8 @@ def speculation(stem: str) -> Callable[[str], str]:
             for kind in dict.fromkeys(key[0] for key in found)
         ]
         headings = ["drafts", *(f"{batch} x {context // 1024}k" for batch, context in shapes)]
-        return table(headings, rows) + "\n" + provenance(stem, [], document) + "\n"
+        notes = [provenance(stem, [], document) for stem in stems]
+        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -456,10 +458,10 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
-    "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_own_nvidia_h100")),
+    "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_found_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
-    "speculation": speculation("speculation_nvidia_h100"),
-    "hand-over": hand_over("hand_over_two_cards_nvidia_h200"),
+    "speculation": speculation("speculation_nvidia_h100", "speculation_nothing_accepted_nvidia_h100"),
+    "hand-over": hand_over("hand_over_again_nvidia_h100", "hand_over_two_cards_nvidia_h200"),
     "engine-cpu": engine_on_cpu("engine_cpu"),
     "triton-resources": resources("triton_resources"),
     "mla_sparse": operation(

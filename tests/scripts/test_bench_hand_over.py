@@ -21,7 +21,7 @@ def test_a_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert result["cost"] == pytest.approx(layered / whole - 1)
         assert 0 < result["arrived_before_first_token"] <= 1
         assert 0 <= result["read_by_whole_ttft"] <= 1
-        assert result["equal_first_tokens"] == 2
+        assert result["equal_first_tokens"] == result["equal_to_whole_steps"] == 2
         assert min(result[name]["least"] for name in ("export_s", "two_processes_ttft_s")) > 0
     assert "40 tokens: " in capsys.readouterr().out
 

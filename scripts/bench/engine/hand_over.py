@@ -117,14 +117,17 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
                 arrived.append(_share(bytes_at, began + layered[-1]))
             for _ in range(work.repeats):  # apart: what exporting leaves of the host's memory slows down what follows
                 _local(engine, prompt(length), exported=exported.append)
-            apart, read, equal = [], [], 0
+            apart, read, equal, equal_to_whole = [], [], 0, 0
             for _ in range(work.repeats):
                 tokens, began = prompt(length), time.perf_counter()
                 transport.arrived.clear()
                 seconds, got = _remote(engine, remote, tokens)
                 apart.append(seconds)
                 read.append(_share(transport.arrived, began + statistics.median(whole)))
-                equal += got == _local(engine, tokens, salt="computed here")[1]
+                equal_to_whole += got == _local(engine, tokens, salt="whole")[1]
+                feed = engine.watch_written(lambda w: None, pieces=work.pieces)
+                equal += got == _local(engine, tokens, salt="layer by layer")[1]
+                feed.close()
             yield {
                 "prompt_tokens": length,
                 "whole_ttft_s": summary(whole),
@@ -135,6 +138,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
                 "two_processes_ttft_s": summary(apart),
                 "read_by_whole_ttft": statistics.median(read),
                 "equal_first_tokens": equal,
+                "equal_to_whole_steps": equal_to_whole,
             }
         remote.close()
 
@@ -183,7 +187,7 @@ def line(result: dict[str, Any]) -> str:
         f" {times['layered_ttft_s']} ({result['cost']:+.1%}; {result['arrived_before_first_token']:.0%} of the pages on"
         f" the host by then), exported whole {times['export_s']} more, two processes {times['two_processes_ttft_s']}"
         f" ({result['read_by_whole_ttft']:.0%} of the pages read after {times['whole_ttft_s']};"
-        f" {result['equal_first_tokens']} first tokens equal)"
+        f" {result['equal_first_tokens']} first tokens equal, {result['equal_to_whole_steps']} to those of whole steps)"
     )
 
 
