@@ -25,7 +25,7 @@ import numpy as np
 from jax._src import callback as callbacks
 from jax._src import core, source_info_util
 from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map, vector_clock
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
 
 from tests import numpy_evaluator
 
@@ -84,8 +84,12 @@ def interpret(*args: Any, **params: Any) -> Any:
 
 
 def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
-    """Runs a thread of a kernel."""
-    numpy_evaluator.evaluate(jaxpr, consts, args)
+    """Runs a thread of a kernel. An error, as of a check that a test puts into it, ends the others' waits for it."""
+    try:
+        numpy_evaluator.evaluate(jaxpr, consts, args)
+    except Exception as error:
+        gpu_callbacks._get_shared_memory().set_failed(error, top_level=False)
+        raise
 
 
 def run_callback(*args: Any, callback: Any, **settings: Any) -> Any:

@@ -76,6 +76,29 @@ def test_a_sound_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         np.testing.assert_array_equal(reversed_rows(ROWS, in_step=True), ROWS[::-1])
 
 
+@of_that_jax
+def test_an_error_of_one_thread_ends_the_waits_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is not raised by the interpreter's own callbacks, for which jax sees to it."""
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("refused")
+
+    def body(x_gmem: Any, out_gmem: Any, barrier: Any) -> None:
+        first = jax.lax.axis_index("wg") == 0
+        jax.lax.cond(first, lambda: io_callback(refuse, None, x_gmem[0, 0]), lambda: plgpu.barrier_wait(barrier))
+        out_gmem[...] = x_gmem[...]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype),
+        scratch_types=[plgpu.Barrier()],
+        num_threads=2,
+        thread_name="wg",
+    )
+    with harness.interpreting(capsys), pytest.raises(Exception, match="refused"):
+        jax.block_until_ready(kernel(ROWS))
+
+
 def test_a_race_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Printed by jax 0.11, raised by jax 0.12."""
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as caught, harness.interpreting(capsys):
