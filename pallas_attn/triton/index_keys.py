@@ -12,6 +12,9 @@ query and, if they end, of the next.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import triton.language as tl
@@ -19,7 +22,7 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_attn import device
 from pallas_attn.portable.index_tiles import IndexCall
-from pallas_attn.portable.quantise import float16_queries
+from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
@@ -40,14 +43,16 @@ def refuse(call: IndexCall) -> None:
     caches.refuse_width(call.q.shape[-1])
 
 
-def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"], Int32[Array, "T"]]:
+def paged_scores(
+    call: IndexCall, *, fill: bool, zeros: Sequence[jax.ShapeDtypeStruct] = ()
+) -> tuple[Float32[Array, "T K"], Int32[Array, "T"], *tuple[Int32[Array, "..."], ...]]:
     """Scores of every token over all K = P·ps positions of its sequence, and how many of them are up to its own.
 
     Args:
       fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
+      zeros: shape of up to one more result, int32 zeros that a launch after this one counts in.
     """
-    q, factor = (call.q, 1.0) if call.index.scale is None else float16_queries(call.q)
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads, dim = call.q.shape
     num_sequences, table_pages = call.block_tables.shape
     num_pages, page_size, _ = call.index.keys.shape
     card, width = device.triton_card(), table_pages * page_size
@@ -55,12 +60,14 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, **options)
     steps = -(-width // tile.tokens)
     in_shares = tile.queries == 1 and num_sequences <= MOST_SHARED
+    q, factor = (call.q, 1.0) if call.index.scale is None or in_shares else float16_queries(call.q)
+    converts = call.index.scale is not None and q.dtype != jnp.float16
     if in_shares:
         grid = (max(1, min(num_tokens * steps, tile.programs_side_by_side(card))), 1)
     else:
         num_tiles = num_tokens // tile.queries + num_sequences + 2
         grid = (num_tiles, max(1, min(steps, -(-tile.programs_of_tiles(card) // -(-num_tokens // tile.queries)))))
-    scores, counts = launch(
+    scores, counts, *made = launch(
         _score,
         *(q, call.weights, call.index.keys, call.index.scale),
         *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask),
@@ -68,9 +75,12 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+            *zeros,
         ],
         grid=grid,
-        constants={
+        constants=({} if zeros else {"zeros_ptr": None})
+        | {
+            "ZEROS": sum(math.prod(each.shape) for each in zeros),
             "HEADS": num_heads,
             "D": dim,
             "WIDTH": width,
@@ -83,7 +93,8 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             "GROUPS": tiles.power_of_two(num_sequences + 2) if in_shares else 0,
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
             "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
-            "SCALE": call.scale / factor,
+            "SCALE": call.scale / (QUERY_SCALE if converts else factor),
+            "Q_SCALE": QUERY_SCALE if converts else None,
             "FILL": fill,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -92,7 +103,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
         max_registers=tile.max_registers,
         flops=2 * num_tokens * num_heads * dim * width,
     )
-    return scores, counts
+    return scores, counts, *made
 
 
 @kernel
@@ -111,6 +122,8 @@ def _score(
     pool_pages,
     out_ptr,  # [T, WIDTH]
     counts_ptr,  # [T]
+    zeros_ptr,  # [ZEROS] or None
+    ZEROS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -124,9 +137,15 @@ def _score(
     SEARCH_STEPS: tl.constexpr,
     DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    if zeros_ptr is not None:
+        program, programs = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0), tl.num_programs(0)
+        for start in range(program * 1024, ZEROS, programs * tl.num_programs(1) * 1024):
+            at = start + tl.arange(0, 1024)
+            tl.store(zeros_ptr + at, tl.zeros([1024], tl.int32), mask=at < ZEROS)
     if GROUPS:  # single queries: an equal share of all their steps
         group = tl.arange(0, GROUPS)  # padding before the sequences, sequences, and padding after them
         _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
@@ -148,7 +167,7 @@ def _score(
             _score_tile(
                 *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
                 *(this - 1, begin + query, 1, kv_len - q_len + query, first, last, 1, table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
             at += last - first
     else:  # every n-th step of a tile, of n programs
@@ -165,7 +184,7 @@ def _score(
                 *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
                 *(sequence, first_token + first, queries, kv_len - q_len + first),
                 *(tl.program_id(1), steps, tl.num_programs(1), table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
 
 
@@ -217,11 +236,12 @@ def _score_tile(
     COLUMNS: tl.constexpr,
     DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Scores of neighbouring queries of a sequence, from `row` on, over every stride-th step from `first` to `last`."""
-    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16
     WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
     end = tl.maximum(first_position + queries, 0)
     row = row.to(tl.int64)
@@ -238,7 +258,7 @@ def _score_tile(
     q, weights = (), ()  # of a single query, by block of heads
     if QUERIES == 1:
         for block in tl.static_range(BLOCKS):
-            q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
+            q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE),)
             weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
     for step in range(first, walked, stride):
         key = step * TOKENS + token
@@ -268,7 +288,7 @@ def _score_tile(
             for i in range(queries):
                 score = tl.zeros([TOKENS], tl.float32)
                 for block in tl.static_range(BLOCKS):
-                    q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
+                    q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE)
                     score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                 at = out_ptr + (row + i) * WIDTH
                 shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
@@ -283,10 +303,22 @@ def _score_tile(
 
 
 @kernel
-def _queries(q_ptr, row, block, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """A token's queries [D, heads] of a block of index heads."""
+def _queries(
+    q_ptr,
+    row,
+    block,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    Q_SCALE: tl.constexpr,
+):
+    """A token's queries [D, heads] of a block of index heads; times Q_SCALE in float16, as `float16_queries` gives them."""
     head = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.trans(columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS))
+    q = columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
+    if Q_SCALE is not None:
+        q = tl.clamp(q.to(tl.float32) * Q_SCALE, -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+    return tl.trans(q)
 
 
 @kernel

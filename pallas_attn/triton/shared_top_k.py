@@ -1,0 +1,216 @@
+"""Choosing the highest scores of few rows in Triton, exactly, by several programs for each row.
+
+Three launches, each with a program for every segment of every row:
+
+    _count   how many scores of the row have each value of their leading 11 bits
+    _list    which value is that of the lowest score chosen; the scores that have it are the row's candidates
+    _write   the lowest score chosen, found bit by bit among the candidates; then the segment's positions, in order
+
+Programs wait for one another only between launches. In `_write` each program of a row searches the candidates, a few
+hundred of 32k scores of an ordinary distribution, for itself. Where they are more than registers hold, because most
+scores share their leading bits, it reads them again for each bit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float32, Int32
+
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.pieces import ordered_score
+
+BINS = tl.constexpr(2048)
+SHIFT, LOW = tl.constexpr(21), tl.constexpr(2**21 - 1)  # the bits besides those of BINS
+TOP_LOW = tl.constexpr(2**20)
+HELD = tl.constexpr(2048)
+"""Candidates that a program holds in registers."""
+
+# The lowest finite score is in bin 4. The bins below hold what programs tell those of the next launch.
+CANDIDATES, BOUND, WANTED, EQUALS, FREE = (tl.constexpr(i) for i in range(5))
+
+
+def empty_bins(num_rows: int) -> jax.ShapeDtypeStruct:
+    """Shape of the counts of so many rows, which are 0 before `highest`."""
+    return jax.ShapeDtypeStruct((num_rows, BINS.value), jnp.int32)
+
+
+def highest(
+    scores: Float32[Array, "T K"],
+    counts: Int32[Array, "T"] | None,
+    top_k: int,
+    *,
+    bins: Int32[Array, "T bins"],
+    segment: int,
+    warps: int,
+) -> Int32[Array, "T top_k"]:
+    """Positions of each row's highest scores, as `select_top_k` gives them.
+
+    Args:
+      counts: of each row, how many scores it has, the others being undefined; None for all.
+      bins: zeros.
+      segment: scores of a program, a power of two.
+    """
+    num_rows, width = scores.shape
+    segments = -(-width // segment)
+    candidates = jax.ShapeDtypeStruct((num_rows, width), jnp.int32)
+    options = {"grid": (num_rows, segments), "num_warps": warps, "bytes_accessed": 4 * num_rows * width}
+    constants = {"WIDTH": width, "SEGMENT": segment}
+    (bins,) = launch(_count, scores, counts, bins, outputs=[bins], aliases={2: 0}, constants=constants, **options)
+    bins, above, numbers, positions = launch(
+        _list,
+        *(scores, counts, bins),
+        outputs=[bins, jax.ShapeDtypeStruct((num_rows, segments), jnp.int32), candidates, candidates],
+        aliases={2: 0},
+        constants=constants | {"TOP_K": top_k},
+        **options,
+    )
+    constants |= {"TOP_K": top_k, "SEGMENTS": 1 << (segments - 1).bit_length()}
+    outputs = [jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32)]
+    operands = scores, counts, bins, above, numbers, positions
+    return launch(_write, *operands, outputs=outputs, constants=constants, **options)[0]
+
+
+@kernel
+def _count(
+    scores_ptr,  # [T, WIDTH]
+    counts_ptr,  # [T] or None
+    _bins_ptr,
+    bins_ptr,  # [T, BINS]
+    WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    _, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
+    tl.atomic_add(bins_ptr + row * BINS + (number >> SHIFT).to(tl.int32), 1, mask=number > 0, sem="relaxed")
+
+
+@kernel
+def _list(
+    scores_ptr,  # [T, WIDTH]
+    counts_ptr,  # [T] or None
+    _bins_ptr,
+    bins_ptr,  # [T, BINS]
+    above_ptr,  # [T, segments] scores of the segment in higher bins than the candidates
+    numbers_ptr,  # [T, WIDTH] candidates in any order
+    positions_ptr,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
+    bins_ptr += row * BINS
+    bin = tl.arange(0, BINS)
+    held = tl.load(bins_ptr + bin, mask=bin >= FREE, other=0)
+    found = tl.sum(held, 0)
+    wanted = tl.minimum(found, TOP_K)
+    at_least = found - tl.cumsum(held, 0) + held  # scores in this bin and those above
+    enough = at_least >= wanted
+    bound = tl.sum(enough.to(tl.int32), 0) - 1
+    reached = tl.min(tl.where(enough, at_least, found), 0)
+    above = tl.max(tl.where(enough, 0, at_least), 0)
+    if reached == wanted:  # all of that bin are chosen: there are no candidates
+        bound -= 1
+        above = wanted
+    equals = wanted - above  # of the candidates
+
+    score_bin = (number >> SHIFT).to(tl.int32)
+    tl.store(above_ptr + row * tl.num_programs(1) + segment, tl.sum((score_bin > bound).to(tl.int32), 0))
+    if segment == 0:
+        tl.store(bins_ptr + BOUND, bound)
+        tl.store(bins_ptr + WANTED, wanted)
+        tl.store(bins_ptr + EQUALS, equals)
+    if equals > 0:
+        listed = score_bin == bound
+        place = tl.cumsum(listed.to(tl.int32), 0) - 1
+        number_listed = tl.max(place, 0) + 1
+        if number_listed > 0:
+            first = tl.atomic_add(bins_ptr + CANDIDATES, number_listed, sem="relaxed")
+            at = row * WIDTH + first + place
+            tl.store(numbers_ptr + at, number.to(tl.int32, bitcast=True), mask=listed)
+            tl.store(positions_ptr + at, position, mask=listed)
+
+
+@kernel
+def _write(
+    scores_ptr,  # [T, WIDTH]
+    counts_ptr,  # [T] or None
+    bins_ptr,  # [T, BINS]
+    above_ptr,  # [T, segments]
+    numbers_ptr,  # [T, WIDTH]
+    positions_ptr,  # [T, WIDTH]
+    out_ptr,  # [T, TOP_K]
+    WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bins_ptr += row * BINS
+    numbers_ptr += row * WIDTH
+    positions_ptr += row * WIDTH
+    out_ptr += row * TOP_K
+    bound, wanted = tl.load(bins_ptr + BOUND), tl.load(bins_ptr + WANTED)
+    equals, candidates = tl.load(bins_ptr + EQUALS), tl.load(bins_ptr + CANDIDATES)
+    position, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
+    other = tl.arange(0, SEGMENTS)
+    before = tl.load(above_ptr + row * tl.num_programs(1) + other, mask=other < segment, other=0)
+    above_before, equal_before = tl.sum(before, 0), 0
+
+    place = tl.arange(0, HELD)
+    least = (bound.to(tl.uint32) << SHIFT) | tl.full([], LOW, tl.uint32)  # where there are no candidates
+    if equals > 0:
+        candidate = tl.load(numbers_ptr + place, mask=place < candidates, other=0).to(tl.uint32, bitcast=True)
+        least = bound.to(tl.uint32) << SHIFT
+        bit = tl.full([], TOP_LOW, tl.uint32)
+        while bit > 0:
+            tried = least | bit
+            is_least = (candidate >= tried).to(tl.int32)
+            for start in range(HELD, candidates, HELD):
+                is_least += (_candidates(numbers_ptr, start + place, candidates) >= tried).to(tl.int32)
+            at_least = tl.sum(is_least, 0)
+            least = tl.where(at_least > equals, tried, tl.where(at_least == equals, tried - 1, least))
+            bit = tl.where(at_least == equals, 0, bit >> 1).to(tl.uint32)
+        above = tl.zeros([HELD], tl.int32)
+        earlier_above, earlier_equal = above, above
+        for start in range(0, candidates, HELD):
+            candidate = _candidates(numbers_ptr, start + place, candidates)
+            is_held = start + place < candidates
+            where = tl.load(positions_ptr + start + place, mask=is_held, other=WIDTH)
+            is_earlier = where < segment * SEGMENT
+            above += (candidate > least).to(tl.int32)
+            earlier_above += (is_earlier & (candidate > least)).to(tl.int32)
+            earlier_equal += (is_earlier & (candidate == least)).to(tl.int32)
+        equals -= tl.sum(above, 0)
+        above_before += tl.sum(earlier_above, 0)
+        equal_before = tl.sum(earlier_equal, 0)
+
+    is_above, is_equal = number > least, number == least
+    # Counts of both in one sum: SEGMENT is below 2**15.
+    counted = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), 0)
+    above, equal = above_before + (counted & 0xFFFF), equal_before + (counted >> 16)
+    chosen = is_above | (is_equal & (equal <= equals))
+    tl.store(out_ptr + above + tl.minimum(equal, equals) - 1, position, mask=chosen)
+    for start in range(segment * SEGMENT, TOP_K, tl.num_programs(1) * SEGMENT):
+        at = start + tl.arange(0, SEGMENT)
+        tl.store(out_ptr + at, tl.full([SEGMENT], -1, tl.int32), mask=(at >= wanted) & (at < TOP_K))
+
+
+@kernel
+def _segment(scores_ptr, counts_ptr, row, WIDTH: tl.constexpr, SEGMENT: tl.constexpr):
+    """Positions of the program's segment of a row, and the scores there as ordered integers; 0 for none."""
+    position = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
+    end = WIDTH
+    if counts_ptr is not None:
+        end = tl.load(counts_ptr + row)
+    # All are loaded, those that are undefined, too: so this load waits for no other one.
+    score = tl.load(scores_ptr + row * WIDTH + position, mask=position < WIDTH, other=float("-inf"))
+    return position, tl.where(position < end, ordered_score(score), 0).to(tl.uint32)
+
+
+@kernel
+def _candidates(numbers_ptr, place, candidates):
+    """Candidates at places; 0 for none."""
+    return tl.load(numbers_ptr + place, mask=place < candidates, other=0).to(tl.uint32, bitcast=True)
