@@ -313,7 +313,7 @@ def _queries(
     COLUMNS: tl.constexpr,
     Q_SCALE: tl.constexpr,
 ):
-    """A token's queries [D, heads] of a block of index heads; times Q_SCALE in float16, as `float16_queries` gives them."""
+    """A token's queries [D, heads] of a block of index heads; in float16, times Q_SCALE, if that is not None."""
     head = block * BLOCK + tl.arange(0, BLOCK)
     q = columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
     if Q_SCALE is not None:

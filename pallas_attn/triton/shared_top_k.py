@@ -102,8 +102,8 @@ def _list(
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
     bins_ptr += row * BINS
-    bin = tl.arange(0, BINS)
-    held = tl.load(bins_ptr + bin, mask=bin >= FREE, other=0)
+    place = tl.arange(0, BINS)
+    held = tl.load(bins_ptr + place, mask=place >= FREE, other=0)
     found = tl.sum(held, 0)
     wanted = tl.minimum(found, TOP_K)
     at_least = found - tl.cumsum(held, 0) + held  # scores in this bin and those above
