@@ -12,9 +12,6 @@ query and, if they end, of the next.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import triton.language as tl
@@ -26,7 +23,7 @@ from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import columns, tensor_core_operand
+from pallas_attn.triton.pieces import columns, count_scores, ordered_score, tensor_core_operand
 
 MOST_SHARED = 1024
 """Sequences, at most, of which a program finds by sums where its share begins."""
@@ -44,13 +41,13 @@ def refuse(call: IndexCall) -> None:
 
 
 def paged_scores(
-    call: IndexCall, *, fill: bool, zeros: Sequence[jax.ShapeDtypeStruct] = ()
-) -> tuple[Float32[Array, "T K"], Int32[Array, "T"], *tuple[Int32[Array, "..."], ...]]:
+    call: IndexCall, *, fill: bool, bins: Int32[Array, "T bins"] | None = None
+) -> tuple[Float32[Array, "T K"], Int32[Array, "T"], Int32[Array, "T bins"] | None]:
     """Scores of every token over all K = P·ps positions of its sequence, and how many of them are up to its own.
 
     Args:
       fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
-      zeros: shape of up to one more result, int32 zeros that a launch after this one counts in.
+      bins: zeros, to which scores up to each token's own are added by their leading bits, as the third result.
     """
     num_tokens, num_heads, dim = call.q.shape
     num_sequences, table_pages = call.block_tables.shape
@@ -67,20 +64,20 @@ def paged_scores(
     else:
         num_tiles = num_tokens // tile.queries + num_sequences + 2
         grid = (num_tiles, max(1, min(steps, -(-tile.programs_of_tiles(card) // -(-num_tokens // tile.queries)))))
-    scores, counts, *made = launch(
+    scores, counts, *counted = launch(
         _score,
         *(q, call.weights, call.index.keys, call.index.scale),
-        *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask),
+        *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask, bins),
         *(num_tokens, num_sequences, table_pages, num_pages),
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
-            *zeros,
+            *([] if bins is None else [bins]),
         ],
         grid=grid,
-        constants=({} if zeros else {"zeros_ptr": None})
+        aliases={} if bins is None else {8: 2},
+        constants=({"bins_ptr": None} if bins is None else {})
         | {
-            "ZEROS": sum(math.prod(each.shape) for each in zeros),
             "HEADS": num_heads,
             "D": dim,
             "WIDTH": width,
@@ -103,7 +100,7 @@ def paged_scores(
         max_registers=tile.max_registers,
         flops=2 * num_tokens * num_heads * dim * width,
     )
-    return scores, counts, *made
+    return scores, counts, counted[0] if counted else None
 
 
 @kernel
@@ -116,14 +113,14 @@ def _score(
     cu_q_lens_ptr,  # [S + 1]
     kv_lens_ptr,  # [S]
     mask_ptr,  # [T, DRAFTS] or None
+    _bins_ptr,
     num_tokens,
     num_sequences,
     table_pages,
     pool_pages,
     out_ptr,  # [T, WIDTH]
     counts_ptr,  # [T]
-    zeros_ptr,  # [ZEROS] or None
-    ZEROS: tl.constexpr,
+    bins_ptr,  # [T, BINS] or None
     HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -141,11 +138,6 @@ def _score(
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    if zeros_ptr is not None:
-        program, programs = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0), tl.num_programs(0)
-        for start in range(program * 1024, ZEROS, programs * tl.num_programs(1) * 1024):
-            at = start + tl.arange(0, 1024)
-            tl.store(zeros_ptr + at, tl.zeros([1024], tl.int32), mask=at < ZEROS)
     if GROUPS:  # single queries: an equal share of all their steps
         group = tl.arange(0, GROUPS)  # padding before the sequences, sequences, and padding after them
         _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
@@ -165,7 +157,7 @@ def _score(
             last = tl.minimum(first + stop - at, steps)
             query = within // steps
             _score_tile(
-                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(this - 1, begin + query, 1, kv_len - q_len + query, first, last, 1, table_pages, pool_pages),
                 *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
@@ -181,7 +173,7 @@ def _score(
             queries = tl.minimum(QUERIES, q_len - first)
             steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
             _score_tile(
-                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(sequence, first_token + first, queries, kv_len - q_len + first),
                 *(tl.program_id(1), steps, tl.num_programs(1), table_pages, pool_pages),
                 *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
@@ -216,6 +208,7 @@ def _score_tile(
     mask_ptr,
     out_ptr,
     counts_ptr,
+    bins_ptr,
     sequence,
     row,
     queries,
@@ -283,7 +276,8 @@ def _score_tile(
             for block in tl.static_range(BLOCKS):
                 score += _weighted(k, q[block], weights[block])
             shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
-            _store_scores(out_ptr + row * WIDTH, score * k_scale, key, shown, first_position, WIDTH, FILL)
+            at = out_ptr + row * WIDTH
+            _store_scores(at, bins_ptr, row, score * k_scale, key, shown, first_position, WIDTH, FILL)
         else:
             for i in range(queries):
                 score = tl.zeros([TOKENS], tl.float32)
@@ -292,7 +286,7 @@ def _score_tile(
                     score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                 at = out_ptr + (row + i) * WIDTH
                 shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
-                _store_scores(at, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
+                _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
     if FILL:  # what no step has
         done = (tl.maximum(walked - first, 0) + stride - 1) // stride
         for step in range(first + done * stride, last, stride):
@@ -348,7 +342,9 @@ def _shown(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
 
 
 @kernel
-def _store_scores(at, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """Writes scores of keys; -inf for those that the query does not see, where they are wanted."""
+def _store_scores(at, bins_ptr, row, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
+    """Writes scores of keys, and counts them; -inf for those that the query does not see, where they are wanted."""
     score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
     tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)
+    if bins_ptr is not None:
+        count_scores(bins_ptr, row, ordered_score(score))

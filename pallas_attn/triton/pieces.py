@@ -176,6 +176,22 @@ def ordered_score(score):
     return tl.where(score > float("-inf"), number, 0).to(tl.uint32)
 
 
+SCORE_BINS, BIN_SHIFT = tl.constexpr(4096), tl.constexpr(20)
+"""Values of the leading bits of a score, and the bits that follow."""
+
+
+@triton.jit
+def score_bin(number):
+    """Leading bits of an ordered score."""
+    return (number >> BIN_SHIFT).to(tl.int32)
+
+
+@triton.jit
+def count_scores(bins_ptr, row, number):
+    """Counts ordered scores of a row by their leading bits, but for -inf."""
+    tl.atomic_add(bins_ptr + row * SCORE_BINS + score_bin(number), 1, mask=number > 0, sem="relaxed")
+
+
 # --- 8-bit numbers: kernels get float8_e4m3fn as bytes, uint8
 
 

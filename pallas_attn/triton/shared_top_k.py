@@ -1,8 +1,8 @@
 """Choosing the highest scores of few rows in Triton, exactly, by several programs for each row.
 
-Three launches, each with a program for every segment of every row:
+Three launches, each with a program for every segment of every row, but that the kernel of scores does the first one's:
 
-    _count   how many scores of the row have each value of their leading 11 bits
+    _count   how many scores of the row have each value of their leading 12 bits
     _list    which value is that of the lowest score chosen; the scores that have it are the row's candidates
     _write   the lowest score chosen, found bit by bit among the candidates; then the segment's positions, in order
 
@@ -19,21 +19,36 @@ import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import ordered_score
+from pallas_attn.triton.pieces import BIN_SHIFT, SCORE_BINS, count_scores, ordered_score, score_bin
 
-BINS = tl.constexpr(2048)
-SHIFT, LOW = tl.constexpr(21), tl.constexpr(2**21 - 1)  # the bits besides those of BINS
-TOP_LOW = tl.constexpr(2**20)
+LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)  # the bits that follow those of bins, and the first of them
 HELD = tl.constexpr(2048)
 """Candidates that a program holds in registers."""
 
-# The lowest finite score is in bin 4. The bins below hold what programs tell those of the next launch.
+# The lowest finite score is in bin 8. The bins below hold what programs tell those of the next launch.
 CANDIDATES, BOUND, WANTED, EQUALS, FREE = (tl.constexpr(i) for i in range(5))
 
 
-def empty_bins(num_rows: int) -> jax.ShapeDtypeStruct:
-    """Shape of the counts of so many rows, which are 0 before `highest`."""
-    return jax.ShapeDtypeStruct((num_rows, BINS.value), jnp.int32)
+def empty_bins(num_rows: int) -> Int32[Array, "T bins"]:
+    """Counts of the scores of so many rows by their leading bits, before there is one."""
+    return jnp.zeros((num_rows, SCORE_BINS.value), jnp.int32)
+
+
+def counted(
+    scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, *, segment: int, warps: int
+) -> Int32[Array, "T bins"]:
+    """Counts of scores by their leading bits. Arguments are those of `highest`."""
+    num_rows, width = scores.shape
+    return launch(
+        _count,
+        *(scores, counts, empty_bins(num_rows)),
+        outputs=[jax.ShapeDtypeStruct((num_rows, SCORE_BINS.value), jnp.int32)],
+        aliases={2: 0},
+        grid=(num_rows, -(-width // segment)),
+        constants={"WIDTH": width, "SEGMENT": segment},
+        num_warps=warps,
+        bytes_accessed=4 * num_rows * width,
+    )[0]
 
 
 def highest(
@@ -49,7 +64,7 @@ def highest(
 
     Args:
       counts: of each row, how many scores it has, the others being undefined; None for all.
-      bins: zeros.
+      bins: counts of scores by their leading bits.
       segment: scores of a program, a power of two.
     """
     num_rows, width = scores.shape
@@ -57,7 +72,6 @@ def highest(
     candidates = jax.ShapeDtypeStruct((num_rows, width), jnp.int32)
     options = {"grid": (num_rows, segments), "num_warps": warps, "bytes_accessed": 4 * num_rows * width}
     constants = {"WIDTH": width, "SEGMENT": segment}
-    (bins,) = launch(_count, scores, counts, bins, outputs=[bins], aliases={2: 0}, constants=constants, **options)
     bins, above, numbers, positions = launch(
         _list,
         *(scores, counts, bins),
@@ -77,13 +91,13 @@ def _count(
     scores_ptr,  # [T, WIDTH]
     counts_ptr,  # [T] or None
     _bins_ptr,
-    bins_ptr,  # [T, BINS]
+    bins_ptr,  # [T, SCORE_BINS]
     WIDTH: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     _, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
-    tl.atomic_add(bins_ptr + row * BINS + (number >> SHIFT).to(tl.int32), 1, mask=number > 0, sem="relaxed")
+    count_scores(bins_ptr, row, number)
 
 
 @kernel
@@ -91,7 +105,7 @@ def _list(
     scores_ptr,  # [T, WIDTH]
     counts_ptr,  # [T] or None
     _bins_ptr,
-    bins_ptr,  # [T, BINS]
+    bins_ptr,  # [T, SCORE_BINS]
     above_ptr,  # [T, segments] scores of the segment in higher bins than the candidates
     numbers_ptr,  # [T, WIDTH] candidates in any order
     positions_ptr,  # [T, WIDTH]
@@ -101,8 +115,8 @@ def _list(
 ):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
-    bins_ptr += row * BINS
-    place = tl.arange(0, BINS)
+    bins_ptr += row * SCORE_BINS
+    place = tl.arange(0, SCORE_BINS)
     held = tl.load(bins_ptr + place, mask=place >= FREE, other=0)
     found = tl.sum(held, 0)
     wanted = tl.minimum(found, TOP_K)
@@ -116,19 +130,19 @@ def _list(
         above = wanted
     equals = wanted - above  # of the candidates
 
-    score_bin = (number >> SHIFT).to(tl.int32)
-    tl.store(above_ptr + row * tl.num_programs(1) + segment, tl.sum((score_bin > bound).to(tl.int32), 0))
+    own = score_bin(number)
+    tl.store(above_ptr + row * tl.num_programs(1) + segment, tl.sum((own > bound).to(tl.int32), 0))
     if segment == 0:
         tl.store(bins_ptr + BOUND, bound)
         tl.store(bins_ptr + WANTED, wanted)
         tl.store(bins_ptr + EQUALS, equals)
     if equals > 0:
-        listed = score_bin == bound
-        place = tl.cumsum(listed.to(tl.int32), 0) - 1
-        number_listed = tl.max(place, 0) + 1
+        listed = own == bound
+        before = tl.cumsum(listed.to(tl.int32), 0) - 1
+        number_listed = tl.max(before, 0) + 1
         if number_listed > 0:
             first = tl.atomic_add(bins_ptr + CANDIDATES, number_listed, sem="relaxed")
-            at = row * WIDTH + first + place
+            at = row * WIDTH + first + before
             tl.store(numbers_ptr + at, number.to(tl.int32, bitcast=True), mask=listed)
             tl.store(positions_ptr + at, position, mask=listed)
 
@@ -137,7 +151,7 @@ def _list(
 def _write(
     scores_ptr,  # [T, WIDTH]
     counts_ptr,  # [T] or None
-    bins_ptr,  # [T, BINS]
+    bins_ptr,  # [T, SCORE_BINS]
     above_ptr,  # [T, segments]
     numbers_ptr,  # [T, WIDTH]
     positions_ptr,  # [T, WIDTH]
@@ -148,10 +162,14 @@ def _write(
     SEGMENTS: tl.constexpr,
 ):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    bins_ptr += row * BINS
+    bins_ptr += row * SCORE_BINS
     numbers_ptr += row * WIDTH
     positions_ptr += row * WIDTH
     out_ptr += row * TOP_K
+    # As many candidates as registers hold are loaded before it is known how many there are.
+    place = tl.arange(0, HELD)
+    candidate = tl.load(numbers_ptr + place, mask=place < WIDTH, other=0).to(tl.uint32, bitcast=True)
+    candidate_position = tl.load(positions_ptr + place, mask=place < WIDTH, other=0)
     bound, wanted = tl.load(bins_ptr + BOUND), tl.load(bins_ptr + WANTED)
     equals, candidates = tl.load(bins_ptr + EQUALS), tl.load(bins_ptr + CANDIDATES)
     position, number = _segment(scores_ptr, counts_ptr, row, WIDTH, SEGMENT)
@@ -159,11 +177,10 @@ def _write(
     before = tl.load(above_ptr + row * tl.num_programs(1) + other, mask=other < segment, other=0)
     above_before, equal_before = tl.sum(before, 0), 0
 
-    place = tl.arange(0, HELD)
-    least = (bound.to(tl.uint32) << SHIFT) | tl.full([], LOW, tl.uint32)  # where there are no candidates
+    least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)  # where there are no candidates
     if equals > 0:
-        candidate = tl.load(numbers_ptr + place, mask=place < candidates, other=0).to(tl.uint32, bitcast=True)
-        least = bound.to(tl.uint32) << SHIFT
+        candidate = tl.where(place < candidates, candidate, 0).to(tl.uint32)
+        least = bound.to(tl.uint32) << BIN_SHIFT
         bit = tl.full([], TOP_LOW, tl.uint32)
         while bit > 0:
             tried = least | bit
@@ -173,16 +190,17 @@ def _write(
             at_least = tl.sum(is_least, 0)
             least = tl.where(at_least > equals, tried, tl.where(at_least == equals, tried - 1, least))
             bit = tl.where(at_least == equals, 0, bit >> 1).to(tl.uint32)
-        above = tl.zeros([HELD], tl.int32)
-        earlier_above, earlier_equal = above, above
-        for start in range(0, candidates, HELD):
-            candidate = _candidates(numbers_ptr, start + place, candidates)
+        first = segment * SEGMENT
+        above = (candidate > least).to(tl.int32)
+        earlier_above = ((candidate > least) & (candidate_position < first)).to(tl.int32)
+        earlier_equal = ((candidate == least) & (candidate_position < first)).to(tl.int32)
+        for start in range(HELD, candidates, HELD):
+            further = _candidates(numbers_ptr, start + place, candidates)
             is_held = start + place < candidates
-            where = tl.load(positions_ptr + start + place, mask=is_held, other=WIDTH)
-            is_earlier = where < segment * SEGMENT
-            above += (candidate > least).to(tl.int32)
-            earlier_above += (is_earlier & (candidate > least)).to(tl.int32)
-            earlier_equal += (is_earlier & (candidate == least)).to(tl.int32)
+            is_earlier = tl.load(positions_ptr + start + place, mask=is_held, other=WIDTH) < first
+            above += (further > least).to(tl.int32)
+            earlier_above += (is_earlier & (further > least)).to(tl.int32)
+            earlier_equal += (is_earlier & (further == least)).to(tl.int32)
         equals -= tl.sum(above, 0)
         above_before += tl.sum(earlier_above, 0)
         equal_before = tl.sum(earlier_equal, 0)

@@ -41,9 +41,10 @@ def is_shared(num_rows: int, width: int) -> bool:
     return width >= LEAST_SHARED and num_rows * width <= MOST_SHARED
 
 
-def shared_segment(num_rows: int, width: int) -> int:
-    """Scores of a program where several share a row."""
-    return min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
+def shared_sizes(num_rows: int, width: int) -> dict[str, int]:
+    """Scores of a program, and its warps, where several share a row."""
+    segment = min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
+    return {"segment": segment, "warps": max(4, segment // 256)}
 
 
 def refuse(num_rows: int, width: int, top_k: int) -> None:
@@ -62,14 +63,14 @@ def highest(
 
     Args:
       counts: of each row, how many scores it has, the others being undefined; None for all.
-      bins: zeros of `shared_top_k.empty_bins`, which are made here if nobody has.
+      bins: of rows that programs share, counts of scores by their leading bits, if there are.
     """
     num_rows, row_width = scores.shape
     if is_shared(num_rows, row_width):
+        sizes = shared_sizes(num_rows, row_width)
         if bins is None:
-            bins = jnp.zeros(shared_top_k.empty_bins(num_rows).shape, jnp.int32)
-        segment = shared_segment(num_rows, row_width)
-        return shared_top_k.highest(scores, counts, top_k, bins=bins, segment=segment, warps=max(4, segment // 256))
+            bins = shared_top_k.counted(scores, counts, **sizes)
+        return shared_top_k.highest(scores, counts, top_k, bins=bins, **sizes)
     candidates, width = None, row_width
     while True:
         segment = width if width <= MOST_HELD else max(SEGMENT, 4 * power_of_two(top_k))

@@ -41,9 +41,9 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
 def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
     shared = top_k.is_shared(call.q.shape[0], call.block_tables.shape[1] * call.index.page_size)
-    zeros = [shared_top_k.empty_bins(call.q.shape[0])] if shared else []
-    scores, counts, *bins = index_keys.paged_scores(call, fill=False, zeros=zeros)
-    return top_k.highest(scores, counts, call.top_k, *bins)
+    bins = shared_top_k.empty_bins(call.q.shape[0]) if shared else None
+    scores, counts, bins = index_keys.paged_scores(call, fill=False, bins=bins)
+    return top_k.highest(scores, counts, call.top_k, bins)
 
 
 def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTopKCall:
