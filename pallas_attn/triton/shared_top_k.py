@@ -22,8 +22,8 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import BIN_SHIFT, SCORE_BINS, count_scores, ordered_score, score_bin
 
 LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)  # the bits that follow those of bins, and the first of them
-HELD = tl.constexpr(2048)
-"""Candidates that a program holds in registers."""
+FEW, MANY = tl.constexpr(2048), tl.constexpr(4096)
+"""Candidates that a program holds in registers, if there are no more than the first, and otherwise."""
 
 # The lowest finite score is in bin 8. The bins below hold what programs tell those of the next launch.
 CANDIDATES, BOUND, WANTED, EQUALS, FREE = (tl.constexpr(i) for i in range(5))
@@ -83,7 +83,8 @@ def highest(
     constants |= {"TOP_K": top_k, "SEGMENTS": 1 << (segments - 1).bit_length()}
     outputs = [jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32)]
     operands = scores, counts, bins, above, numbers, positions
-    return launch(_write, *operands, outputs=outputs, constants=constants, **options)[0]
+    # Registers for two programs of 8 warps on a multiprocessor.
+    return launch(_write, *operands, outputs=outputs, constants=constants, max_registers=128, **options)[0]
 
 
 @kernel
@@ -167,7 +168,7 @@ def _write(
     positions_ptr += row * WIDTH
     out_ptr += row * TOP_K
     # As many candidates as registers hold are loaded before it is known how many there are.
-    place = tl.arange(0, HELD)
+    place = tl.arange(0, FEW)
     candidate = tl.load(numbers_ptr + place, mask=place < WIDTH, other=0).to(tl.uint32, bitcast=True)
     candidate_position = tl.load(positions_ptr + place, mask=place < WIDTH, other=0)
     bound, wanted = tl.load(bins_ptr + BOUND), tl.load(bins_ptr + WANTED)
@@ -180,21 +181,17 @@ def _write(
     least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)  # where there are no candidates
     if equals > 0:
         candidate = tl.where(place < candidates, candidate, 0).to(tl.uint32)
-        least = bound.to(tl.uint32) << BIN_SHIFT
-        bit = tl.full([], TOP_LOW, tl.uint32)
-        while bit > 0:
-            tried = least | bit
-            is_least = (candidate >= tried).to(tl.int32)
-            for start in range(HELD, candidates, HELD):
-                is_least += (_candidates(numbers_ptr, start + place, candidates) >= tried).to(tl.int32)
-            at_least = tl.sum(is_least, 0)
-            least = tl.where(at_least > equals, tried, tl.where(at_least == equals, tried - 1, least))
-            bit = tl.where(at_least == equals, 0, bit >> 1).to(tl.uint32)
+        if candidates <= FEW:
+            least = bound.to(tl.uint32) << BIN_SHIFT
+            least = _lowest(candidate, least, TOP_LOW, numbers_ptr, candidates, equals, FEW)
+        else:
+            least, top_bit, held = _common(numbers_ptr, candidates, MANY)
+            least = _lowest(held, least, top_bit, numbers_ptr, candidates, equals, MANY)
         first = segment * SEGMENT
         above = (candidate > least).to(tl.int32)
         earlier_above = ((candidate > least) & (candidate_position < first)).to(tl.int32)
         earlier_equal = ((candidate == least) & (candidate_position < first)).to(tl.int32)
-        for start in range(HELD, candidates, HELD):
+        for start in range(FEW, candidates, FEW):
             further = _candidates(numbers_ptr, start + place, candidates)
             is_held = start + place < candidates
             is_earlier = tl.load(positions_ptr + start + place, mask=is_held, other=WIDTH) < first
@@ -214,6 +211,44 @@ def _write(
     for start in range(segment * SEGMENT, TOP_K, tl.num_programs(1) * SEGMENT):
         at = start + tl.arange(0, SEGMENT)
         tl.store(out_ptr + at, tl.full([SEGMENT], -1, tl.int32), mask=(at >= wanted) & (at < TOP_K))
+
+
+@kernel
+def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.constexpr):
+    """The lowest of the `equals` highest candidates, or a number between it and the next.
+
+    Args:
+      held: the first HELD candidates.
+      least: their common leading bits, and zeros.
+      top_bit: the bit that follows those; 0 if all are equal.
+    """
+    bit = tl.full([], 1, tl.uint32) * top_bit
+    while bit > 0:
+        tried = least | bit
+        counted = (held >= tried).to(tl.int32)
+        for start in range(HELD, candidates, HELD):
+            counted += (_candidates(numbers_ptr, start + tl.arange(0, HELD), candidates) >= tried).to(tl.int32)
+        at_least = tl.sum(counted, 0)
+        least = tl.where(at_least > equals, tried, tl.where(at_least == equals, tried - 1, least))
+        bit = tl.where(at_least == equals, 0, bit >> 1).to(tl.uint32)
+    return least
+
+
+@kernel
+def _common(numbers_ptr, candidates, HELD: tl.constexpr):
+    """Leading bits that all candidates have, the bit that follows, and the first HELD candidates."""
+    held = _candidates(numbers_ptr, tl.arange(0, HELD), candidates)
+    high, low = held, tl.where(tl.arange(0, HELD) < candidates, held, 0xFFFFFFFF).to(tl.uint32)
+    for start in range(HELD, candidates, HELD):
+        place = start + tl.arange(0, HELD)
+        further = _candidates(numbers_ptr, place, candidates)
+        high = tl.maximum(high, further)
+        low = tl.minimum(low, tl.where(place < candidates, further, 0xFFFFFFFF).to(tl.uint32))
+    highest = tl.max(high, 0)
+    differ = highest ^ tl.min(low, 0)
+    for shift in tl.static_range(5):
+        differ |= differ >> (1 << shift)
+    return highest ^ (highest & differ), ((differ + 1) >> 1).to(tl.uint32), held
 
 
 @kernel

@@ -44,7 +44,7 @@ def is_shared(num_rows: int, width: int) -> bool:
 def shared_sizes(num_rows: int, width: int) -> dict[str, int]:
     """Scores of a program, and its warps, where several share a row."""
     segment = min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
-    return {"segment": segment, "warps": max(4, segment // 256)}
+    return {"segment": segment, "warps": max(8, segment // 512)}
 
 
 def refuse(num_rows: int, width: int, top_k: int) -> None:
