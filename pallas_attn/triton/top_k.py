@@ -30,7 +30,7 @@ PER_THREAD = 32
 
 LEAST_SHARED = 8192
 """Scores of a row that several programs share, at least."""
-MOST_SHARED = 2**22
+MOST_SHARED = 2**21
 """Scores of all rows that are shared, at most."""
 SHARES = 256
 """Programs among which they are, about: two for each multiprocessor of a large card."""
