@@ -496,6 +496,7 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_nvidia_h100", " 4096 ")),
+    "sparse-choice": sparse_choice("sparse_layer_choice_nvidia_h200"),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(
